@@ -1,0 +1,32 @@
+# Every target does its own set-up; a second call finds the stamp and starts at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test exact lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/multi_task_lm.py --verify
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q --durations=5
+
+# The whole product of factors behind tests/test_exact.py, where `make test` covers every pair of them.
+exact: $(STAMP)
+	$(BIN)/python -m tests.exact
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead/main.py
+
+$(STAMP): setup.cfg constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,177 @@
+"""What a layer costs, what a device offers, and how many bytes a shard of layers needs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from partitioners.sizes import format_bytes
+
+# Where a slab starts each tensor on the CPU: kernels choose by alignment, and another kernel gives other bits.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer's costs for one micro-batch; the last layer's include the loss function, and its output is the loss."""
+
+    index: int
+    name: str
+    param_bytes: int  # of all it holds; one shared with another layer counts in both (each shard loads its own)
+    grad_bytes: int  # of its trainable parameters
+    buffer_bytes: int
+    input_bytes: int  # of the boundary that enters it; storage reached through several tensors counts once
+    output_bytes: int
+    saved_bytes: int  # created by its forward in grad mode and alive afterwards: saved tensors and output
+    peak_bytes: int  # most alive at once of what its forward and backward create, so without incoming gradient
+    forward_s: float
+    backward_s: float
+    draws_random: bool  # its forward ran a seeded operation of torch's CPU generator
+    draws_globally: bool  # it drew from `random`, `numpy.random` or in backward: needs process-wide generators
+    changes_input: bool  # it worked in place on an input tensor
+    changes_buffers: bool
+    shares_with: tuple[int, ...]  # indices of other layers that hold one of its parameters
+    target_bytes: int = 0  # last layer only
+    padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "index" or field.name.endswith("_bytes"):
+                _check_count(f"LayerCost.{field.name}", value, at_least=0)
+            elif field.name.endswith("_s") and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"LayerCost.{field.name}: {value!r}, limit: finite and >= 0; pass seconds")
+        if self.index in self.shares_with:
+            raise ValueError(f"LayerCost.shares_with: {self.shares_with} names the layer itself; list the others only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What one device offers a task."""
+
+    memory_bytes: int
+    buffer_bytes: int | None = None  # kept free for the next shard's slab; None: as much as the shard's own slab
+    double_buffer: bool = True
+    num_micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count("Budget.memory_bytes", self.memory_bytes, at_least=1)
+        _check_count("Budget.num_micro_batches", self.num_micro_batches, at_least=1)
+        if self.buffer_bytes is not None:
+            _check_count("Budget.buffer_bytes", self.buffer_bytes, at_least=0)
+
+
+class Partitioner(Protocol):
+    """Cuts a task's layers into shards.
+
+    A partitioner keeps its settings only, so one object may serve several tasks. A partition is written as cumulative
+    end indices: ``[3, 6, 8]`` is the shards ``[0, 3) [3, 6) [6, 8)`` of eight layers.
+    """
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """End indices of shards that each fit ``budget``; every layer is in exactly one, in order.
+
+        Raises LayerTooLarge when a layer does not fit even alone, ValueError when ``costs`` cannot be cut so.
+        """
+
+    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+        """A finer partition after a run measured that ``shard`` does not fit; None when there is none.
+
+        ``costs`` may be left out; a partitioner that balances bytes then counts layers instead.
+        """
+
+
+class LayerTooLarge(ValueError):
+    """A single layer needs more memory than the device has."""
+
+    def __init__(self, message: str, *, layer: str = "", needed_bytes: int = 0, available_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+    @classmethod
+    def of(cls, cost: LayerCost, needed_bytes: int, available_bytes: int) -> "LayerTooLarge":
+        """The error for a layer that does not fit a device alone."""
+        return cls(
+            f"layer {cost.index} ({cost.name}): needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
+            f"device, available: {format_bytes(available_bytes)} ({available_bytes} bytes); give the device more "
+            f"memory, make micro-batches smaller (raise accumulation_steps), or split the layer into several",
+            layer=cost.name,
+            needed_bytes=needed_bytes,
+            available_bytes=available_bytes,
+        )
+
+
+def slab_bytes(costs: Sequence[LayerCost], first: int, last: int) -> int:
+    """Bytes of the slab that holds the parameters and buffers of layers ``[first, last)``.
+
+    A parameter that two layers of the shard share is counted twice: an upper bound that needs no identities.
+    """
+    _check_shard(costs, first, last)
+    return sum(_aligned(cost.param_bytes + cost.buffer_bytes + cost.padding_bytes) for cost in costs[first:last])
+
+
+def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
+    """Most bytes beside the slab while layers ``[first, last)`` run forward and backward over the micro-batches.
+
+    A forward-only unit needs less. With n micro-batches, the sum of
+
+    - work: the worst moment of one micro-batch (``_work_bytes``);
+    - n > 1: every gradient of the shard, accumulated over the micro-batches before this one;
+    - min(n, 2) times what enters: input, incoming gradient of the shard's output (none for the last shard, which
+      ends in the loss), target. The next micro-batch's is loaded while this one computes;
+    - n > 1: one thing that leaves, output or input gradient of the micro-batch before, still being stored.
+    """
+    _check_shard(costs, first, last)
+    _check_count("num_micro_batches", num_micro_batches, at_least=1)
+    shard = costs[first:last]
+    input_bytes = shard[0].input_bytes
+    output_bytes = shard[-1].output_bytes if last < len(costs) else 0
+    total = _work_bytes(shard) + min(num_micro_batches, 2) * (input_bytes + output_bytes + shard[-1].target_bytes)
+    if num_micro_batches > 1:
+        total += sum(cost.grad_bytes for cost in shard) + max(input_bytes, output_bytes)
+    return total
+
+
+def shard_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
+    """Bytes a device needs for layers ``[first, last)``: slab and unit, without room for the next slab."""
+    return slab_bytes(costs, first, last) + unit_bytes(costs, first, last, num_micro_batches)
+
+
+def _work_bytes(shard: Sequence[LayerCost]) -> int:
+    """Most bytes one micro-batch creates and holds at once, over the layers k whose forward or backward runs.
+
+    While layer k runs backward, alive are
+
+        layers      0 .. k-1            k                  k+1 .. last
+        hold        what they saved     its own peak       their gradients
+
+    and, unless k is the last layer, what k's peak leaves out: the gradient of its output, which layer k+1 made, and
+    the shard's output, which the caller of backward holds until it returns. A first layer that works in place does so
+    on a copy of the input, because autograd allows it on no leaf.
+    """
+    entering = shard[0].input_bytes if shard[0].changes_input else 0
+    saved, grads, most = 0, sum(cost.grad_bytes for cost in shard), 0
+    for cost in shard:
+        grads -= cost.grad_bytes
+        passing = cost.output_bytes + shard[-1].output_bytes if cost is not shard[-1] else 0
+        most = max(most, saved + cost.peak_bytes + passing + grads)
+        saved += cost.saved_bytes
+    return entering + most
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _check_count(field: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{field}: {value!r}, limit: a whole number >= {at_least}; pass such an int")
+
+
+def _check_shard(costs: Sequence[LayerCost], first: int, last: int) -> None:
+    if not 0 <= first < last <= len(costs):
+        raise ValueError(
+            f"shard: [{first}, {last}), limit: 0 <= first < last <= {len(costs)} layers; name at least one layer"
+        )

@@ -1,0 +1,149 @@
+"""Bytes created and freed by the operations of a region of code, counted by storage."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Seen(weakref.ref[torch.UntypedStorage]):  # type: ignore[no-untyped-call]  # torch's base class
+    """A storage created under the meter, and the bytes it was counted with."""
+
+    __slots__ = ("key", "num_bytes")
+    key: int
+    num_bytes: int
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of storages that operations create inside it; use one meter for one ``with`` block.
+
+    Storages are counted, not tensors: a view costs nothing, and a storage is given back when its last tensor dies,
+    whoever held it (also autograd). Exact ``nbytes``, no rounding. Backward is counted too: the autograd engine hands
+    its caller's modes on. What a kernel allocates and frees within one operation is not seen, nor is memory that
+    torch did not create by an operation (``from_numpy``, ``torch.UntypedStorage(n)``), nor any on the meta device.
+
+    ``on_change(delta)`` is called with a positive delta when a storage appears or is seen to have grown, before
+    anybody gets the operation's result. It may raise: the exception comes out of the operation, and the bytes are
+    not left counted. It is called with a negative delta when a storage dies, in whichever thread drops
+    it and possibly in the middle of any allocation (garbage collection): that call has to be cheap, must not raise,
+    and must not take a lock that the same thread may hold. Nothing is reported after ``__exit__``; outputs may live on.
+
+    ``peak_bytes`` is the highest ``current_bytes`` so far; both keep their last value after ``__exit__``.
+    """
+
+    def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_change = on_change
+        self._live: dict[int, _Seen] = {}
+        # Deltas not added up yet. A storage may die between the read and the write of `current += n`, in the same
+        # thread, where no lock helps: so whoever counts only appends (atomic), and `_settle` alone adds.
+        self._deltas: deque[int] = deque()
+        self._settling = threading.Lock()
+        self._current_bytes = 0
+        self._peak_bytes = 0
+        self._state = "new"
+
+    @property
+    def current_bytes(self) -> int:
+        self._settle()
+        return self._current_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        self._settle()
+        return self._peak_bytes
+
+    def __enter__(self) -> "MemoryMeter":
+        # A second block would begin with storages of the first that nobody follows any more.
+        if self._state != "new":
+            raise RuntimeError(f"this MemoryMeter is {self._state}, a meter measures one block; make a new one")
+        self._state = "active"
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        finally:
+            self._state = "closed"
+            # Without its weak reference a storage dies unnoticed; it also breaks the cycle meter -> reference -> meter.
+            self._live.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for storage in _storages(result if isinstance(result, (tuple, list)) else (result,)):
+            seen = self._live.get(id(storage))
+            if seen is not None:
+                if seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
+                    self._resized(seen, storage.nbytes())
+            # The schema does not tell a view from a fresh tensor (`_unsafe_view` hides it): compare with what came in.
+            # torch.tensor() makes its storage before it dispatches: `lift_fresh` brings that in as an argument.
+            elif func is torch.ops.aten.lift_fresh.default or not _comes_in(storage, args, kwargs):
+                self._created(storage)
+        return result
+
+    def _created(self, storage: torch.UntypedStorage) -> None:
+        num_bytes = storage.nbytes()
+        if num_bytes and self._on_change is not None:
+            self._on_change(num_bytes)  # may raise: nothing is counted yet
+        seen = _Seen(storage, self._freed)
+        seen.key, seen.num_bytes = id(storage), num_bytes
+        self._live[seen.key] = seen
+        self._deltas.append(num_bytes)
+        self._settle()
+
+    def _resized(self, seen: _Seen, num_bytes: int) -> None:
+        delta = num_bytes - seen.num_bytes
+        if self._on_change is not None:
+            self._on_change(delta)
+        seen.num_bytes = num_bytes
+        self._deltas.append(delta)
+        self._settle()
+
+    def _freed(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
+        """Called by the interpreter when a storage dies: any thread, any moment."""
+        assert isinstance(seen, _Seen)
+        if self._state != "active":
+            return
+        self._live.pop(seen.key, None)
+        self._deltas.append(-seen.num_bytes)
+        if seen.num_bytes and self._on_change is not None:
+            self._on_change(-seen.num_bytes)
+
+    def _settle(self) -> None:
+        """Add up the deltas in their order; never waits, since whoever is adding already takes ours along."""
+        while self._deltas and self._settling.acquire(blocking=False):
+            try:
+                while self._deltas:
+                    self._current_bytes += self._deltas.popleft()
+                    self._peak_bytes = max(self._peak_bytes, self._current_bytes)
+            finally:
+                self._settling.release()
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Storages behind an operation's arguments or results, which nest lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            # The tensor's device: a fake tensor has a device, and its storage says meta.
+            if value.layout is torch.strided and value.device.type != "meta":
+                yield value.untyped_storage()
+            elif value.layout is torch.sparse_coo:
+                yield from _storages((value._indices(), value._values()))
+        elif isinstance(value, torch.UntypedStorage):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _storages(value)
+
+
+def _comes_in(storage: torch.UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return any(storage is other for other in _storages(args)) or any(
+        storage is other for other in _storages(kwargs.values())
+    )
