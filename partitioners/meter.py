@@ -3,14 +3,18 @@
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Bound once: the meter runs in front of every operation.
+_LIFT = torch.ops.aten.lift_fresh.default
+_STRIDED = torch.strided
 
-class _Seen(weakref.ref[torch.UntypedStorage]):  # type: ignore[no-untyped-call]  # torch's base class
+
+class _Seen(weakref.ref[torch.UntypedStorage]):
     """A storage created under the meter, and the bytes it was counted with."""
 
     __slots__ = ("key", "num_bytes")
@@ -18,7 +22,7 @@ class _Seen(weakref.ref[torch.UntypedStorage]):  # type: ignore[no-untyped-call]
     num_bytes: int
 
 
-class MemoryMeter(TorchDispatchMode):
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Counts the bytes of storages that operations create inside it; use one meter for one ``with`` block.
 
     Storages are counted, not tensors: a view costs nothing, and a storage is given back when its last tensor dies,
@@ -46,6 +50,12 @@ class MemoryMeter(TorchDispatchMode):
         self._current_bytes = 0
         self._peak_bytes = 0
         self._state = "new"
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True, torch's default, wraps `__torch_dispatch__` in a decorator that imports the compiler (a second, once)
+        # and then costs more per operation than the meter itself.
+        return False
 
     @property
     def current_bytes(self) -> int:
@@ -77,15 +87,19 @@ class MemoryMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Before the call: a sparse tensor that is added to in place holds other storages afterwards.
+        incoming = _storages(args, [])
+        if kwargs:
+            _storages(kwargs.values(), incoming)
         result = func(*args, **kwargs)
-        for storage in _storages(result if isinstance(result, (tuple, list)) else (result,)):
+        for storage in _storages(result if isinstance(result, (tuple, list)) else (result,), []):
             seen = self._live.get(id(storage))
             if seen is not None:
                 if seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
                     self._resized(seen, storage.nbytes())
             # The schema does not tell a view from a fresh tensor (`_unsafe_view` hides it): compare with what came in.
             # torch.tensor() makes its storage before it dispatches: `lift_fresh` brings that in as an argument.
-            elif func is torch.ops.aten.lift_fresh.default or not _comes_in(storage, args, kwargs):
+            elif func is _LIFT or not any(storage is other for other in incoming):
                 self._created(storage)
         return result
 
@@ -128,22 +142,18 @@ class MemoryMeter(TorchDispatchMode):
                 self._settling.release()
 
 
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    """Storages behind an operation's arguments or results, which nest lists at most."""
+def _storages(values: Iterable[Any], found: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+    """Adds to ``found`` the storages behind an operation's arguments or results, which nest lists at most."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            # The tensor's device: a fake tensor has a device, and its storage says meta.
-            if value.layout is torch.strided and value.device.type != "meta":
-                yield value.untyped_storage()
-            elif value.layout is torch.sparse_coo:
-                yield from _storages((value._indices(), value._values()))
-        elif isinstance(value, torch.UntypedStorage):
-            yield value
+            if value.layout is not _STRIDED:
+                if value.layout is torch.sparse_coo:
+                    _storages((value._indices(), value._values()), found)
+            # The tensor's word, not its storage's: a fake tensor stands for a CPU one, and its storage is on meta.
+            elif not value.is_meta:
+                found.append(value.untyped_storage())
         elif isinstance(value, (tuple, list)):
-            yield from _storages(value)
-
-
-def _comes_in(storage: torch.UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return any(storage is other for other in _storages(args)) or any(
-        storage is other for other in _storages(kwargs.values())
-    )
+            _storages(value, found)
+        elif isinstance(value, torch.UntypedStorage):
+            found.append(value)
+    return found

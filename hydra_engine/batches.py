@@ -1,0 +1,68 @@
+"""What a loader hands over: unpacking a batch, and splitting it into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+LossReduction: TypeAlias = "str | Callable[[Any], float]"
+MicroBatch: TypeAlias = "tuple[Any, Any, float]"
+Split: TypeAlias = "Callable[[Any, Any, int], Sequence[MicroBatch]]"
+
+
+def unpack_pair(batch: Any) -> tuple[Any, Any]:
+    """The default `unpack`: a batch is a pair (inputs, target)."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        size = f" of {len(batch)} items" if isinstance(batch, (tuple, list, dict)) else ""
+        raise ValueError(
+            f"a batch of the loader is a {type(batch).__name__}{size}, not a pair (inputs, target); "
+            f"give ModelTask an unpack= function that turns a batch into that pair"
+        )
+    return batch[0], batch[1]
+
+
+def batch_size(inputs: Any) -> int:
+    """Samples in a batch: dim 0 of the first tensor that has one; 1 where none has."""
+    for leaf in pytree.tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    return 1
+
+
+def split(inputs: Any, target: Any, num_micro_batches: int, loss_reduction: LossReduction = "mean") -> list[MicroBatch]:
+    """Split a batch of B samples into min(num_micro_batches, B) micro-batches whose sizes differ by at most 1.
+
+    Tensors whose dim 0 is the batch are split, larger pieces first, each into storage of its own, so that its bits do
+    not depend on where in the batch it lay; everything else is passed whole. Returns triples (inputs, target, weight):
+    weight is b_m / B for "mean", 1 for "sum", and for a function (target) -> number its share of the sum over the
+    micro-batches. A single micro-batch has weight 1.
+    """
+    size = batch_size(inputs)
+    num = max(1, min(num_micro_batches, size))
+    xs, ys = _pieces(inputs, size, num), _pieces(target, size, num)
+    if loss_reduction == "sum":
+        weights = [1.0] * num
+    elif loss_reduction == "mean":
+        weights = [(size // num + (m < size % num)) / max(size, 1) for m in range(num)]
+    else:
+        assert callable(loss_reduction)
+        counts = [float(loss_reduction(y)) for y in ys]
+        total = sum(counts)
+        weights = [count / total if total else 0.0 for count in counts]
+    return list(zip(xs, ys, weights, strict=True))
+
+
+def _pieces(value: Any, size: int, num: int) -> list[Any]:
+    leaves, spec = pytree.tree_flatten(value)
+
+    def cut(leaf: Any) -> Iterator[Any]:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size and num > 1:
+            return (piece.clone() for piece in torch.tensor_split(leaf, num))
+        return iter([leaf] * num)
+
+    columns = [list(cut(leaf)) for leaf in leaves]
+    return [pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(num)]

@@ -1,0 +1,86 @@
+"""Values that cross from one shard to the next: nested containers of tensors, taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class _Slot(NamedTuple):
+    """Stands in a tree where tensor number `index` goes: one tensor appearing twice has two slots, one number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A value taken apart: its unique tensors, and how to build it again around other tensors."""
+
+    tensors: tuple[Tensor, ...]
+    requires_grad: tuple[bool, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, value: Any, where: str) -> Boundary:
+        """Take `value` apart; `where` names its origin in errors."""
+        flat, spec = pytree.tree_flatten(value)
+        numbers: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        leaves: list[Any] = []
+        for leaf in flat:
+            if not isinstance(leaf, Tensor):
+                leaves.append(leaf)
+                continue
+            if leaf.layout != torch.strided:
+                raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            leaves.append(_Slot(numbers[id(leaf)]))
+        return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec)
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The value around these tensors; its containers are new each time, so a layer may change them."""
+        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def around(self, tensors: Sequence[Tensor]) -> Boundary:
+        """The same value with its tensors elsewhere."""
+        return Boundary(tuple(tensors), self.requires_grad, self.leaves, self.spec)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes its tensors take once copied."""
+        return sum(extent_bytes(tensor) for tensor in self.tensors)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What decides how much memory a unit takes on this value."""
+        return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one of a strided tensor, gaps included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return extent(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in storage of its own with the very same strides, so that the next kernel takes the very same path."""
+    source = tensor.detach().resolve_conj().resolve_neg()
+    num = extent(source.shape, source.stride())
+    flat = torch.empty(num, dtype=source.dtype, device=source.device)
+    flat.copy_(source.as_strided((num,), (1,)))
+    return flat.as_strided(source.shape, source.stride())

@@ -1,0 +1,24 @@
+"""What a caller may want to catch, and nothing else; bad arguments raise the built-in types."""
+
+from partitioners import format_bytes
+
+
+class DeviceOutOfMemory(RuntimeError):
+    """A device was asked for more bytes than its budget leaves."""
+
+    def __init__(self, device: str, needed_bytes: int, free_bytes: int, memory_bytes: int) -> None:
+        super().__init__(
+            f"{device} is out of memory: {format_bytes(needed_bytes)} asked for, {format_bytes(free_bytes)} free of a "
+            f"budget of {format_bytes(memory_bytes)}; use smaller shards (a smaller Presharded step, or Pilot), more "
+            f"accumulation_steps, or a device with more memory"
+        )
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class ShardDoesNotFit(ValueError):
+    """A shard cannot run within a device's budget, and the partitioner has no smaller one to offer."""
+
+
+class HostOutOfMemory(RuntimeError):
+    """The machine's DRAM cannot hold the training state of the tasks."""

@@ -1,0 +1,141 @@
+"""Random streams: each task has its own, and what it draws does not depend on who else runs.
+
+The process has one CPU generator, one `random` and one `numpy.random`. A loader reads them as globals, so its reads run
+with the task's states installed, under one lock. A layer's draws go to the task's own generator instead, through a
+dispatch mode, without a lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op.
+GLOBAL_GENERATORS = threading.RLock()
+
+
+def stream_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Seed of the random stream of one micro-batch (`accumulation_steps` > 1), in [0, 2**63).
+
+    Keyed by task seed, step and micro-batch, so that it does not matter which device runs it or when.
+    """
+    digest = hashlib.blake2b(f"{seed}:{step}:{micro_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RandomState(NamedTuple):
+    """States of torch's CPU generator, `random` and `numpy.random`. Never written to: replaced."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+
+    def same_as(self, other: RandomState) -> bool:
+        """Whether nothing was drawn between the two."""
+        return torch.equal(self.torch, other.torch) and self.same_outside_torch(other)
+
+    def same_outside_torch(self, other: RandomState) -> bool:
+        """Whether nothing was drawn from `random` and `numpy.random`."""
+        return (
+            self.python == other.python
+            and self.numpy[2] == other.numpy[2]
+            and bool(np.array_equal(self.numpy[1], other.numpy[1]))
+            and self.numpy[3:] == other.numpy[3:]
+        )
+
+
+def capture() -> RandomState:
+    """The process-wide states as they are."""
+    return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+
+def install(state: RandomState) -> None:
+    """Make these the process-wide states."""
+    torch.set_rng_state(state.torch)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+
+
+def seeded(seed: int) -> Tensor:
+    """State of a fresh torch generator with this seed."""
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+class Stream:
+    """Where a task's random stream stands; `state` moves as the body of `installed` draws."""
+
+    def __init__(self, state: RandomState) -> None:
+        self.state = state
+
+
+@contextmanager
+def installed(stream: Stream) -> Iterator[None]:
+    """Run the body with the stream as the process-wide generators, and leave those as they were."""
+    with GLOBAL_GENERATORS:
+        outside = capture()
+        install(stream.state)
+        try:
+            yield
+        finally:
+            stream.state = capture()
+            install(outside)
+
+
+@lru_cache(maxsize=None)
+def _with_generator(func: Any) -> Any | None:
+    """The overload of a seeded op that takes a generator, or None."""
+
+    def names(overload: Any) -> list[str]:
+        return [argument.name for argument in overload._schema.arguments]
+
+    if "generator" in names(func):
+        return func
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if sorted(names(overload)) == sorted([*names(func), "generator"]):
+            return overload
+    return None
+
+
+class TaskGenerator(TorchDispatchMode):
+    """Sends what seeded ops draw to a task's own generator.
+
+    Ops tagged `nondeterministic_seeded` get the generator as an argument; one that takes none runs with the state
+    installed in the global generator, under the lock. An op that was given a generator keeps it.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        overload = _with_generator(func)
+        if overload is not None:
+            return overload(*args, **{**kwargs, "generator": self.generator})
+        return self._run_with_global(lambda: func(*args, **kwargs))
+
+    def _run_with_global(self, op: Callable[[], Any]) -> Any:
+        with GLOBAL_GENERATORS:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.generator.get_state())
+            try:
+                return op()
+            finally:
+                self.generator.set_state(torch.get_rng_state())
+                torch.set_rng_state(outside)

@@ -1,0 +1,265 @@
+"""Where each parameter of a task lies, which shard holds it, and the layers' structure without their weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.boundary import extent
+
+# Kernels choose by alignment: parameters start where torch's own CPU allocator would start them.
+ALIGNMENT_BYTES = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """Rounded up to the alignment."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter of a task and its place in the host buffer of its kind (trainable or frozen)."""
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    trainable: bool
+    owner: int  # the first layer that holds it: there it is stored, and updated
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """The parameter's tensor at byte `offset` of a storage.
+
+        By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
+        arena would then make autograd refuse this one.
+        """
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, offset // self.dtype.itemsize, self.shape, self.stride)
+
+
+class Binding(NamedTuple):
+    """Attribute `attribute` of submodule `path` of a layer is slot (or buffer) number `index`."""
+
+    path: str
+    attribute: str
+    index: int
+
+
+class SlabPiece(NamedTuple):
+    """`num_bytes` at `source` of a host buffer go to `target` of a slab, in one copy."""
+
+    trainable: bool
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Layers `[first, last)` of a task, and what their slab looks like."""
+
+    index: int
+    first: int
+    last: int
+    slots: tuple[int, ...]  # every parameter it holds
+    offsets: tuple[int, ...]  # of each within the slab
+    pieces: tuple[SlabPiece, ...]  # one per kind, and one for each tied parameter that a lower shard owns
+    slab_bytes: int
+    owned: tuple[int, ...]  # trainable parameters it updates
+    borrowed: tuple[int, ...]  # trainable parameters that a lower shard owns
+    upper: dict[int, int]  # slot -> the next higher shard that holds it, whose gradient is handed down
+    buffers: tuple[int, ...]
+    buffer_bytes: int
+    needs: tuple[int, ...]  # shards whose update this one's load waits for
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
+class ModelLayout:
+    """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard."""
+
+    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], loss: nn.Module | None) -> None:
+        self.layers = [*layers, *([loss] if loss is not None else [])]
+        self.names = [*names, *(["loss_fn"] if loss is not None else [])]
+        self.num_layers = len(layers)
+        self.slots: list[Slot] = []
+        self.buffers: list[Tensor] = []
+        self.num_bytes = {True: 0, False: 0}  # by trainable
+        self.parameters: list[list[Binding]] = []  # by layer
+        self.buffer_bindings: list[list[Binding]] = []
+        self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each buffer
+        numbers: dict[int, int] = {}
+        buffer_numbers: dict[int, int] = {}
+        for k, layer in enumerate(self.layers):
+            self.parameters.append([self._place(k, *found, numbers) for found in _named_parameters(layer)])
+            self.buffer_bindings.append([self._number(*found, buffer_numbers) for found in _named_buffers(layer)])
+            self._ends.append(dict(self.num_bytes))
+
+    def _place(self, layer: int, path: str, name: str, parameter: nn.Parameter, numbers: dict[int, int]) -> Binding:
+        if id(parameter) not in numbers:
+            kind = parameter.requires_grad
+            num_bytes = extent(parameter.shape, parameter.stride()) * parameter.element_size()
+            slot = Slot(
+                index=len(self.slots),
+                name=".".join(filter(None, (self.names[layer], path, name))),
+                parameter=parameter,
+                trainable=kind,
+                owner=min(layer, self.num_layers - 1),
+                offset=self.num_bytes[kind],
+                num_bytes=num_bytes,
+                shape=tuple(parameter.shape),
+                stride=parameter.stride(),
+                dtype=parameter.dtype,
+            )
+            numbers[id(parameter)] = slot.index
+            self.slots.append(slot)
+            self.num_bytes[kind] += aligned(num_bytes)
+        return Binding(path, name, numbers[id(parameter)])
+
+    def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
+        if id(buffer) not in numbers:
+            numbers[id(buffer)] = len(self.buffers)
+            self.buffers.append(buffer)
+        return Binding(path, name, numbers[id(buffer)])
+
+    def trainable_slots(self) -> list[Slot]:
+        """In the order of `model.parameters()`."""
+        return [slot for slot in self.slots if slot.trainable]
+
+    def shards(self, boundaries: Sequence[int]) -> list[Shard]:
+        """The shards with these cumulative end indices."""
+        firsts = [0, *boundaries[:-1]]
+        owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
+        holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
+        spans = []
+        for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
+            end = last if last < self.num_layers else len(self.layers)
+            held = sorted({binding.index for k in range(first, end) for binding in self.parameters[k]})
+            for slot in held:
+                holders[slot].append(j)
+            spans.append((first, last, end, held))
+        return [self._shard(j, span, owner_shard, holders) for j, span in enumerate(spans)]
+
+    def _shard(
+        self, j: int, span: tuple[int, int, int, list[int]], owner_shard: dict[int, int], holders: dict[int, list[int]]
+    ) -> Shard:
+        first, last, end, held = span
+        pieces: list[SlabPiece] = []
+        offsets: dict[int, int] = {}
+        target = 0
+        for kind in (True, False):
+            start = self._ends[first - 1][kind] if first else 0
+            stop = self._ends[end - 1][kind]
+            if stop > start:
+                pieces.append(SlabPiece(kind, start, target, stop - start))
+            for index in held:
+                if self.slots[index].trainable == kind and owner_shard[index] == j:
+                    offsets[index] = target + self.slots[index].offset - start
+            target += stop - start
+        for index in held:
+            if owner_shard[index] != j:
+                slot = self.slots[index]
+                pieces.append(SlabPiece(slot.trainable, slot.offset, target, slot.num_bytes))
+                offsets[index] = target
+                target += aligned(slot.num_bytes)
+        buffers = sorted({binding.index for k in range(first, end) for binding in self.buffer_bindings[k]})
+        trainable = [index for index in held if self.slots[index].trainable]
+        upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
+        return Shard(
+            index=j,
+            first=first,
+            last=last,
+            slots=tuple(held),
+            offsets=tuple(offsets[index] for index in held),
+            pieces=tuple(pieces),
+            slab_bytes=target,
+            owned=tuple(index for index in trainable if owner_shard[index] == j),
+            borrowed=tuple(index for index in trainable if owner_shard[index] != j),
+            upper=upper,
+            buffers=tuple(buffers),
+            buffer_bytes=sum(aligned(self.buffers[index].nbytes) for index in buffers),
+            needs=tuple(sorted({owner_shard[index] for index in trainable})),
+        )
+
+
+def _named_parameters(layer: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    # Attributes, not tensors, are what a structure binds: one parameter under two names is found twice.
+    for path, module in layer.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield path, name, parameter
+
+
+def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for path, module in layer.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield path, name, buffer
+
+
+class Structure:
+    """One device's copy of a task's layers: all of their Python, none of their tensors.
+
+    Parameters and buffers are empty placeholders whose `.data` is pointed at a slab while a unit runs, so that two
+    devices can run one shard at once, and whatever else in a layer refers to the same Parameter object (an LSTM's list
+    of flat weights) follows. Python attributes that a forward changes live on here, and are not carried over.
+    """
+
+    def __init__(self, layout: ModelLayout, device: torch.device) -> None:
+        memo: dict[int, object] = {}
+        self.parameters: list[nn.Parameter] = []
+        for slot in layout.slots:
+            empty = torch.empty(0, dtype=slot.dtype, device=device)
+            self.parameters.append(nn.Parameter(empty, requires_grad=slot.trainable))
+            memo[id(slot.parameter)] = self.parameters[-1]
+        self.buffers = [torch.empty(0, dtype=buffer.dtype, device=device) for buffer in layout.buffers]
+        memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
+        # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
+        # so no id in the memo can be taken over by another object.
+        self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
+        self.names = layout.names
+        self._buffer_places = [
+            [(layer.get_submodule(b.path), b.attribute, b.index) for b in bindings]
+            for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
+        ]
+
+    def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:
+        """Point parameters and buffers at these tensors."""
+        for index, view in views.items():
+            self.parameters[index].data = view
+        for index, buffer in buffers.items():
+            self.buffers[index].data = buffer
+
+    def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
+        """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
+        found: dict[int, Tensor] = {}
+        for places in self._buffer_places[first:end]:
+            for module, name, index in places:
+                value = module._buffers[name]
+                if value is not None and value is not self.buffers[index]:
+                    found[index] = value.detach()
+                    module._buffers[name] = self.buffers[index]
+                else:
+                    found.setdefault(index, self.buffers[index].data)
+        return found
+
+    def release(self, shard: Shard) -> None:
+        """Let go of the slab: nothing here keeps device memory alive between units."""
+        for index in shard.slots:
+            parameter = self.parameters[index]
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        for index in shard.buffers:
+            buffer = self.buffers[index]
+            buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)

@@ -1,0 +1,208 @@
+"""What a user brings: a model as a sequence of layers, and a training job around it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.batches import LossReduction, Split, split, unpack_pair
+from partitioners import Partitioner, Pilot
+
+OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
+SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
+
+
+class Model(nn.Sequential):
+    """An `nn.Sequential` that shares the layers of `x`.
+
+    `x` is an `nn.Sequential`, a list of layers, or a module whose children run in order, each on what the one before
+    returned. `generate()` runs such a module once to see that its own `forward` is no more than that.
+    """
+
+    def __init__(self, x: nn.Module | Iterable[nn.Module]) -> None:
+        super().__init__()
+        layers = list(x.named_children()) if isinstance(x, nn.Module) else [(str(k), m) for k, m in enumerate(x)]
+        for name, layer in layers:
+            if not isinstance(layer, nn.Module):
+                raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
+            if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+                raise TypeError(
+                    f"layer {name} of the model is a {type(layer).__name__}, which cannot be called; "
+                    f"give Model the list of layers in the order they run"
+                )
+        for kind, named in (("parameter", _own_parameters(x)), ("buffer", _own_buffers(x))):
+            if named:
+                raise ValueError(
+                    f"{kind} {named[0]!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
+                    f"move it into one of its children"
+                )
+        if not layers:
+            raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
+        names: dict[int, str] = {}
+        for name, layer in layers:
+            # One module run twice is two layers of one object, which named_children() and add_module both allow.
+            self._modules[name] = layer
+            names[id(layer)] = name
+        # Kept out of _modules: it must not appear in state_dict() or children().
+        object.__setattr__(self, "source", x if isinstance(x, nn.Module) else None)
+
+    @property
+    def has_own_forward(self) -> bool:
+        """Whether the model came from a module whose `forward` is not `nn.Sequential`'s."""
+        source: nn.Module | None = self.__dict__["source"]
+        if isinstance(source, Model):
+            return source.has_own_forward
+        return source is not None and type(source).forward is not nn.Sequential.forward
+
+
+def _own_parameters(x: object) -> list[str]:
+    return [name for name, _ in x.named_parameters(recurse=False)] if isinstance(x, nn.Module) else []
+
+
+def _own_buffers(x: object) -> list[str]:
+    return [name for name, _ in x.named_buffers(recurse=False)] if isinstance(x, nn.Module) else []
+
+
+class ModelTask:
+    """One training job: a model, a loss, data, an optimizer, a number of epochs.
+
+    Args:
+        model: a `Model`, or anything `Model` takes. Its parameters live on the CPU; training changes them in place.
+        loss_fn: (output, target) -> scalar tensor. May be a module without trainable parameters.
+        dataloader: an iterable of batches, read once per epoch.
+        lr: learning rate handed to the optimizer factory; 1e-3 where neither lr nor optimizer is given.
+        epochs: passes over the loader, at least 1.
+        name: unique within an orchestrator; default "task-0", "task-1", ...
+        optimizer: (params, lr=...) -> torch.optim.Optimizer; default torch.optim.SGD. It must update each parameter
+            from that parameter's own gradient and state.
+        lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
+        lr_scheduler_interval: "step" or "epoch".
+        partitioner: cuts the layers into shards; default `partitioners.Pilot()`.
+        precision: "float32".
+        accumulation_steps: micro-batches per step, or "auto": the least power of two with which the model fits.
+        loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
+            shares are the weights (a count of unmasked tokens, say).
+        max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
+        seed: of the task's own random stream; default: drawn from torch's generator now.
+        unpack: batch -> (inputs, target); default: the batch is that pair.
+        split: (inputs, target, n) -> sequence of (inputs, target, weight); default `hydra_engine.split`.
+        validation: a loader evaluated after every epoch.
+
+    Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        loss_fn: Callable[[Any, Any], Tensor],
+        dataloader: Iterable[Any],
+        lr: float | None = None,
+        epochs: int = 1,
+        *,
+        name: str | None = None,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        lr_scheduler_interval: str = "step",
+        partitioner: Partitioner | None = None,
+        precision: str = "float32",
+        accumulation_steps: int | str = 1,
+        loss_reduction: LossReduction = "mean",
+        max_grad_norm: float | None = None,
+        seed: int | None = None,
+        unpack: Callable[[Any], tuple[Any, Any]] | None = None,
+        split: Split | None = None,
+        validation: Iterable[Any] | None = None,
+    ) -> None:
+        _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
+        _check_choice("precision", precision, ("float32",))
+        _check_int("epochs", epochs)
+        if accumulation_steps != "auto":
+            _check_int("accumulation_steps", accumulation_steps)
+        if not callable(loss_reduction):
+            _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm: {max_grad_norm}, limit: above 0; leave it out to clip nothing")
+        for field, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{field}: {value!r} is not callable; give a function or a class, not an instance")
+        self.model = model if isinstance(model, Model) else Model(model)
+        self.loss_fn = loss_fn
+        self.dataloader = dataloader
+        self.lr = lr if lr is not None or optimizer is not None else 1e-3
+        self.epochs = epochs
+        self.name = name
+        self.optimizer: OptimizerFactory = optimizer if optimizer is not None else torch.optim.SGD
+        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
+        self.precision = precision
+        self.accumulation_steps = accumulation_steps
+        self.loss_reduction = loss_reduction
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
+        self.unpack = unpack if unpack is not None else unpack_pair
+        self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
+        self.validation = validation
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        seen: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                raise ValueError(f"parameter {name} is not initialised yet; run the lazy module once before")
+            if parameter.device.type not in ("cpu", "meta"):
+                raise ValueError(
+                    f"parameter {name} is on {parameter.device}; DRAM is the home of every weight, move the model with "
+                    f"model.cpu() and let the engine stream it"
+                )
+            if parameter.device.type == "meta":
+                raise ValueError(f"parameter {name} is on the meta device and has no values; materialise it first")
+            address = parameter.data_ptr()
+            if address and address in seen:
+                raise ValueError(
+                    f"parameters {seen[address]} and {name} are two Parameter objects over the same memory; tie them by "
+                    f"assigning the same object to both"
+                )
+            seen[address] = name
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError("the model has no trainable parameter; set requires_grad on at least one")
+        if isinstance(self.loss_fn, nn.Module):
+            for name, parameter in self.loss_fn.named_parameters():
+                if parameter.requires_grad:
+                    raise ValueError(
+                        f"parameter {name} of the loss is trainable; make it a layer of the model, or freeze it"
+                    )
+
+    def __repr__(self) -> str:
+        return f"ModelTask({self.name or 'unnamed'}: {len(self.model)} layers, {self.epochs} epochs)"
+
+
+def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:
+    return split(inputs, target, num_micro_batches, loss_reduction)
+
+
+def _check_choice(field: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{field}: {value!r}, known: {', '.join(map(repr, known))}")
+
+
+def _check_int(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field}: {value!r} is not an int")
+    if value < 1:
+        raise ValueError(f"{field}: {value}, limit: at least 1")
+
+
+def check_optimizer_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model again inside its step (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} runs the whole model again inside its step (it needs a closure), "
+            f"which a streamed model cannot do; choose one that steps from gradients"
+        )

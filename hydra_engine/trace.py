@@ -1,0 +1,70 @@
+"""Spans and counters of one run: the only owner of time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+# A run of days must not grow: totals are kept for ever, single spans only for the last so many.
+MAX_SPANS = 100_000
+
+
+class Span(NamedTuple):
+    """One piece of work of one lane, in seconds since the trace began."""
+
+    device: str
+    lane: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+class Trace:
+    """Collects spans and byte counters from every thread of a run."""
+
+    def __init__(self) -> None:
+        self._origin_s = time.perf_counter()
+        self._lock = threading.Lock()
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
+        self._bytes: dict[tuple[str, str], int] = defaultdict(int)
+
+    def now_s(self) -> float:
+        """Seconds since the trace began."""
+        return time.perf_counter() - self._origin_s
+
+    @contextmanager
+    def span(self, device: str, lane: str, label: str) -> Iterator[None]:
+        """Record the body as one span, also when it raises."""
+        start_s = self.now_s()
+        try:
+            yield
+        finally:
+            span = Span(device, lane, label, start_s, self.now_s())
+            with self._lock:
+                self._spans.append(span)
+                self._busy_s[device, lane] += span.end_s - span.start_s
+
+    def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
+        """Add to the bytes a lane moved."""
+        with self._lock:
+            self._bytes[device, lane] += num_bytes
+
+    def busy_s(self, device: str, lane: str) -> float:
+        """Total seconds a lane worked."""
+        with self._lock:
+            return self._busy_s[device, lane]
+
+    def bytes_moved(self, device: str, lane: str) -> int:
+        """Total bytes a lane moved."""
+        with self._lock:
+            return self._bytes[device, lane]
+
+    def spans(self) -> list[Span]:
+        """The last spans, in order of their ends."""
+        with self._lock:
+            return list(self._spans)

@@ -1,0 +1,50 @@
+"""What holds after every test: no thread left, the thread count as it was, and a hang becomes a traceback."""
+
+import faulthandler
+import os
+import threading
+
+import pytest
+import torch
+
+# Far above any test (the limit is 10 s each), far below a person's patience: every thread's stack is printed and the run ends.
+HANG_S = 120
+
+# Threads of DataLoader and joblib, which end by themselves some time after their owner.
+FOREIGN_THREADS = ("QueueFeederThread", "QueueManagerThread", "ExecutorManagerThread", "_pin_memory_loop")
+
+# Tiny models: a second intra-op thread only adds noise to the timing, and the engine must use the caller's count.
+torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    # Output capturing is off only here, so this is the terminal's stderr and not the captured one.
+    config.stderr_of_the_terminal = os.dup(2)
+
+
+def pytest_unconfigure(config):
+    os.close(config.stderr_of_the_terminal)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request):
+    threads_before = set(threading.enumerate())
+    num_threads_before = torch.get_num_threads()
+    faulthandler.dump_traceback_later(HANG_S, exit=True, file=request.config.stderr_of_the_terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    left = [
+        thread.name
+        for thread in set(threading.enumerate()) - threads_before
+        if not any(name in thread.name for name in FOREIGN_THREADS)
+    ]
+    assert not left, f"threads left by the test: {sorted(left)}"
+    assert torch.get_num_threads() == num_threads_before

@@ -1,0 +1,315 @@
+"""Exactness: the factors that must not change one bit, a covering of all their pairs, and the whole product.
+
+    python -m tests.exact                            # every combination once; `make exact`
+    python -m tests.exact --only lstm-adamw          # the cases with this in their name
+    python -m tests.exact --sample 500 --seed 1      # a random part
+
+`tests/test_exact.py` runs the covering. A case trains one model of the zoo with the engine and in plain PyTorch
+(`tests/reference.py`) and compares losses, parameters and buffers, and the peak of every device with its budget.
+"""
+
+import argparse
+import faulthandler
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+import zlib
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache, partial
+from itertools import combinations, islice, product
+from typing import NamedTuple
+
+import torch
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+from tests import reference, zoo
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, 0.1),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), 0.05),
+    "adam": (torch.optim.Adam, 0.01),
+    "adamw": (partial(torch.optim.AdamW, weight_decay=0.1), 0.01),
+}
+
+
+class Case(NamedTuple):
+    """One value of every factor; prints as its name."""
+
+    model: str
+    optimizer: str
+    partition: str
+    num_devices: int
+    policy: str
+    double_buffer: bool
+    accumulation_steps: int
+    max_grad_norm: float | None
+    company: bool
+    chaos: bool
+
+    def __str__(self):
+        return "-".join(
+            (
+                self.model,
+                self.optimizer,
+                self.partition,
+                f"{self.num_devices}dev",
+                self.policy,
+                "double" if self.double_buffer else "single",
+                f"{self.accumulation_steps}micro",
+                f"clip{self.max_grad_norm}" if self.max_grad_norm else "noclip",
+                "company" if self.company else "alone",
+                "chaos" if self.chaos else "calm",
+            )
+        )
+
+
+# Ordered so that neighbours in the product share their reference run: what changes the results comes first.
+FACTORS = {
+    "model": tuple(zoo.MODELS),
+    "optimizer": tuple(OPTIMIZERS),
+    "accumulation_steps": (1, 3),
+    "max_grad_norm": (None, 0.5),
+    "partition": ("one", "three", "each"),
+    "num_devices": (1, 2, 3),
+    "policy": ("sharded-lrtf", "fifo"),
+    "double_buffer": (True, False),
+    "company": (False, True),
+    "chaos": (False, True),
+}
+
+EPOCHS = 2
+SEED = 1234  # of the task under test; each of its companions has its own
+COMPANIONS = ("dropout", "cnn", "mlp")  # the first two that are not the model under test
+MEMORY = "8MiB"  # of one emulated device
+HANG_S = 300  # a case that takes longer ends `make exact` with every thread's stack
+
+
+def run(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", double_buffer=True, chaos=None):
+    """Train the tasks on emulated devices that meter every unit, and check that none exceeded its budget."""
+    orchestra = orchestrator(
+        tasks, num_devices=num_devices, memory=memory, policy=policy, double_buffer=double_buffer, chaos=chaos
+    )
+    report = orchestra.train_models()
+    assert_within_budget(report, num_devices)
+    return report
+
+
+def orchestrator(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", double_buffer=True, chaos=None):
+    """A silent orchestrator over emulated devices; `chaos` is the seed of their delays, None for no delays."""
+    devices = [
+        EmulatedDevice(memory=memory, chaos=None if chaos is None else chaos + k, meter_every_unit=True)
+        for k in range(num_devices)
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy, double_buffer=double_buffer)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def assert_within_budget(report, num_devices=1):
+    """Every device's peak, by its own ledger, is above nothing and within its budget."""
+    for k in range(num_devices):
+        device = report.devices[k]
+        assert device.peak_bytes <= device.memory_bytes, f"{device.name}: {device.peak_bytes} > {device.memory_bytes}"
+    assert any(report.devices[k].peak_bytes > 0 for k in range(num_devices)), "no device used any memory"
+
+
+def assert_same_state(actual, expected):
+    """Bitwise: every tensor of two `zoo.state` dicts, by name."""
+    assert actual.keys() == expected.keys()
+    different = [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])]
+    assert not different, f"not bit-equal to plain PyTorch: {different} of {list(actual)}"
+
+
+def assert_as_expected(report, name, model, expected):
+    """The task finished, and its losses and its model are bit for bit those of `expected`."""
+    assert report.tasks[name].status == "finished", report.tasks[name].error
+    assert report.tasks[name].steps == len(expected.losses)
+    assert report.tasks[name].losses == expected.losses
+    assert_same_state(zoo.state(model), expected.state)
+
+
+class Expected(NamedTuple):
+    """What plain PyTorch leaves of one configuration."""
+
+    losses: list
+    validation_losses: list
+    state: dict
+
+
+@lru_cache(maxsize=256)
+def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None, epochs=EPOCHS, seed=SEED):
+    """Plain PyTorch's result for a model of the zoo."""
+    model, loss_fn, loader = zoo.MODELS[name]()
+    factory, lr = OPTIMIZERS[optimizer]
+    result = reference.train(
+        model,
+        loss_fn,
+        loader,
+        seed=seed,
+        lr=lr,
+        epochs=epochs,
+        optimizer=factory,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm,
+    )
+    assert all(map(math.isfinite, result.losses)), f"{name} diverges, so its comparison proves nothing"
+    return Expected(result.losses, result.validation_losses, zoo.state(model))
+
+
+def task_of(name, *, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
+    """A task over a fresh model of the zoo, and that model: what `expected` describes."""
+    model, loss_fn, loader = zoo.MODELS[name]()
+    factory, lr = OPTIMIZERS[optimizer]
+    shards = Presharded(ends(partition, len(model)))
+    task = ModelTask(
+        model, loss_fn, loader, lr, epochs, name=name, optimizer=factory, partitioner=shards, seed=seed, **options
+    )
+    return task, model
+
+
+def ends(partition, num_layers):
+    """Cumulative end indices of a partition: "one" shard, "three" shards, or a shard for "each" layer."""
+    num_shards = {"one": 1, "three": 3, "each": num_layers}[partition]
+    return [num_layers * (j + 1) // num_shards for j in range(num_shards)]
+
+
+def check(case):
+    """Train the case with the engine and compare with plain PyTorch; companions are compared too."""
+    options = {"accumulation_steps": case.accumulation_steps, "max_grad_norm": case.max_grad_norm}
+    task, model = task_of(case.model, optimizer=case.optimizer, partition=case.partition, **options)
+    tasks = [task]
+    results = [(case.model, model, expected(case.model, optimizer=case.optimizer, **options))]
+    if case.company:
+        first, last = [name for name in COMPANIONS if name != case.model][:2]
+        for name, place, settings in (
+            (first, 0, {"optimizer": "adam", "epochs": 1, "seed": 5}),
+            (last, 2, {"optimizer": "momentum", "epochs": 1, "seed": 6}),
+        ):
+            task, model = task_of(name, **settings)
+            tasks.insert(place, task)
+            results.append((name, model, expected(name, **settings)))
+    report = run(
+        tasks,
+        num_devices=case.num_devices,
+        policy=case.policy,
+        double_buffer=case.double_buffer,
+        chaos=zlib.crc32(str(case).encode()) if case.chaos else None,
+    )
+    for name, model, result in results:
+        assert_as_expected(report, name, model, result)
+
+
+def whole_product():
+    """Every combination, those that share a reference run side by side."""
+    return [Case(**dict(zip(FACTORS, values, strict=True))) for values in product(*FACTORS.values())]
+
+
+def covering(seed=0, num_candidates=60):
+    """A few dozen cases in which every pair of values of every two factors occurs: greedy, the same for a seed."""
+    rng = random.Random(seed)
+    missing = {
+        ((a, x), (b, y)) for a, b in combinations(FACTORS, 2) for x, y in product(FACTORS[a], FACTORS[b])
+    }
+    cases = []
+    while missing:
+        forced = min(missing, key=repr)  # each case covers at least one missing pair, so this ends
+        candidates = [
+            {factor: rng.choice(values) for factor, values in FACTORS.items()} | dict(forced)
+            for _ in range(num_candidates)
+        ]
+        best = max(candidates, key=lambda values: len(missing & pairs(values)))
+        best = _improved(best, forced, missing)
+        missing -= pairs(best)
+        cases.append(Case(**best))
+    return cases
+
+
+def pairs(values):
+    """Every pair of (factor, value) in a case given as a dict."""
+    items = [(factor, values[factor]) for factor in FACTORS]
+    return set(combinations(items, 2))
+
+
+def _improved(values, forced, missing):
+    """Change one factor at a time for as long as that covers more missing pairs."""
+    while True:
+        neighbours = [
+            values | {factor: value}
+            for factor in FACTORS
+            if factor not in dict(forced)
+            for value in FACTORS[factor]
+        ]
+        best = max(neighbours, key=lambda other: len(missing & pairs(other)))
+        if len(missing & pairs(best)) <= len(missing & pairs(values)):
+            return values
+        values = best
+
+
+def main(argv=None):
+    """Run all cases, or some, over processes; print progress, failures, count and seconds. 1 if any failed."""
+    args = _arguments(argv)
+    cases = [case for case in whole_product() if args.only in str(case)]
+    if args.sample is not None:
+        chosen = random.Random(args.seed).sample(range(len(cases)), min(args.sample, len(cases)))
+        cases = [cases[index] for index in sorted(chosen)]
+    print(f"{len(cases)} cases, {args.workers} processes", flush=True)
+    begin_s = time.perf_counter()
+    num_done, num_failed, printed_s = 0, 0, 0.0
+    # spawn: a child of a process that has run torch's threads must not inherit their locks.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for future in as_completed([pool.submit(_run_chunk, chunk) for chunk in _chunks(cases, 24)]):
+            num_chunk_cases, failures = future.result()
+            num_done += num_chunk_cases
+            num_failed += len(failures)
+            for name, story in failures:
+                print(f"FAILED {name}\n{story}", flush=True)
+            elapsed_s = time.perf_counter() - begin_s
+            if elapsed_s - printed_s > 10 or num_done == len(cases):
+                printed_s = elapsed_s
+                rate = num_done / elapsed_s
+                left_s = (len(cases) - num_done) / rate
+                print(
+                    f"{num_done}/{len(cases)} cases, {num_failed} failed, {elapsed_s:.0f} s, "
+                    f"{rate:.1f} cases/s, {left_s:.0f} s left",
+                    flush=True,
+                )
+    print(f"{num_done} cases, {num_failed} failures, {time.perf_counter() - begin_s:.0f} s", flush=True)
+    return 1 if num_failed or not num_done else 0
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.exact", description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of the cases, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --sample")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
+    return parser.parse_args(argv)
+
+
+def _chunks(cases, size):
+    iterator = iter(cases)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _run_chunk(cases):
+    failures = []
+    for case in cases:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        try:
+            check(case)
+        except Exception:
+            failures.append((str(case), traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return len(cases), failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
