@@ -26,7 +26,8 @@ class Model(nn.Sequential):
 
     def __init__(self, x: nn.Module | Iterable[nn.Module]) -> None:
         super().__init__()
-        layers = list(x.named_children()) if isinstance(x, nn.Module) else [(str(k), m) for k, m in enumerate(x)]
+        # Not named_children(), which leaves out the second place of a module that runs twice.
+        layers = list(x._modules.items()) if isinstance(x, nn.Module) else [(str(k), m) for k, m in enumerate(x)]
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
@@ -43,11 +44,7 @@ class Model(nn.Sequential):
                 )
         if not layers:
             raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
-        names: dict[int, str] = {}
-        for name, layer in layers:
-            # One module run twice is two layers of one object, which named_children() and add_module both allow.
-            self._modules[name] = layer
-            names[id(layer)] = name
+        self._modules.update(layers)
         # Kept out of _modules: it must not appear in state_dict() or children().
         object.__setattr__(self, "source", x if isinstance(x, nn.Module) else None)
 

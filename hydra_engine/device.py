@@ -1,0 +1,324 @@
+"""Devices: a memory budget, an arena for slabs, three lanes. The only module that knows CUDA, streams or pinning.
+
+    ledger   bytes granted in the order they were asked for; nobody waits inside a lane for memory
+    arena    one storage; a slab is a region of it, handed out from both ends
+    lanes    load, compute, store: three queues worked off at the same time
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.trace import Trace
+from partitioners import format_bytes, parse_bytes
+
+LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
+
+# The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
+CHAOS_SHARE = 0.3
+CHAOS_MAX_S = 0.0005
+
+
+@dataclass(eq=False, kw_only=True)
+class Ticket:
+    """A request for bytes: granted once, in its turn, or refused, or cancelled before. Callbacks must not block."""
+
+    num_bytes: int | None  # None: all that is free, once nothing else is active
+    granted: Callable[[int], None]
+    refused: Callable[[Exception], None]
+    activates: bool = False  # from its grant on something runs that will release bytes by itself
+
+
+class Ledger:
+    """Bytes of a device in use, never above its budget.
+
+    Requests are granted strictly in order, each as soon as it fits: a unit that is about to run asks before the next
+    unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
+    while nothing is active, so that nothing will be released by itself, is refused.
+    """
+
+    def __init__(self, device: str, memory_bytes: int) -> None:
+        self.device = device
+        self.memory_bytes = memory_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._num_active = 0
+        self._waiting: deque[Ticket] = deque()
+        # Held while callbacks run, so that they run in the order of the grants; reentrant for a callback that asks.
+        self._lock = threading.RLock()
+
+    @property
+    def free_bytes(self) -> int:
+        return self.memory_bytes - self.used_bytes
+
+    def request(self, ticket: Ticket) -> None:
+        """Queue a request."""
+        with self._lock:
+            self._waiting.append(ticket)
+            self._pump()
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Withdraw a request; False when it is no longer waiting."""
+        with self._lock:
+            if ticket not in self._waiting:
+                return False
+            self._waiting.remove(ticket)
+            self._pump()
+            return True
+
+    def activate(self) -> None:
+        """Announce a release, so that nobody is refused before it."""
+        with self._lock:
+            self._num_active += 1
+
+    def release(self, num_bytes: int, *, deactivates: bool = False) -> None:
+        """Give bytes back, and at the end of a unit its activity with them."""
+        with self._lock:
+            self.used_bytes -= num_bytes
+            self._num_active -= deactivates
+            assert self.used_bytes >= 0 and self._num_active >= 0, (self.used_bytes, self._num_active)
+            self._pump()
+
+    def grow(self, num_bytes: int) -> None:
+        """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
+        with self._lock:
+            if num_bytes > self.free_bytes:
+                raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
+            self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _pump(self) -> None:
+        while self._waiting:
+            ticket = self._waiting[0]
+            wanted = ticket.num_bytes
+            if wanted is None and self._num_active == 0:
+                wanted = self.free_bytes
+            if wanted is not None and wanted <= self.free_bytes:
+                self._waiting.popleft()
+                self._take(wanted)
+                self._num_active += ticket.activates
+                ticket.granted(wanted)
+            elif self._num_active == 0:
+                self._waiting.popleft()
+                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, self.free_bytes, self.memory_bytes))
+            else:
+                return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """A region of a device's arena."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    num_bytes: int
+
+    def bytes(self, start: int, num_bytes: int) -> Tensor:
+        """Its bytes from `start` on, sharing no version counter with any other view."""
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return flat.set_(self.storage, self.offset + start, (num_bytes,), (1,))
+
+
+class Arena:
+    """Hands out regions of one storage, from the bottom and the top in turn.
+
+    With two slabs alive at a time, one lies at each end and everything between is in one piece, whatever their sizes
+    and whichever goes first:
+
+        |AAAA|................|BBBBBB|   free A   |....................|BBBBBB|   take C   |CCCCCCCC|...........|BBBBBB|
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, alignment: int) -> None:
+        self._storage = storage
+        self._alignment = alignment
+        self._taken: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def take(self, num_bytes: int) -> Slab:
+        """A free region; the ledger has granted its bytes already."""
+        with self._lock:
+            end = len(self._storage) // self._alignment * self._alignment
+            size = -(-num_bytes // self._alignment) * self._alignment
+            stops = [(0, 0), *sorted(self._taken), (end, end)]
+            gaps = [(low, high) for (_, low), (high, _) in zip(stops, stops[1:], strict=False) if high - low >= size]
+            if not gaps:
+                raise DeviceOutOfMemory("arena", num_bytes, 0, end)
+            low, high = gaps[0]
+            start = low if low == 0 else high - size
+            if size:
+                self._taken.append((start, start + size))
+            return Slab(storage=self._storage, offset=start, num_bytes=size)
+
+    def give_back(self, slab: Slab) -> None:
+        """Free a region."""
+        if slab.num_bytes:
+            with self._lock:
+                self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
+
+
+class Lane:
+    """A thread that works off a queue of jobs in order. Jobs handle their own errors."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_threads = num_threads
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        # A new thread inherits the last value that any thread set, and bits depend on it.
+        torch.set_num_threads(self._num_threads)
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # or the last job of a queue would keep its unit's tensors alive until the next one comes
+
+
+class EmulatedDevice:
+    """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
+
+    Args:
+        memory: its budget, in bytes or as a string ("64MiB"). A unit that needs more raises DeviceOutOfMemory.
+        bandwidth: of the link to DRAM in bytes per second, each direction on its own; None: as fast as memory copies.
+        chaos: a seed turns on the test mode: lanes are delayed at random, and freed slabs are filled with NaN.
+        meter_every_unit: count the bytes of every unit as it runs (up to twice as slow on small steps), not only of
+            the first one with inputs of a shape.
+    """
+
+    def __init__(
+        self,
+        memory: int | str = "64MiB",
+        bandwidth: int | str | None = None,
+        *,
+        chaos: int | None = None,
+        meter_every_unit: bool = False,
+    ) -> None:
+        self.memory_bytes = parse_bytes(memory, "memory")
+        self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
+        self.chaos = chaos
+        self.meter_every_unit = meter_every_unit
+
+    def __repr__(self) -> str:
+        return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
+
+    def open(self, index: int, trace: Trace, num_threads: int) -> OpenDevice:
+        """Start its lanes for one run."""
+        return OpenDevice(self, f"emulated:{index}", trace, num_threads)
+
+
+class CudaDevice:
+    """One CUDA device, its budget capped at `memory` bytes. This version refuses it: streaming to CUDA is not in yet."""
+
+    def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
+        if memory is not None:
+            parse_bytes(memory, "memory")
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"device 'cuda:{index}': this process sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, "
+                f"or train on EmulatedDevice(memory=...)"
+            )
+        raise RuntimeError(
+            f"device 'cuda:{index}': this version of hydra_engine streams to emulated devices only; "
+            f"use EmulatedDevice(memory=...)"
+        )
+
+
+DeviceSpec: TypeAlias = EmulatedDevice
+
+
+class OpenDevice:
+    """A device during one run: its ledger, arena and lanes. Built for the run and thrown away after it."""
+
+    def __init__(self, spec: EmulatedDevice, name: str, trace: Trace, num_threads: int) -> None:
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.meter_every_unit = spec.meter_every_unit
+        self.ledger = Ledger(name, spec.memory_bytes)
+        self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)
+        self._bandwidth = spec.bandwidth
+        self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
+        self._trace = trace
+        self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
+
+    def submit(self, lane: str, label: str, job: Callable[[], None]) -> None:
+        """Queue a job in a lane; it is traced as a span named `label`."""
+        self._lanes[lane].submit(lambda: self._run(lane, label, job))
+
+    def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
+        if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:
+            time.sleep(self._chaos.uniform(0, CHAOS_MAX_S))
+        with self._trace.span(self.name, lane, label):
+            job()
+
+    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each (target, source) across the link, at its speed."""
+        start_s = time.perf_counter()
+        num_bytes = 0
+        for target, source in pairs:
+            target.copy_(source)
+            num_bytes += source.numel() * source.element_size()
+        self._trace.count_bytes(self.name, lane, num_bytes)
+        if self._bandwidth is not None:
+            left_s = num_bytes / self._bandwidth - (time.perf_counter() - start_s)
+            if left_s > 0:
+                time.sleep(left_s)
+
+    def take_slab(self, num_bytes: int) -> Slab:
+        """A region of the arena, whose bytes the ledger has granted."""
+        return self.arena.take(num_bytes)
+
+    def give_slab_back(self, slab: Slab) -> None:
+        """Free a region; in the test mode whoever still reads it reads NaN."""
+        if self._chaos is not None:
+            whole = slab.bytes(0, slab.num_bytes)
+            whole.view(torch.float32).fill_(float("nan"))
+        self.arena.give_back(slab)
+
+    def close(self) -> None:
+        """Finish what is queued and end the lanes."""
+        for lane in LANES:
+            self._lanes[lane].close()
+
+
+def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:
+    """The devices a run uses: those named, or else one emulated device of `default_bytes`."""
+    if devices is None:
+        return [EmulatedDevice(default_bytes)]
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
+    if not devices:
+        raise ValueError("devices: empty list; give at least one device, or leave it out")
+    return [_resolve(device) for device in devices]
+
+
+def _resolve(device: DeviceSpec | str) -> DeviceSpec:
+    if isinstance(device, EmulatedDevice):
+        return device
+    if isinstance(device, str):
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and (index.isdecimal() or not index):
+            CudaDevice(int(index or 0))
+        raise ValueError(f"devices: {device!r}, known: 'cuda:0', 'cuda:1', ... and EmulatedDevice(memory=...)")
+    raise TypeError(f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice or a string")

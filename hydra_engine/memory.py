@@ -1,0 +1,181 @@
+"""DRAM: the pool that owns a task's weights and gradients, and the staging of a step that is not committed yet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from hydra_engine.batches import MicroBatch
+from hydra_engine.boundary import Boundary, copy_of, extent
+from hydra_engine.randomness import RandomState
+from hydra_engine.shard import ModelLayout, Shard, Slot
+
+
+def available_dram_bytes() -> int:
+    """DRAM that can still be taken: the smaller of what the machine and the process's cgroup have left."""
+    available = int(psutil.virtual_memory().available)
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
+        except (OSError, ValueError):  # no such cgroup here, or "max"
+            continue
+        available = min(available, max(0, limit - usage))
+    return available
+
+
+class HostPool:
+    """Owns the weights, gradients and buffers of one task while it trains.
+
+    Two byte buffers hold the parameters in layer order, trainable and frozen, so that any shard is one range of each;
+    a third holds the gradients of one step. `open` moves the user's parameters in, `close` gives them ordinary storage
+    again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
+    """
+
+    def __init__(self, layout: ModelLayout) -> None:
+        self.layout = layout
+        self.is_open = False
+        self.buffers: list[Tensor] = []  # committed values; replaced, never written to
+
+    def open(self) -> None:
+        """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
+        assert not self.is_open
+        self._weights = {kind: torch.UntypedStorage(size) for kind, size in self.layout.num_bytes.items()}
+        self._gradients = torch.UntypedStorage(self.layout.num_bytes[True])
+        for slot in self.layout.slots:
+            view = slot.view(self._weights[slot.trainable], slot.offset)
+            view.copy_(slot.parameter.data)
+            slot.parameter.data = view
+        self.gradients = [
+            slot.view(self._gradients, slot.offset) if slot.trainable else None for slot in self.layout.slots
+        ]
+        self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
+        self.is_open = True
+
+    def close(self) -> None:
+        """Give every parameter and buffer back to the user's model, at its last committed value."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        for slot in self.layout.slots:
+            slot.parameter.grad = None
+            slot.parameter.data = copy_of(slot.parameter.data)
+        self._give_buffers_back()
+        del self._weights, self._gradients, self.gradients
+
+    def _give_buffers_back(self) -> None:
+        for layer, bindings in zip(self.layout.layers, self.layout.buffer_bindings, strict=True):
+            for path, name, index in bindings:
+                module, value = layer.get_submodule(path), self.buffers[index]
+                own = self.layout.buffers[index]
+                if own.shape == value.shape and own.dtype == value.dtype:
+                    own.copy_(value)
+                else:  # a forward bound a tensor of another kind
+                    module._buffers[name] = value
+
+    def piece(self, trainable: bool, start: int, num_bytes: int) -> Tensor:
+        """Bytes of a weight buffer, for one copy of a whole shard."""
+        flat = torch.empty(0, dtype=torch.uint8)
+        return flat.set_(self._weights[trainable], start, (num_bytes,), (1,))
+
+    def owned(self, shard: Shard) -> list[Slot]:
+        """The trainable parameters that a shard's update steps."""
+        return [self.layout.slots[index] for index in shard.owned]
+
+
+class StepStaging:
+    """Everything a step has produced and not yet committed. Written by store lanes, thrown away or committed whole.
+
+    Keys carry the shard and the micro-batch, and a unit's output overwrites: a unit can be run again at any time
+    before the commit, and finds the inputs it had. Boundaries are kept as places, so that the next step's are written
+    into the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches: list[MicroBatch] = []
+        self.inputs: list[Boundary] = []
+        self.targets: list[Boundary] = []
+        self._boundaries: dict[tuple[int, int], Boundary] = {}  # (shard, m): what enters the shard
+        self._gradients: dict[tuple[int, int], Sequence[Tensor | None]] = {}  # (shard, m): of what enters it
+        self.start: list[RandomState] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget a step, keeping the memory of its boundaries."""
+        self.random: dict[tuple[int, int], RandomState] = {}  # (shard, m): before the shard's forward
+        self.tied: dict[tuple[int, int, int], Tensor | None] = {}  # (slot, shard that made it, m)
+        self.buffers: dict[int, Tensor] = {}  # latest value by buffer
+        self.buffers_before: dict[int, dict[int, Tensor]] = {}  # by shard: what its forward began with
+        self.has_gradient: dict[int, bool] = {}  # by slot
+        self.losses: dict[int, float] = {}  # by micro-batch
+
+    def begin(self, micro_batches: list[MicroBatch], start: list[RandomState]) -> None:
+        """Start a step on these micro-batches; `start` is the random state each one's forward begins with."""
+        self.clear()
+        self.micro_batches = micro_batches
+        self.inputs = [Boundary.of(x, "the batch's inputs") for x, _, _ in micro_batches]
+        self.targets = [Boundary.of(y, "the batch's target") for _, y, _ in micro_batches]
+        self.start = start
+        for m, state in enumerate(start):
+            self.random[0, m] = state
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What decides the memory of every unit of this step."""
+        return tuple((x.signature, y.signature) for x, y in zip(self.inputs, self.targets, strict=True))
+
+    def entering(self, shard: int, m: int) -> Boundary:
+        """The boundary that enters a shard."""
+        return self.inputs[m] if shard == 0 else self._boundaries[shard, m]
+
+    def gradients_of(self, shard: int, m: int) -> Sequence[Tensor | None]:
+        """The gradients of the tensors that enter a shard."""
+        return self._gradients[shard, m]
+
+    def put_boundary(self, shard: int, m: int, value: Boundary, copy: Callable[[Tensor, Tensor], None]) -> None:
+        """Store what enters a shard."""
+        old = self._boundaries.get((shard, m))
+        places = [_place(place, t) for place, t in zip(_or_none(old and old.tensors), value.tensors, strict=False)]
+        for place, tensor in zip(places, value.tensors, strict=True):
+            copy(place, tensor)
+        self._boundaries[shard, m] = value.around(places)
+
+    def put_gradients(
+        self, shard: int, m: int, values: Sequence[Tensor | None], copy: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """Store the gradients of what enters a shard; None stays None."""
+        stored: list[Tensor | None] = []
+        for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
+            stored.append(None if value is None else _place(old, value))
+            if value is not None:
+                copy(stored[-1], value)
+        self._gradients[shard, m] = stored
+
+    def buffers_for(self, shard: Shard, committed: list[Tensor]) -> dict[int, Tensor]:
+        """What a shard's forward begins with; the same again in its backward, and when it is run again."""
+        if shard.index not in self.buffers_before:
+            self.buffers_before[shard.index] = {
+                index: self.buffers.get(index, committed[index]) for index in shard.buffers
+            }
+        return self.buffers_before[shard.index]
+
+
+def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
+    """The old places, then None for ever."""
+    return itertools.chain(places or (), itertools.repeat(None))
+
+
+def _place(old: Tensor | None, new: Tensor) -> Tensor:
+    """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
+    if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
+        return old
+    flat = torch.empty(extent(new.shape, new.stride()), dtype=new.dtype)
+    return flat.as_strided(new.shape, new.stride())
