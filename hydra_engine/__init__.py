@@ -1,0 +1,29 @@
+"""Train many PyTorch models, each larger than the device, together on one machine."""
+
+from hydra_engine._version import __version__
+from hydra_engine.batches import split
+from hydra_engine.device import CudaDevice, EmulatedDevice
+from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.orchestrator import ModelOrchestrator
+from hydra_engine.randomness import stream_seed
+from hydra_engine.report import DeviceReport, Plan, Report, TaskPlan, TaskReport
+from hydra_engine.task import Model, ModelTask
+
+__all__ = [
+    "CudaDevice",
+    "DeviceOutOfMemory",
+    "DeviceReport",
+    "EmulatedDevice",
+    "HostOutOfMemory",
+    "Model",
+    "ModelOrchestrator",
+    "ModelTask",
+    "Plan",
+    "Report",
+    "ShardDoesNotFit",
+    "TaskPlan",
+    "TaskReport",
+    "__version__",
+    "split",
+    "stream_seed",
+]

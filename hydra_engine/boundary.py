@@ -39,6 +39,7 @@ class Boundary:
                 continue
             if leaf.layout != torch.strided:
                 raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
+            leaf = leaf.resolve_conj().resolve_neg()
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
                 tensors.append(leaf)
@@ -77,10 +78,20 @@ def extent_bytes(tensor: Tensor) -> int:
     return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
+def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
+    num = extent(tensor.shape, tensor.stride())
+    flat = torch.empty(num, dtype=tensor.dtype, device=device if device is not None else tensor.device)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Its memory from the first to the last element, as one dimension: what a copy that keeps strides moves."""
+    return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
+
+
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in storage of its own with the very same strides, so that the next kernel takes the very same path."""
-    source = tensor.detach().resolve_conj().resolve_neg()
-    num = extent(source.shape, source.stride())
-    flat = torch.empty(num, dtype=source.dtype, device=source.device)
-    flat.copy_(source.as_strided((num,), (1,)))
-    return flat.as_strided(source.shape, source.stride())
+    """A copy in storage of its own, with the very same strides."""
+    place = place_for(tensor)
+    flat(place).copy_(flat(tensor))
+    return place

@@ -95,11 +95,18 @@ class Ledger:
         with self._lock:
             if num_bytes > self.free_bytes:
                 raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
-            self._take(num_bytes)
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def _take(self, num_bytes: int) -> None:
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+    def settle(self, held_bytes: int, num_bytes: int) -> None:
+        """A unit that was granted everything turned out to need `num_bytes`."""
+        if num_bytes > held_bytes:
+            self.grow(num_bytes - held_bytes)
+            return
+        with self._lock:
+            self.used_bytes -= held_bytes - num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._pump()
 
     def _pump(self) -> None:
         while self._waiting:
@@ -109,7 +116,9 @@ class Ledger:
                 wanted = self.free_bytes
             if wanted is not None and wanted <= self.free_bytes:
                 self._waiting.popleft()
-                self._take(wanted)
+                self.used_bytes += wanted
+                if ticket.num_bytes is not None:  # who takes all does not use all: `settle` tells
+                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
                 self._num_active += ticket.activates
                 ticket.granted(wanted)
             elif self._num_active == 0:
@@ -300,6 +309,11 @@ class OpenDevice:
         """Finish what is queued and end the lanes."""
         for lane in LANES:
             self._lanes[lane].close()
+
+
+def active_autocast() -> str | None:
+    """The kind of device that an autocast is active for in this thread, if any."""
+    return next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
 
 
 def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:

@@ -11,8 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hydra_engine.batches import MicroBatch
-from hydra_engine.boundary import Boundary, copy_of, extent
+from hydra_engine.boundary import Boundary, copy_of, place_for
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, Slot
 
@@ -100,7 +99,8 @@ class StepStaging:
     """
 
     def __init__(self) -> None:
-        self.micro_batches: list[MicroBatch] = []
+        self.weights: list[float] = []
+        self.signature: tuple[Any, ...] = ()
         self.inputs: list[Boundary] = []
         self.targets: list[Boundary] = []
         self._boundaries: dict[tuple[int, int], Boundary] = {}  # (shard, m): what enters the shard
@@ -117,20 +117,23 @@ class StepStaging:
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
 
-    def begin(self, micro_batches: list[MicroBatch], start: list[RandomState]) -> None:
-        """Start a step on these micro-batches; `start` is the random state each one's forward begins with."""
+    def begin(
+        self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]
+    ) -> None:
+        """Start a step on micro-batches (inputs, target); `start` is the random state each one's forward begins with."""
         self.clear()
-        self.micro_batches = micro_batches
-        self.inputs = [Boundary.of(x, "the batch's inputs") for x, _, _ in micro_batches]
-        self.targets = [Boundary.of(y, "the batch's target") for _, y, _ in micro_batches]
+        self.inputs = [inputs for inputs, _ in boundaries]
+        self.targets = [target for _, target in boundaries]
+        self.weights = list(weights)
         self.start = start
+        # What decides the memory of every unit of this step.
+        self.signature = tuple((x.signature, y.signature) for x, y in boundaries)
         for m, state in enumerate(start):
             self.random[0, m] = state
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """What decides the memory of every unit of this step."""
-        return tuple((x.signature, y.signature) for x, y in zip(self.inputs, self.targets, strict=True))
+    def num_micro_batches(self) -> int:
+        return len(self.inputs)
 
     def entering(self, shard: int, m: int) -> Boundary:
         """The boundary that enters a shard."""
@@ -177,5 +180,4 @@ def _place(old: Tensor | None, new: Tensor) -> Tensor:
     """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
     if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
         return old
-    flat = torch.empty(extent(new.shape, new.stride()), dtype=new.dtype)
-    return flat.as_strided(new.shape, new.stride())
+    return place_for(new, torch.device("cpu"))

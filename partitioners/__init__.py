@@ -2,6 +2,9 @@
 
 from partitioners.cost import Budget, LayerCost, LayerTooLarge, Partitioner, shard_bytes, slab_bytes, unit_bytes
 from partitioners.meter import MemoryMeter
+from partitioners.pilot import Pilot
+from partitioners.presharded import Presharded
+from partitioners.profile import profile
 from partitioners.sizes import format_bytes, parse_bytes
 
 __all__ = [
@@ -10,8 +13,11 @@ __all__ = [
     "LayerTooLarge",
     "MemoryMeter",
     "Partitioner",
+    "Pilot",
+    "Presharded",
     "format_bytes",
     "parse_bytes",
+    "profile",
     "shard_bytes",
     "slab_bytes",
     "unit_bytes",

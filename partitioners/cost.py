@@ -128,7 +128,9 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
     shard = costs[first:last]
     input_bytes = shard[0].input_bytes
     output_bytes = shard[-1].output_bytes if last < len(costs) else 0
-    total = _work_bytes(shard) + min(num_micro_batches, 2) * (input_bytes + output_bytes + shard[-1].target_bytes)
+    total = _work_bytes(shard, last == len(costs)) + min(num_micro_batches, 2) * (
+        input_bytes + output_bytes + shard[-1].target_bytes
+    )
     if num_micro_batches > 1:
         total += sum(cost.grad_bytes for cost in shard) + max(input_bytes, output_bytes)
     return total
@@ -139,7 +141,7 @@ def shard_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_bat
     return slab_bytes(costs, first, last) + unit_bytes(costs, first, last, num_micro_batches)
 
 
-def _work_bytes(shard: Sequence[LayerCost]) -> int:
+def _work_bytes(shard: Sequence[LayerCost], ends_in_loss: bool) -> int:
     """Most bytes one micro-batch creates and holds at once, over the layers k whose forward or backward runs.
 
     While layer k runs backward, alive are
@@ -148,14 +150,16 @@ def _work_bytes(shard: Sequence[LayerCost]) -> int:
         hold        what they saved     its own peak       their gradients
 
     and, unless k is the last layer, what k's peak leaves out: the gradient of its output, which layer k+1 made, and
-    the shard's output, which the caller of backward holds until it returns. A first layer that works in place does so
-    on a copy of the input, because autograd allows it on no leaf.
+    what the caller of backward holds until it returns: the shard's output, and the loss's gradient if it is one (the
+    gradient of another output is among what enters). A first layer that works in place does so on a copy of the
+    input, because autograd allows it on no leaf.
     """
+    held = shard[-1].output_bytes * (2 if ends_in_loss else 1)
     entering = shard[0].input_bytes if shard[0].changes_input else 0
     saved, grads, most = 0, sum(cost.grad_bytes for cost in shard), 0
-    for cost in shard:
+    for k, cost in enumerate(shard):
         grads -= cost.grad_bytes
-        passing = cost.output_bytes + shard[-1].output_bytes if cost is not shard[-1] else 0
+        passing = cost.output_bytes + held if k < len(shard) - 1 else 0
         most = max(most, saved + cost.peak_bytes + passing + grads)
         saved += cost.saved_bytes
     return entering + most

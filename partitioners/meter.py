@@ -4,7 +4,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Bound once: the meter runs in front of every operation.
 _LIFT = torch.ops.aten.lift_fresh.default
 _STRIDED = torch.strided
+
+_Meter = TypeVar("_Meter", bound="MemoryMeter")
+
+
+class _State(Enum):
+    NEW = "new"  # not entered yet
+    ACTIVE = "active"  # counting
+    CLOSED = "closed"  # the figures stand, nothing is followed any more
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
@@ -28,7 +37,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
     Storages are counted, not tensors: a view costs nothing, and a storage is given back when its last tensor dies,
     whoever held it (also autograd). Exact ``nbytes``, no rounding. Backward is counted too: the autograd engine hands
     its caller's modes on. What a kernel allocates and frees within one operation is not seen, nor is memory that
-    torch did not create by an operation (``from_numpy``, ``torch.UntypedStorage(n)``), nor any on the meta device.
+    torch did not create by an operation (``torch.UntypedStorage(n)``), nor any on the meta device.
 
     ``on_change(delta)`` is called with a positive delta when a storage appears or is seen to have grown, before
     anybody gets the operation's result. It may raise: the exception comes out of the operation, and the bytes are
@@ -49,13 +58,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         self._settling = threading.Lock()
         self._current_bytes = 0
         self._peak_bytes = 0
-        self._state = "new"
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True, torch's default, wraps `__torch_dispatch__` in a decorator that imports the compiler (a second, once)
-        # and then costs more per operation than the meter itself.
-        return False
+        self._state = _State.NEW
 
     @property
     def current_bytes(self) -> int:
@@ -67,11 +70,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         self._settle()
         return self._peak_bytes
 
-    def __enter__(self) -> "MemoryMeter":
+    def __enter__(self: _Meter) -> _Meter:
         # A second block would begin with storages of the first that nobody follows any more.
-        if self._state != "new":
-            raise RuntimeError(f"this MemoryMeter is {self._state}, a meter measures one block; make a new one")
-        self._state = "active"
+        if self._state is not _State.NEW:
+            raise RuntimeError(f"this MemoryMeter is {self._state.value}, a meter measures one block; make a new one")
+        self._state = _State.ACTIVE
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -79,7 +82,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         try:
             super().__exit__(*exc)  # type: ignore[no-untyped-call]
         finally:
-            self._state = "closed"
+            self._state = _State.CLOSED
             # Without its weak reference a storage dies unnoticed; it also breaks the cycle meter -> reference -> meter.
             self._live.clear()
 
@@ -98,7 +101,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
                 if seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
                     self._resized(seen, storage.nbytes())
             # The schema does not tell a view from a fresh tensor (`_unsafe_view` hides it): compare with what came in.
-            # torch.tensor() makes its storage before it dispatches: `lift_fresh` brings that in as an argument.
+            # torch.tensor() and from_numpy() have their storage before they dispatch: it is `lift_fresh`'s argument.
             elif func is _LIFT or not any(storage is other for other in incoming):
                 self._created(storage)
         return result
@@ -124,7 +127,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
     def _freed(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
         """Called by the interpreter when a storage dies: any thread, any moment."""
         assert isinstance(seen, _Seen)
-        if self._state != "active":
+        if self._state is not _State.ACTIVE:
             return
         self._live.pop(seen.key, None)
         self._deltas.append(-seen.num_bytes)

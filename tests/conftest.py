@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-# Far above any test (the limit is 10 s each), far below a person's patience: every thread's stack is printed and the run ends.
+# Far above any test (the limit is 10 s each), below a person's patience: prints every thread's stack and ends the run.
 HANG_S = 120
 
 # Threads of DataLoader and joblib, which end by themselves some time after their owner.

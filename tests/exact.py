@@ -209,12 +209,10 @@ def whole_product():
     return [Case(**dict(zip(FACTORS, values, strict=True))) for values in product(*FACTORS.values())]
 
 
-def covering(seed=0, num_candidates=60):
-    """A few dozen cases in which every pair of values of every two factors occurs: greedy, the same for a seed."""
+def covering(seed=0, num_cases=40, num_candidates=60):
+    """Cases with every pair of values of every two factors, the same for a seed: a greedy covering, then random."""
     rng = random.Random(seed)
-    missing = {
-        ((a, x), (b, y)) for a, b in combinations(FACTORS, 2) for x, y in product(FACTORS[a], FACTORS[b])
-    }
+    missing = {((a, x), (b, y)) for a, b in combinations(FACTORS, 2) for x, y in product(FACTORS[a], FACTORS[b])}
     cases = []
     while missing:
         forced = min(missing, key=repr)  # each case covers at least one missing pair, so this ends
@@ -226,6 +224,10 @@ def covering(seed=0, num_candidates=60):
         best = _improved(best, forced, missing)
         missing -= pairs(best)
         cases.append(Case(**best))
+    while len(cases) < num_cases:  # what room is left goes to random triples
+        case = Case(**{factor: rng.choice(values) for factor, values in FACTORS.items()})
+        if case not in cases:
+            cases.append(case)
     return cases
 
 
@@ -239,10 +241,7 @@ def _improved(values, forced, missing):
     """Change one factor at a time for as long as that covers more missing pairs."""
     while True:
         neighbours = [
-            values | {factor: value}
-            for factor in FACTORS
-            if factor not in dict(forced)
-            for value in FACTORS[factor]
+            values | {factor: value} for factor in FACTORS if factor not in dict(forced) for value in FACTORS[factor]
         ]
         best = max(neighbours, key=lambda other: len(missing & pairs(other)))
         if len(missing & pairs(best)) <= len(missing & pairs(values)):
@@ -262,7 +261,8 @@ def main(argv=None):
     num_done, num_failed, printed_s = 0, 0, 0.0
     # spawn: a child of a process that has run torch's threads must not inherit their locks.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(args.workers, mp_context=context, **one_thread) as pool:
         for future in as_completed([pool.submit(_run_chunk, chunk) for chunk in _chunks(cases, 24)]):
             num_chunk_cases, failures = future.result()
             num_done += num_chunk_cases

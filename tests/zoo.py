@@ -92,7 +92,13 @@ def frozen():
 def lstm():
     """A module that keeps a second list of its own weights, and whose kernel differs without grad mode."""
     with _seeded(7):
-        model = nn.Sequential(nn.Embedding(VOCABULARY, 10), Lstm(10, 12), nn.Tanh(), Lstm(12, 8), nn.Linear(8, VOCABULARY))
+        model = nn.Sequential(
+            nn.Embedding(VOCABULARY, 10),
+            Lstm(10, 12),
+            nn.Tanh(),
+            Lstm(12, 8),
+            nn.Linear(8, VOCABULARY),
+        )
         own = torch.Generator().manual_seed(70)
         return model, next_byte_loss, _bytes_loader(num_samples=48, batch_size=5, generator=own)
 

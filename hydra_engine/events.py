@@ -1,0 +1,153 @@
+"""What the scheduler is told and what it says: plain values, so that a simulator can speak them too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from hydra_engine.schedule import Unit
+
+
+class TaskAdded(NamedTuple):
+    """A task is ready to train. Chains are (kind, shard) in order, for a training and an evaluation batch."""
+
+    task: str
+    training: tuple[tuple[str, int], ...]
+    evaluation: tuple[tuple[str, int], ...]
+    needs: tuple[tuple[int, ...], ...]  # by shard: whose update its load waits for
+    updates: tuple[int, ...]  # shards with something to update, lowest first
+    unit_s: dict[tuple[str, int], float]  # estimates, by (kind, shard)
+    num_steps: int | None  # None: the loader does not say
+    reads_ahead: bool  # a batch may be read before the forward of the one before it is through
+
+
+class BatchReady(NamedTuple):
+    """The reader has the next batch."""
+
+    task: str
+    step: int
+    training: bool
+
+
+class DataEnded(NamedTuple):
+    """The reader has seen the last epoch to its end."""
+
+    task: str
+
+
+class Computed(NamedTuple):
+    """A device is through with a unit and can run another; its output may still be on the way to DRAM."""
+
+    device: int
+    unit: Unit
+    seconds: float
+
+
+class Stored(NamedTuple):
+    """Everything later units need from a unit is in DRAM."""
+
+    unit: Unit
+
+
+class StepCommitted(NamedTuple):
+    """A batch's results are part of the task's state; for a training batch, updates may start."""
+
+    task: str
+    training: bool
+
+
+class ShardUpdated(NamedTuple):
+    """A shard's optimizer step is through."""
+
+    task: str
+    shard: int
+
+
+class Failed(NamedTuple):
+    """Something of a task raised, and it begins nothing more: a unit (after its `Computed`), its commit, an update."""
+
+    task: str
+    error: BaseException
+    where: str
+    unit: Unit | None = None
+    commit: bool = False
+
+
+class DataFailed(NamedTuple):
+    """The reader raised. What was read before is still trained on, as the plain loop would have."""
+
+    task: str
+    error: BaseException
+    where: str
+
+
+class DeviceAdded(NamedTuple):
+    """A device may be used."""
+
+    device: int
+
+
+class StopRequested(NamedTuple):
+    """Nothing new shall begin; what was committed is finished."""
+
+
+Event: TypeAlias = (
+    "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed | DeviceAdded"
+    " | StopRequested"
+)
+
+
+class Load(NamedTuple):
+    """Begin to bring a unit's shard to a device: the device's claim."""
+
+    device: int
+    unit: Unit
+
+
+class Drop(NamedTuple):
+    """Revoke a claim."""
+
+    device: int
+    unit: Unit
+
+
+class Run(NamedTuple):
+    """Compute the device's claim."""
+
+    device: int
+    unit: Unit
+
+
+class Read(NamedTuple):
+    """Get the next batch."""
+
+    task: str
+
+
+class Begin(NamedTuple):
+    """Make the batch that was read the step in progress."""
+
+    task: str
+    step: int
+
+
+class Commit(NamedTuple):
+    """Take the step in progress over into the task's state."""
+
+    task: str
+    training: bool
+
+
+class Update(NamedTuple):
+    """Step the optimizer on one shard."""
+
+    task: str
+    shard: int
+
+
+class Finish(NamedTuple):
+    """Nothing of the task is under way any more: give its weights back."""
+
+    task: str
+
+
+Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Commit | Update | Finish"

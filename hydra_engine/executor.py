@@ -1,0 +1,285 @@
+"""Runs one unit on tensors that are on the device already: forward, fused forward and backward, recomputing backward.
+
+Nothing here copies, waits for a device or touches the host's state, so a unit can be run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.boundary import Boundary, copy_of
+from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
+from hydra_engine.shard import Shard, Structure
+
+
+Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+
+
+@dataclass(kw_only=True)
+class MicroInput:
+    """What one micro-batch of a unit starts from, on the device."""
+
+    value: Boundary
+    random: RandomState  # before the shard's forward
+    target: Boundary | None = None  # last shard
+    weight: float | None = None  # of this micro-batch's loss; None: the plain loss
+    gradients: Sequence[Tensor | None] = ()  # of the shard's output, for a backward
+    tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes on the device."""
+        target = self.target.tensors if self.target else ()
+        return storage_bytes([*self.value.tensors, *target, *self.gradients, *self.tied.values()])
+
+
+@dataclass(kw_only=True)
+class MicroOutput:
+    """What one micro-batch of a unit leaves, on the device."""
+
+    random: RandomState  # after the shard's forward
+    value: Boundary | None = None  # forward: what enters the next shard
+    gradients: list[Tensor | None] | None = None  # backward: of what entered this shard
+    tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
+    loss: float | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that stay on the device until they are stored."""
+        return storage_bytes([*(self.value.tensors if self.value else ()), *(self.gradients or ()), *self.tied.values()])
+
+
+@dataclass(kw_only=True)
+class UnitOutput:
+    """What a unit leaves once all its micro-batches are through, on the device."""
+
+    gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
+    buffers: dict[int, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that stay on the device until they are stored."""
+        return storage_bytes([*self.gradients.values(), *self.buffers.values()])
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind these tensors, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+class _Arrival:
+    """A tensor that arrives from below, and the gradient that leaves it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.gradient: Tensor | None = None
+
+
+class _Arrive(torch.autograd.Function):
+    """Brings a tensor into a graph as a non-leaf, as it is in plain PyTorch, and catches its gradient as autograd has it.
+
+    A leaf would not do: in-place layers refuse it, and its `.grad` is laid out anew, where the kernels below would get
+    other strides than in plain PyTorch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:
+        ctx.arrival = arrival
+        ctx.set_materialize_grads(False)
+        return arrival.tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.arrival.gradient = gradients[0]
+        return None, None
+
+
+def _drop(_: Any) -> None:
+    return None
+
+
+class Executor:
+    """Runs the units of one task on one device."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        loss_fn: Callable[[Any, Any], Tensor],
+        num_layers: int,
+        modes: Modes = nullcontext,
+    ) -> None:
+        self.structure = structure
+        self._modes = modes
+        self.current = ""  # the layer that runs, for messages
+        self._num_layers = num_layers
+        self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def run(
+        self,
+        kind: str,
+        shard: Shard,
+        views: dict[int, Tensor],
+        buffers: dict[int, Tensor],
+        inputs: Iterable[MicroInput],
+        emit: Callable[[int, MicroOutput], None],
+        *,
+        locked: bool,
+    ) -> UnitOutput:
+        """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
+
+        `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
+        """
+        structure = self.structure
+        structure.bind(views, buffers)
+        slab = next(iter(views.values())).untyped_storage() if views else None
+        try:
+            with self._modes(), self._mode(kind, shard):
+                for m, micro in enumerate(inputs):
+                    emit(m, self._micro(kind, shard, micro, slab, locked))
+                    del micro
+            gradients = {}
+            if kind in (FUSED, BACKWARD):
+                gradients = {index: _or_none(slab, structure.parameters[index].grad) for index in shard.owned}
+            return UnitOutput(gradients=gradients, buffers=structure.take_buffers(shard.first, self._end(shard)))
+        finally:
+            structure.release(shard)
+
+    def _end(self, shard: Shard) -> int:
+        return shard.last if shard.last < self._num_layers else len(self.structure.layers)
+
+    @contextmanager
+    def _mode(self, kind: str, shard: Shard) -> Iterator[None]:
+        if kind != EVALUATE:
+            with torch.enable_grad():
+                yield
+            return
+        layers = self.structure.layers[shard.first : self._end(shard)]
+        flags = [(module, module.training) for layer in layers for module in layer.modules()]
+        try:
+            for layer in layers:
+                layer.eval()
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def _micro(
+        self, kind: str, shard: Shard, micro: MicroInput, slab: torch.UntypedStorage | None, locked: bool
+    ) -> MicroOutput:
+        with _Drawing(micro.random, locked) as drawing:
+            arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
+            hooks: AbstractContextManager[Any] = nullcontext()
+            if kind == FORWARD:
+                hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+            with hooks, drawing.forward():
+                value = self._layers(shard, micro.value.build(tensors))
+                loss = self._loss(value, micro) if micro.target is not None else None
+            if kind in (FORWARD, EVALUATE) and loss is None:
+                out = Boundary.of(value, f"the output of layer {self.current}")
+                out = out.around([_apart_from(slab, t) for t in out.tensors])
+                return MicroOutput(random=drawing.state, value=out)
+            if kind == EVALUATE:
+                return MicroOutput(random=drawing.state, loss=loss.item() if loss is not None else None)
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                self._backward(value, micro)
+        gradients = [_or_none(slab, arrival.gradient if arrival else None) for arrival in arrivals]
+        tied = {}
+        for index in shard.borrowed:
+            tied[index] = _or_none(slab, self.structure.parameters[index].grad)
+            self.structure.parameters[index].grad = None
+        return MicroOutput(
+            random=drawing.state,
+            gradients=gradients if shard.index else None,
+            tied=tied,
+            loss=loss.item() if loss is not None else None,
+        )
+
+    def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[_Arrival | None], list[Tensor]]:
+        arrivals = [_Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad)]
+        tensors = [
+            tensor if arrival is None else _Arrive.apply(self._anchor, arrival)
+            for tensor, arrival in zip(value.tensors, arrivals, strict=True)
+        ]
+        return arrivals, tensors
+
+    def _layers(self, shard: Shard, value: Any) -> Any:
+        for k in range(shard.first, shard.last):
+            self.current = self.structure.names[k]
+            value = self.structure.layers[k](value)
+        return value
+
+    def _loss(self, value: Any, micro: MicroInput) -> Tensor:
+        assert micro.target is not None
+        self.current = "loss_fn"
+        loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
+        return loss if micro.weight is None else loss * micro.weight
+
+    def _backward(self, value: Any, micro: MicroInput) -> None:
+        tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
+        roots = [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
+        # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
+        # autograd's order in the whole model.
+        roots += [(self.structure.parameters[index], g) for index, g in micro.tied.items()]
+        if roots:
+            outputs, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(outputs, gradients)
+
+
+class _Drawing:
+    """Where the draws of one micro-batch go, and the random state they leave."""
+
+    def __init__(self, state: RandomState, locked: bool) -> None:
+        self.state = state
+        self._stream = Stream(state)
+        self._installed = installed(self._stream) if locked else None
+
+    def __enter__(self) -> _Drawing:
+        if self._installed is not None:
+            self._installed.__enter__()
+        return self
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The body's draws move the state; what a backward draws again, in a checkpoint inside a layer, does not."""
+        if self._installed is not None:
+            yield
+            self.state = capture()
+            return
+        generator = torch.Generator()
+        generator.set_state(self.state.torch)
+        with TaskGenerator(generator):
+            yield
+        self.state = self.state._replace(torch=generator.get_state())
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._installed is not None:
+            self._installed.__exit__(*exc)
+
+
+
+
+def _apart_from(slab: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
+    """The tensor without its graph, and cloned if it lies in the slab that is about to be freed."""
+    tensor = tensor.detach()
+    if slab is not None and tensor.untyped_storage().data_ptr() == slab.data_ptr():
+        return copy_of(tensor)
+    return tensor
+
+
+def _or_none(slab: torch.UntypedStorage | None, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _apart_from(slab, tensor)

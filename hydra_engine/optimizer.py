@@ -1,0 +1,120 @@
+"""The host optimizer: one optimizer object per task, stepped shard by shard from a record made at the commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.memory import HostPool, StepStaging
+from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a step's updates need, as it was at its commit: the next step and the scheduler go on meanwhile."""
+
+    groups: list[dict[str, Any]]  # hyperparameters and parameters of each group
+    has_gradient: dict[int, bool]
+    total_norm: Tensor | None
+
+
+class TaskOptimizer:
+    """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
+
+    def __init__(self, task: ModelTask, layout: ModelLayout) -> None:
+        self._task = task
+        self._slots = layout.trainable_slots()
+        self.optimizer = make_optimizer(task, [slot.parameter for slot in self._slots])
+        self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
+        self._epoch = 0
+
+    def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
+        """Record a step, and move the scheduler past it."""
+        self.reach_epoch(epoch)
+        total_norm = None
+        if self._task.max_grad_norm is not None:
+            gradients = [pool.gradients[s.index] for s in self._slots if staging.has_gradient.get(s.index)]
+            total_norm = nn.utils.get_total_norm([g for g in gradients if g is not None])
+        groups = [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
+        record = StepRecord(groups=groups, has_gradient=dict(staging.has_gradient), total_norm=total_norm)
+        # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
+            self.scheduler.step()
+        return record
+
+    def reach_epoch(self, epoch: int) -> None:
+        """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
+        while self._epoch < epoch:
+            self._epoch += 1
+            if self.scheduler is not None and self._task.lr_scheduler_interval == "epoch":
+                self.scheduler.step()
+
+    def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
+        """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
+        slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
+        for slot in slots:
+            slot.parameter.grad = pool.gradients[slot.index]
+        try:
+            parameters = [slot.parameter for slot in slots]
+            if record.total_norm is not None:
+                assert self._task.max_grad_norm is not None
+                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
+            mine = {id(parameter) for parameter in parameters}
+            groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
+            _part_of(self.optimizer, groups).step()
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
+
+
+def make_optimizer(task: ModelTask, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer over these parameters."""
+    options = {} if task.lr is None else {"lr": task.lr}
+    optimizer = task.optimizer(parameters, **options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    check_optimizer_needs_no_closure(optimizer)
+    return optimizer
+
+
+def optimizer_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
+    """DRAM that the optimizer's state will take, from one step on tiny parameters of the same number of dimensions.
+
+    A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
+    that the factory runs: what it raises is raised before any work starts.
+    """
+    slots = layout.trainable_slots()
+    tiny = [nn.Parameter(torch.zeros([min(size, 2) for size in slot.shape], dtype=slot.dtype)) for slot in slots]
+    optimizer = make_optimizer(task, tiny)
+    for parameter in tiny:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    total = 0
+    for slot, parameter in zip(slots, tiny, strict=True):
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, Tensor):
+                grows = value.shape == parameter.shape and value.dim() > 0
+                total += value.element_size() * slot.parameter.numel() if grows else value.nbytes
+    return total
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer over some of its parameters, sharing its state and everything else.
+
+    Not by `copy`, which goes through __setstate__ and its conversions; without the instance attribute `step`, which
+    schedulers put on the whole optimizer.
+    """
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.pop("step", None)
+    part.param_groups = groups
+    return part

@@ -1,0 +1,165 @@
+"""Reads a task's batches in the order of the plain loop, each with the random state that the plain loop would have."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+
+from hydra_engine.batches import MicroBatch, batch_size
+from hydra_engine.boundary import Boundary
+from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
+from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
+from hydra_engine.task import ModelTask
+
+# A user's loader that does not return is left behind: its thread is a daemon.
+JOIN_S = 10.0
+
+_END = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch, ready to be begun."""
+
+    step: int  # counts training batches, and evaluation batches on their own
+    epoch: int
+    training: bool
+    inputs: Any
+    target: Any
+    micro_batches: list[MicroBatch]
+    boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
+    main: RandomState  # the task's main stream after the read
+    start: list[RandomState]  # by micro-batch, before its forward
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch."""
+        return batch_size(self.inputs)
+
+
+class Reader:
+    """Owns a task's loader, its iterator and its main random stream; reads one batch for each request.
+
+    The first batch is also the sample that `generate()` profiles with: it is read once, whenever it is first needed.
+    """
+
+    def __init__(self, task: ModelTask, name: str) -> None:
+        self._task = task
+        self._name = name
+        self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state()))
+        self._batches = self._sequence()
+        self._first: Batch | None = None
+        self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
+        self._ready: SimpleQueue[Batch] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.accumulation_steps = 1
+
+    def sample(self) -> Batch:
+        """The first batch; it stays the next one to be read."""
+        if self._first is None:
+            self._first = next(self._batches, None)
+        if self._first is None or not self._first.training:
+            raise ValueError(f"{self._name}: the loader is empty; training needs at least one batch")
+        self._first = self._split_again(self._first)
+        return self._first
+
+    def start(self, report: Callable[[Event], None], num_threads: int) -> None:
+        """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
+        self._thread = threading.Thread(
+            target=self._serve, args=(report, num_threads), name=f"{self._name}-reader", daemon=True
+        )
+        self._thread.start()
+
+    def request(self, main: RandomState | None) -> None:
+        """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it."""
+        self._requests.put((main,))
+
+    def take(self) -> Batch:
+        """The batch that was reported ready."""
+        return self._ready.get_nowait()
+
+    def close(self) -> bool:
+        """End the thread and the loader's iterator; False when user code does not come back."""
+        self._requests.put(None)
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                return False
+        self._batches.close()
+        return True
+
+    def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        while (request := self._requests.get()) is not None:
+            if request[0] is not None:
+                self._stream.state = request[0]
+            try:
+                batch = self._first or next(self._batches, None)
+                if batch is None:
+                    report(DataEnded(self._name))
+                    continue
+                if batch is self._first:
+                    batch, self._first = self._split_again(batch), None  # the plan may have set another number
+                self._ready.put(batch)
+                report(BatchReady(self._name, batch.step, batch.training))
+            except BaseException as error:
+                report(DataFailed(self._name, error, "its loader"))
+
+    def _split_again(self, batch: Batch) -> Batch:
+        return self._batch((batch.inputs, batch.target), batch.step, batch.epoch, training=batch.training)
+
+    def _sequence(self) -> Generator[Batch, None, None]:
+        """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
+        num_steps = num_evaluations = 0
+        for epoch in range(self._task.epochs):
+            for item in self._iterate(self._task.dataloader):
+                yield self._batch(item, num_steps, epoch, training=True)
+                num_steps += 1
+            if self._task.validation is not None:
+                # As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
+                outside = self._stream.state.torch
+                for item in self._iterate(self._task.validation):
+                    yield self._batch(item, num_evaluations, epoch, training=False)
+                    num_evaluations += 1
+                self._stream.state = self._stream.state._replace(torch=outside)
+
+    def _iterate(self, loader: Any) -> Iterator[Any]:
+        with installed(self._stream):
+            iterator = iter(loader)
+        while True:
+            with installed(self._stream):
+                item = next(iterator, _END)
+                if item is not _END:
+                    item = self._task.unpack(item)
+            if item is _END:
+                return
+            yield item
+
+    def _batch(self, item: tuple[Any, Any], step: int, epoch: int, *, training: bool) -> Batch:
+        inputs, target = item
+        main, seed = self._stream.state, self._task.seed
+        micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
+        start = [main]
+        if training and self.accumulation_steps > 1:
+            micro_batches = list(self._task.split(inputs, target, self.accumulation_steps))
+            if not micro_batches:
+                raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
+            start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
+        return Batch(
+            step=step,
+            epoch=epoch,
+            training=training,
+            micro_batches=micro_batches,
+            boundaries=[(Boundary.of(x, "the batch's inputs"), Boundary.of(y, "its target")) for x, y, _ in micro_batches],
+            main=main,
+            start=start,
+            inputs=inputs,
+            target=target,
+        )

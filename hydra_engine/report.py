@@ -1,0 +1,123 @@
+"""What a user gets back: the plan before training, the report after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from partitioners import format_bytes
+
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """How one task will run."""
+
+    name: str
+    boundaries: list[int]  # cumulative end indices of the shards
+    shard_bytes: list[int]  # device bytes each shard needs to run: slab and the largest of its units
+    dram_bytes: int  # weights, gradients, optimizer state, boundaries
+    accumulation_steps: int
+    step_s: float  # compute of one step, from one metered run of the sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the tasks will run; prints as a table."""
+
+    tasks: dict[str, TaskPlan]
+    devices: list[str]
+
+    def __str__(self) -> str:
+        rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
+        for plan in self.tasks.values():
+            sizes = [last - first for first, last in zip([0, *plan.boundaries], plan.boundaries, strict=False)]
+            rows.append(
+                (
+                    plan.name,
+                    str(len(sizes)),
+                    _short(sizes),
+                    format_bytes(max(plan.shard_bytes)),
+                    str(plan.accumulation_steps),
+                    format_bytes(plan.dram_bytes),
+                )
+            )
+        lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
+        lines.append("each task's step uses one device at a time")
+        return "\n".join(lines)
+
+
+@dataclass(kw_only=True)
+class TaskReport:
+    """What became of one task."""
+
+    name: str
+    seed: int
+    status: str = STOPPED  # "finished", "failed" or "stopped"
+    steps: int = 0  # committed
+    losses: list[float] = field(default_factory=list)  # one per step
+    validation_losses: list[float] = field(default_factory=list)  # one per epoch
+    error: str | None = None  # with its traceback
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """What one device did."""
+
+    name: str
+    busy_s: float  # seconds its compute lane worked
+    loaded_bytes: int
+    stored_bytes: int
+    peak_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What became of a run; prints as two tables."""
+
+    makespan_s: float
+    tasks: dict[str, TaskReport]
+    devices: list[DeviceReport]
+
+    def raise_failures(self) -> None:
+        """Raise the first failed task's exception, if any."""
+        for task in self.tasks.values():
+            if task.status == FAILED:
+                assert task.exception is not None
+                raise task.exception
+
+    def __str__(self) -> str:
+        rows = [("task", "status", "steps", "loss", "validation")]
+        for task in self.tasks.values():
+            rows.append((task.name, task.status, str(task.steps), _ends(task.losses), _ends(task.validation_losses)))
+        columns = [("device", "busy", "loaded", "stored", "peak of budget")]
+        for device in self.devices:
+            peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
+            columns.append(
+                (
+                    device.name,
+                    f"{device.busy_s / max(self.makespan_s, 1e-9):.0%}",
+                    format_bytes(device.loaded_bytes),
+                    format_bytes(device.stored_bytes),
+                    peak,
+                )
+            )
+        return "\n".join([*table(rows), "", *table(columns), f"makespan {self.makespan_s:.1f} s"])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of text as lines with aligned columns; the first row is the head."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _short(sizes: list[int]) -> str:
+    return " ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _ends(values: list[float]) -> str:
+    return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"

@@ -1,0 +1,324 @@
+"""One run: feeds the scheduler real events and carries out its instructions. Built for the run and thrown away.
+
+Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits and updates. They
+all speak to the caller through one queue of events, so everything the scheduler knows is touched by one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
+from hydra_engine.events import (
+    Begin,
+    Commit,
+    DataFailed,
+    DeviceAdded,
+    Drop,
+    Event,
+    Failed,
+    Finish,
+    Load,
+    Read,
+    Run,
+    ShardUpdated,
+    StepCommitted,
+    StopRequested,
+    TaskAdded,
+    Update,
+)
+from hydra_engine.optimizer import StepRecord, TaskOptimizer
+from hydra_engine.planner import PlannedTask
+from hydra_engine.policies import Policy
+from hydra_engine.progress import Progress, TaskProgress
+from hydra_engine.reader import Batch
+from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, TaskReport
+from hydra_engine.scheduler import Scheduler
+from hydra_engine.trace import Trace
+from hydra_engine.worker import Worker
+
+
+@dataclass(eq=False, kw_only=True)
+class _Training:
+    """A task in this run, beside what was planned for it."""
+
+    planned: PlannedTask
+    optimizer: TaskOptimizer
+    report: TaskReport
+    num_steps: int | None
+    batch: Batch | None = None
+    record: StepRecord | None = None
+    evaluations: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # epoch -> (loss, weight)
+    read_ahead: bool = False
+
+
+class TrainingRun:
+    """Trains planned tasks on devices until all are finished, failed or stopped."""
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedTask],
+        devices: Sequence[EmulatedDevice],
+        policy: Policy,
+        *,
+        double_buffer: bool,
+        verbose: int,
+        num_threads: int,
+    ) -> None:
+        self._trace = Trace()
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._scheduler = Scheduler(policy, double_buffer=double_buffer)
+        self._progress = Progress(verbose)
+        self._num_threads = num_threads
+        self._specs = devices
+        self._planned = planned
+        self._tasks: dict[str, _Training] = {}
+        self._workers: list[Worker] = []
+        self._makespan_s = 0.0
+        self._interrupted = False
+        self._actions: dict[type, Callable[..., None]] = {
+            Load: lambda i: self._workers[i.device].load(i.unit, self._tasks[i.unit.task].planned.state),
+            Drop: lambda i: self._workers[i.device].drop(i.unit),
+            Run: lambda i: self._workers[i.device].run(i.unit),
+            Read: self._read,
+            Begin: self._begin,
+            Commit: lambda i: self._submit(i.task, "its commit", partial(self._commit, i)),
+            Update: lambda i: self._submit(i.task, "its optimizer", partial(self._update, i)),
+            Finish: lambda i: self._submit(i.task, "its end", partial(self._finish, i)),
+        }
+
+    def train(self) -> Report:
+        """Run to the end. Also after an interrupt every thread is joined and every model holds its last commit."""
+        try:
+            self._open()
+            with _interrupts(self._events.put):
+                self._loop()
+        finally:
+            self._close()
+        if self._interrupted:
+            raise KeyboardInterrupt
+        return self.report()
+
+    def report(self) -> Report:
+        """What became of it."""
+        devices = [self._device_report(worker) for worker in self._workers]
+        tasks = {name: training.report for name, training in self._tasks.items()}
+        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices)
+
+    def _device_report(self, worker: Worker) -> DeviceReport:
+        name = worker.device.name
+        return DeviceReport(
+            name=name,
+            busy_s=self._trace.busy_s(name, COMPUTE),
+            loaded_bytes=self._trace.bytes_moved(name, LOAD),
+            stored_bytes=self._trace.bytes_moved(name, STORE),
+            peak_bytes=worker.device.ledger.peak_bytes,
+            memory_bytes=worker.device.ledger.memory_bytes,
+        )
+
+    def _open(self) -> None:
+        spare = (os.cpu_count() or 1) - len(self._specs)
+        self._pool = ThreadPoolExecutor(
+            max(1, min(4, spare)),
+            thread_name_prefix="hydra-optimizer",
+            initializer=torch.set_num_threads,
+            initargs=(self._num_threads,),
+        )
+        for index, spec in enumerate(self._specs):
+            device = spec.open(index, self._trace, self._num_threads)
+            self._workers.append(Worker(index, device, self._trace, self._events.put))
+            self._handle(DeviceAdded(index))
+        for planned in self._planned:
+            self._add(planned)
+
+    def _add(self, planned: PlannedTask) -> None:
+        task, state = planned.task, planned.state
+        report = TaskReport(name=planned.name, seed=task.seed)
+        num_batches = _length(task.dataloader)
+        state.pool.open()
+        self._tasks[planned.name] = training = _Training(
+            planned=planned,
+            optimizer=TaskOptimizer(task, planned.layout),
+            report=report,
+            num_steps=None if num_batches is None else num_batches * task.epochs,
+            read_ahead=not state.draws,
+        )
+        for worker in self._workers:
+            worker.admit(state)
+        planned.reader.start(self._events.put, self._num_threads)
+        self._handle(
+            TaskAdded(
+                task=planned.name,
+                training=state.chains[True],
+                evaluation=state.chains[False],
+                needs=tuple(shard.needs for shard in state.shards),
+                updates=tuple(shard.index for shard in state.shards if shard.owned),
+                unit_s=planned.unit_s,
+                num_steps=training.num_steps,
+                reads_ahead=training.read_ahead,
+            )
+        )
+
+    def _loop(self) -> None:
+        while not self._scheduler.finished:
+            self._handle(self._events.get())
+            self._progress.show(map(_progress, self._tasks.values()), self._trace.now_s())
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, (Failed, DataFailed)):
+            self._note_failure(event)
+        self._interrupted |= isinstance(event, StopRequested)
+        for instruction in self._scheduler.handle(event):
+            self._actions[type(instruction)](instruction)
+
+    def _note_failure(self, event: Failed | DataFailed) -> None:
+        report = self._tasks[event.task].report
+        if report.exception is None:
+            unit = str(event.unit or "") if isinstance(event, Failed) else ""
+            where = " in " + ", ".join(filter(None, (unit, event.where)))
+            text = "".join(traceback.format_exception(event.error))
+            report.status, report.exception = FAILED, event.error
+            report.error = f"{event.task} failed{where}\n{text}"
+
+    def _close(self) -> None:
+        if hasattr(self, "_pool"):
+            self._pool.shutdown()
+        for worker in self._workers:
+            worker.device.close()
+        for training in self._tasks.values():
+            if not training.planned.reader.close():
+                text = f"{training.report.name}: its loader did not return; its thread was left behind\n"
+                training.report.error = text + (training.report.error or "")
+            training.planned.state.pool.close()
+        self._makespan_s = self._trace.now_s()
+        self._progress.close()
+
+    # -- instructions
+
+    def _submit(self, task: str, where: str, job: Callable[[], Event | None]) -> None:
+        def run() -> None:
+            try:
+                event = job()
+            except BaseException as error:
+                event = Failed(task, error, where, commit=True)
+            if event is not None:
+                self._events.put(event)
+
+        self._pool.submit(run)
+
+    def _read(self, instruction: Read) -> None:
+        training = self._tasks[instruction.task]
+        state, batch = training.planned.state, training.batch
+        # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
+        main = None
+        if batch is not None and not training.read_ahead and (state.accumulation_steps == 1 or not batch.training):
+            main = state.end_of_forward()
+        training.planned.reader.request(main)
+
+    def _begin(self, instruction: Begin) -> None:
+        training = self._tasks[instruction.task]
+        training.batch = training.planned.reader.take()
+        batch = training.batch
+        training.planned.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+
+    def _commit(self, instruction: Commit) -> Event:
+        training = self._tasks[instruction.task]
+        state, batch, report = training.planned.state, training.batch, training.report
+        assert batch is not None
+        staging = state.staging
+        state.check_draws()
+        if training.read_ahead and state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main):
+            raise RuntimeError(
+                f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
+                f"batch was read too early for exact results; let it draw at every step, or none"
+            )
+        losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
+        if instruction.training:
+            training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
+            report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
+            report.steps += 1
+        else:
+            self._commit_evaluation(training, batch, losses[0])
+        for index, value in staging.buffers.items():
+            state.pool.buffers[index] = value
+        return StepCommitted(instruction.task, instruction.training)
+
+    def _commit_evaluation(self, training: _Training, batch: Batch, loss: float) -> None:
+        reduction = training.planned.task.loss_reduction
+        weight = float(reduction(batch.target)) if callable(reduction) else float(batch.num_samples)
+        seen = training.evaluations.setdefault(batch.epoch, [])
+        seen.append((loss, weight))
+        if reduction == "sum":
+            mean = sum(each for each, _ in seen)
+        else:
+            mean = sum(each * w for each, w in seen) / (sum(w for _, w in seen) or 1.0)
+        done = training.report.validation_losses
+        done[len(training.evaluations) - 1 :] = [mean]
+
+    def _update(self, instruction: Update) -> Event:
+        training = self._tasks[instruction.task]
+        state = training.planned.state
+        assert training.record is not None
+        try:
+            training.optimizer.update(state.shards[instruction.shard], state.pool, training.record)
+        except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
+            self._events.put(Failed(instruction.task, error, f"its optimizer, on shard {instruction.shard}"))
+        return ShardUpdated(instruction.task, instruction.shard)
+
+    def _finish(self, instruction: Finish) -> None:
+        training = self._tasks[instruction.task]
+        if training.report.status == STOPPED and not self._interrupted:
+            training.optimizer.reach_epoch(training.planned.task.epochs)
+            training.report.status = FINISHED
+        training.planned.state.pool.close()
+        for worker in self._workers:
+            worker.dismiss(instruction.task)
+
+
+@contextmanager
+def _interrupts(put: Callable[[Event], None]) -> Iterator[None]:
+    """Turn Ctrl-C into an event: an exception could strike anywhere, also in the middle of a decision.
+
+    A second one does what it always did.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler:  # the user's own; it is theirs to decide
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        put(StopRequested())
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _progress(training: _Training) -> TaskProgress:
+    report = training.report
+    return TaskProgress(report.name, report.steps, training.num_steps, report.losses[-1] if report.losses else None)
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # an iterable without a length ends when it ends
+        return None
+

@@ -1,0 +1,126 @@
+"""Streams one device's shards and boundaries between DRAM and the device. Knows which shard is in which slab."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydra_engine.boundary import Boundary, flat, place_for
+from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
+from hydra_engine.executor import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
+from hydra_engine.shard import Shard
+from hydra_engine.task_state import TaskState
+
+
+@dataclass(kw_only=True)
+class LoadedShard:
+    """A shard's parameters and buffers on a device."""
+
+    slab: Slab
+    views: dict[int, Tensor]
+    buffers: dict[int, Tensor]
+
+
+class Spiller:
+    """Copies for one device; called in its load and store lanes."""
+
+    def __init__(self, device: OpenDevice) -> None:
+        self._device = device
+
+    def load_shard(self, state: TaskState, shard: Shard) -> LoadedShard:
+        """Fill a slab, one copy for each kind of parameter, and bring the buffers its forward begins with."""
+        slab = self._device.take_slab(shard.slab_bytes)
+        pairs = [
+            (slab.bytes(piece.target, piece.num_bytes), state.pool.piece(piece.trainable, piece.source, piece.num_bytes))
+            for piece in shard.pieces
+        ]
+        self._device.copy(LOAD, pairs)
+        views = {
+            index: state.layout.slots[index].view(slab.storage, slab.offset + offset)
+            for index, offset in zip(shard.slots, shard.offsets, strict=True)
+        }
+        return LoadedShard(slab=slab, views=views, buffers={})
+
+    def load_buffers(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
+        """The buffers that a shard's forward begins with; a shard below may have changed a shared one."""
+        sources = state.staging.buffers_for(shard, state.pool.buffers)
+        return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def unload(self, loaded: LoadedShard) -> None:
+        """Give the slab back."""
+        loaded.views.clear()
+        self._device.give_slab_back(loaded.slab)
+
+    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int) -> MicroInput:
+        """Bring what one micro-batch of a unit starts from."""
+        staging, j = state.staging, shard.index
+        micro = MicroInput(value=self._bring_all(staging.entering(j, m)), random=staging.random[j, m])
+        if state.is_last(shard):
+            micro.target = self._bring_all(staging.targets[m])
+            micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
+        elif kind == BACKWARD:
+            micro.gradients = [g if g is None else self._bring(g) for g in staging.gradients_of(j + 1, m)]
+        if kind not in (FORWARD, EVALUATE):
+            for slot, above in shard.upper.items():
+                gradient = staging.tied.get((slot, above, m))
+                if gradient is not None:
+                    micro.tied[slot] = self._bring(gradient)
+        return micro
+
+    def store_micro(self, state: TaskState, kind: str, shard: Shard, m: int, out: MicroOutput) -> None:
+        """Send what one micro-batch left to the step's staging."""
+        staging, j = state.staging, shard.index
+        if out.value is not None:
+            staging.put_boundary(j + 1, m, out.value, self._send)
+        if kind != BACKWARD:
+            staging.random[j + 1, m] = out.random
+        if out.gradients is not None:
+            staging.put_gradients(j, m, out.gradients, self._send)
+        for slot, gradient in out.tied.items():
+            staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
+        if out.loss is not None:
+            staging.losses[m] = out.loss
+
+    def store_unit(self, state: TaskState, kind: str, shard: Shard, out: UnitOutput) -> None:
+        """Send the shard's gradients, and the buffers that its forward changed, to DRAM."""
+        for slot, gradient in out.gradients.items():
+            state.staging.has_gradient[slot] = gradient is not None
+            if gradient is not None:
+                if gradient.layout != torch.strided:
+                    raise TypeError(
+                        f"parameter {state.layout.slots[slot].name} received a gradient of layout {gradient.layout}; "
+                        f"only dense gradients are streamed (build the embedding with sparse=False)"
+                    )
+                place = state.pool.gradients[slot]
+                assert place is not None
+                # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
+                self._device.copy(STORE, [(place, gradient)])
+        if kind == BACKWARD:
+            return  # the recomputed forward left what the forward left
+        before = state.staging.buffers_for(shard, state.pool.buffers)
+        for index, value in out.buffers.items():
+            if not _same(value, before[index]):
+                state.staging.buffers[index] = self._sent(value)
+
+    def _bring_all(self, value: Boundary) -> Boundary:
+        return value.around([self._bring(tensor) for tensor in value.tensors])
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        place = place_for(tensor, self._device.torch_device)
+        self._device.copy(LOAD, [(flat(place), flat(tensor))])
+        return place
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        place = place_for(tensor, torch.device("cpu"))
+        self._send(place, tensor)
+        return place
+
+    def _send(self, place: Tensor, tensor: Tensor) -> None:
+        self._device.copy(STORE, [(flat(place), flat(tensor))])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,247 @@
+"""One device at work: takes units through its lanes.
+
+    instruction      ledger, in order            lanes
+    load(unit)       slab                        load     parameters into the slab
+    run(unit)        work, inputs, outputs       load     buffers; inputs of micro-batch 0, 1, ...
+                     slab, work given back       compute  micro-batch 0, 1, ...; reports Computed
+                     outputs given back          store    outputs of 0, 1, ...; gradients; reports Stored or Failed
+    drop(unit)       slab given back
+
+An error in any lane is kept with the unit; its later jobs then do nothing but give back what it holds, so there is one
+way out for good and bad. Called by the thread that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Ticket
+from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
+from hydra_engine.schedule import Unit
+from hydra_engine.shard import Structure
+from hydra_engine.spiller import LoadedShard, Spiller
+from hydra_engine.task_state import TaskState, UnitBytes
+from hydra_engine.trace import Trace
+from partitioners import MemoryMeter
+
+Report: TypeAlias = "Callable[[Event], None]"
+
+
+class _Work:
+    """One unit on its way through a device."""
+
+    def __init__(self, unit: Unit, state: TaskState) -> None:
+        self.unit = unit
+        self.state = state
+        self.shard = state.shards[unit.shard]
+        self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
+        self.slab_granted = False
+        self.loaded: Future[LoadedShard] = Future()
+        self.error: BaseException | None = None  # the first
+        self.where = ""
+        # From here on known when it runs.
+        self.num_micro_batches = 0
+        self.signature: tuple[Any, ...] = ()
+        self.known: UnitBytes | None = None
+        self.held_bytes = 0  # granted beside the slab
+        self.buffers: Future[dict[int, Tensor]] = Future()
+        self.inputs: list[Future[MicroInput] | None] = []
+        self.stores: list[Future[None]] = []
+        self.input_bytes = 0
+        self.output_bytes = 0
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        if self.error is None:
+            self.error, self.where = error, where
+
+
+class Worker:
+    """Takes units through one device's lanes."""
+
+    def __init__(self, index: int, device: OpenDevice, trace: Trace, report: Report) -> None:
+        self.index = index
+        self.device = device
+        self._trace = trace
+        self._report = report
+        self._spiller = Spiller(device)
+        self._executors: dict[str, Executor] = {}
+        self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
+
+    def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
+        """Make this device's copy of a task's structure; units run inside `modes()`."""
+        structure = Structure(state.layout, self.device.torch_device)
+        self._executors[state.name] = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes)
+
+    def dismiss(self, name: str) -> None:
+        """Forget a task."""
+        del self._executors[name]
+
+    def load(self, unit: Unit, state: TaskState) -> None:
+        """Begin to bring a unit's shard; it becomes the device's claim."""
+        work = _Work(unit, state)
+
+        def granted(_: int) -> None:
+            work.slab_granted = True
+            self._submit(LOAD, work, work.loaded, lambda: self._spiller.load_shard(state, work.shard))
+
+        ticket = Ticket(num_bytes=work.slab_bytes, granted=granted, refused=work.fail)
+        self._claims[unit] = (work, ticket)
+        self.device.ledger.request(ticket)
+
+    def drop(self, unit: Unit) -> None:
+        """Give up a claim."""
+        work, ticket = self._claims.pop(unit)
+        if self.device.ledger.cancel(ticket) or not work.slab_granted:
+            return
+        self.device.ledger.activate()  # its bytes come back once its load is through
+
+        def free() -> None:
+            self._unload(work)
+            self.device.ledger.release(work.slab_bytes, deactivates=True)
+
+        self.device.submit(LOAD, f"drop {unit}", free)
+
+    def run(self, unit: Unit) -> None:
+        """Compute a claim, as soon as its bytes are granted and its load is through."""
+        work, _ = self._claims.pop(unit)
+        staging = work.state.staging
+        work.num_micro_batches = staging.num_micro_batches
+        work.signature = staging.signature
+        work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
+        wanted = work.known.total(work.num_micro_batches) if work.known else None
+        self.device.ledger.request(
+            Ticket(
+                num_bytes=0 if work.error else wanted,
+                granted=partial(self._admitted, work),
+                refused=partial(self._refused, work),
+                activates=True,
+            )
+        )
+
+    def _refused(self, work: _Work, error: Exception) -> None:
+        work.fail(error)
+        self.device.ledger.activate()
+        self._admitted(work, 0)
+
+    def _admitted(self, work: _Work, num_bytes: int) -> None:
+        work.held_bytes = num_bytes
+        work.inputs = [Future() for _ in range(work.num_micro_batches)]
+        self._submit(LOAD, work, work.buffers, lambda: self._spiller.load_buffers(work.state, work.shard))
+        self._submit_input(work, 0)
+        self.device.submit(COMPUTE, str(work.unit), partial(self._compute, work))
+
+    def _submit(self, lane: str, work: _Work, future: Future[object], job: Callable[[], object]) -> None:
+        """Queue part of a unit; where the unit has failed, it fails too without being run."""
+
+        def run() -> None:
+            try:
+                if work.error is not None:
+                    raise work.error
+                future.set_result(job())
+            except BaseException as error:
+                work.fail(error, f"{lane} lane")
+                future.set_exception(error)
+
+        self.device.submit(lane, str(work.unit), run)
+
+    def _submit_input(self, work: _Work, m: int) -> None:
+        def load() -> MicroInput:
+            micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
+            work.input_bytes = max(work.input_bytes, micro.num_bytes)
+            return micro
+
+        future = work.inputs[m]
+        assert future is not None
+        self._submit(LOAD, work, future, load)
+
+    def _inputs(self, work: _Work) -> Iterator[MicroInput]:
+        for m in range(work.num_micro_batches):
+            if m + 1 < work.num_micro_batches:
+                self._submit_input(work, m + 1)
+            future, work.inputs[m] = work.inputs[m], None
+            assert future is not None
+            yield future.result()
+
+    def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
+        if m > 0:
+            work.stores[m - 1].result()  # one on its way at most: the ledger holds no more
+        work.output_bytes = max(work.output_bytes, out.num_bytes)
+        work.stores.append(Future())
+        kind, shard = work.unit.kind, work.shard
+        self._submit(
+            STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out)
+        )
+
+    @contextmanager
+    def _metered(self, work: _Work) -> Iterator[None]:
+        """Count what the unit creates, when nothing is known of it or every unit is to be counted."""
+        if work.known is not None and not self.device.meter_every_unit:
+            yield
+            return
+        ledger = self.device.ledger
+
+        def on_change(delta: int) -> None:
+            if delta > 0:
+                now = UnitBytes(meter.current_bytes + delta, work.input_bytes, work.output_bytes)
+                missing = now.total(work.num_micro_batches) - work.held_bytes
+                if missing > 0:
+                    ledger.grow(missing)
+                    work.held_bytes += missing
+
+        meter = MemoryMeter(on_change)
+        with meter:
+            yield
+        measured = UnitBytes(meter.peak_bytes, work.input_bytes, work.output_bytes)
+        work.state.learn_unit_bytes(work.unit.kind, work.shard, work.signature, measured)
+        if work.known is None:
+            needed = measured.total(work.num_micro_batches)
+            ledger.settle(work.held_bytes, needed)
+            work.held_bytes = needed
+
+    def _compute(self, work: _Work) -> None:
+        start_s = self._trace.now_s()
+        executor = self._executors[work.unit.task]
+        output: UnitOutput | None = None
+        try:
+            loaded, buffers = work.loaded.result() if work.slab_granted else None, work.buffers.result()
+            assert loaded is not None
+            with self._metered(work):
+                output = executor.run(
+                    work.unit.kind,
+                    work.shard,
+                    loaded.views,
+                    buffers,
+                    self._inputs(work),
+                    partial(self._emit, work),
+                    locked=work.shard.index in work.state.locked,
+                )
+        except BaseException as error:
+            work.fail(error, f"layer {executor.current}" if executor.current else "")
+        executor.current = ""
+        self._unload(work)
+        kept_bytes = min(work.held_bytes, work.output_bytes + (output.num_bytes if output else 0))
+        self.device.ledger.release(work.slab_bytes * work.slab_granted + work.held_bytes - kept_bytes)
+        self._report(Computed(self.index, work.unit, self._trace.now_s() - start_s))
+        self.device.submit(STORE, str(work.unit), partial(self._store, work, output, kept_bytes))
+
+    def _unload(self, work: _Work) -> None:
+        if work.slab_granted and work.loaded.exception() is None:
+            self._spiller.unload(work.loaded.result())
+
+    def _store(self, work: _Work, output: UnitOutput | None, kept_bytes: int) -> None:
+        unit = work.unit
+        try:
+            if output is not None and work.error is None:
+                self._spiller.store_unit(work.state, unit.kind, work.shard, output)
+        except BaseException as error:
+            work.fail(error, "store lane")
+        del output
+        self.device.ledger.release(kept_bytes, deactivates=True)
+        self._report(Stored(unit) if work.error is None else Failed(unit.task, work.error, work.where, unit))
