@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 
 class _Slot(NamedTuple):
-    """Stands in a tree where tensor number `index` goes: one tensor appearing twice has two slots, one number."""
+    """Stands in a tree where tensor `number` goes: one tensor appearing twice has two slots, one number."""
 
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Boundary:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The value around these tensors; its containers are new each time, so a layer may change them."""
-        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        leaves = [tensors[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
     def around(self, tensors: Sequence[Tensor]) -> Boundary:
@@ -80,9 +80,10 @@ def extent_bytes(tensor: Tensor) -> int:
 
 def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
-    num = extent(tensor.shape, tensor.stride())
-    flat = torch.empty(num, dtype=tensor.dtype, device=device if device is not None else tensor.device)
-    return flat.as_strided(tensor.shape, tensor.stride())
+    device = device if device is not None else tensor.device
+    storage = torch.UntypedStorage(extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
+    return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Devices: a memory budget, an arena for slabs, three lanes. The only module that knows CUDA, streams or pinning.
 
-    ledger   bytes granted in the order they were asked for; nobody waits inside a lane for memory
-    arena    one storage; a slab is a region of it, handed out from both ends
-    lanes    load, compute, store: three queues worked off at the same time
+ledger   bytes granted in the order they were asked for; nobody waits inside a lane for memory
+arena    one storage; a slab is a region of it, handed out from both ends
+lanes    load, compute, store: three queues worked off at the same time
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -87,7 +88,8 @@ class Ledger:
         with self._lock:
             self.used_bytes -= num_bytes
             self._num_active -= deactivates
-            assert self.used_bytes >= 0 and self._num_active >= 0, (self.used_bytes, self._num_active)
+            assert self.used_bytes >= 0, self.used_bytes
+            assert self._num_active >= 0, self._num_active
             self._pump()
 
     def grow(self, num_bytes: int) -> None:
@@ -163,7 +165,7 @@ class Arena:
             end = len(self._storage) // self._alignment * self._alignment
             size = -(-num_bytes // self._alignment) * self._alignment
             stops = [(0, 0), *sorted(self._taken), (end, end)]
-            gaps = [(low, high) for (_, low), (high, _) in zip(stops, stops[1:], strict=False) if high - low >= size]
+            gaps = [(low, high) for (_, low), (high, _) in pairwise(stops) if high - low >= size]
             if not gaps:
                 raise DeviceOutOfMemory("arena", num_bytes, 0, end)
             low, high = gaps[0]
@@ -238,7 +240,7 @@ class EmulatedDevice:
 
 
 class CudaDevice:
-    """One CUDA device, its budget capped at `memory` bytes. This version refuses it: streaming to CUDA is not in yet."""
+    """One CUDA device, its budget capped at `memory` bytes. This version refuses it: it streams to the CPU only."""
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
         if memory is not None:
@@ -265,7 +267,7 @@ class OpenDevice:
         self.torch_device = torch.device("cpu")
         self.meter_every_unit = spec.meter_every_unit
         self.ledger = Ledger(name, spec.memory_bytes)
-        self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)
+        self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)  # type: ignore[no-untyped-call]
         self._bandwidth = spec.bandwidth
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
         self._trace = trace

@@ -91,8 +91,8 @@ class StopRequested(NamedTuple):
 
 
 Event: TypeAlias = (
-    "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed | DeviceAdded"
-    " | StopRequested"
+    "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
+    " | DeviceAdded | StopRequested"
 )
 
 

@@ -18,7 +18,6 @@ from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture,
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 
-
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 
@@ -53,7 +52,9 @@ class MicroOutput:
     @property
     def num_bytes(self) -> int:
         """Bytes that stay on the device until they are stored."""
-        return storage_bytes([*(self.value.tensors if self.value else ()), *(self.gradients or ()), *self.tied.values()])
+        return storage_bytes(
+            [*(self.value.tensors if self.value else ()), *(self.gradients or ()), *self.tied.values()]
+        )
 
 
 @dataclass(kw_only=True)
@@ -84,7 +85,7 @@ class _Arrival:
 
 
 class _Arrive(torch.autograd.Function):
-    """Brings a tensor into a graph as a non-leaf, as it is in plain PyTorch, and catches its gradient as autograd has it.
+    """Brings a tensor into a graph as a non-leaf, as in plain PyTorch, and catches its gradient as autograd has it.
 
     A leaf would not do: in-place layers refuse it, and its `.grad` is laid out anew, where the kernels below would get
     other strides than in plain PyTorch.
@@ -102,7 +103,7 @@ class _Arrive(torch.autograd.Function):
         return None, None
 
 
-def _drop(_: Any) -> None:
+def _drop(_: Any) -> Any:
     return None
 
 
@@ -207,9 +208,11 @@ class Executor:
         )
 
     def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[_Arrival | None], list[Tensor]]:
-        arrivals = [_Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad)]
+        arrivals = [
+            _Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad, strict=True)
+        ]
         tensors = [
-            tensor if arrival is None else _Arrive.apply(self._anchor, arrival)
+            tensor if arrival is None else _Arrive.apply(self._anchor, arrival)  # type: ignore[no-untyped-call]
             for tensor, arrival in zip(value.tensors, arrivals, strict=True)
         ]
         return arrivals, tensors
@@ -269,8 +272,6 @@ class _Drawing:
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:
             self._installed.__exit__(*exc)
-
-
 
 
 def _apart_from(slab: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:

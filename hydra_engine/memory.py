@@ -47,8 +47,8 @@ class HostPool:
     def open(self) -> None:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
         assert not self.is_open
-        self._weights = {kind: torch.UntypedStorage(size) for kind, size in self.layout.num_bytes.items()}
-        self._gradients = torch.UntypedStorage(self.layout.num_bytes[True])
+        self._weights = {kind: _storage(size) for kind, size in self.layout.num_bytes.items()}
+        self._gradients = _storage(self.layout.num_bytes[True])
         for slot in self.layout.slots:
             view = slot.view(self._weights[slot.trainable], slot.offset)
             view.copy_(slot.parameter.data)
@@ -120,7 +120,7 @@ class StepStaging:
     def begin(
         self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]
     ) -> None:
-        """Start a step on micro-batches (inputs, target); `start` is the random state each one's forward begins with."""
+        """Start a step on micro-batches (inputs, target); `start` is the random state each forward begins with."""
         self.clear()
         self.inputs = [inputs for inputs, _ in boundaries]
         self.targets = [target for _, target in boundaries]
@@ -146,7 +146,10 @@ class StepStaging:
     def put_boundary(self, shard: int, m: int, value: Boundary, copy: Callable[[Tensor, Tensor], None]) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
-        places = [_place(place, t) for place, t in zip(_or_none(old and old.tensors), value.tensors, strict=False)]
+        places = [
+            _place(place, t)
+            for place, t in zip(_or_none(old.tensors if old is not None else None), value.tensors, strict=False)
+        ]
         for place, tensor in zip(places, value.tensors, strict=True):
             copy(place, tensor)
         self._boundaries[shard, m] = value.around(places)
@@ -157,9 +160,10 @@ class StepStaging:
         """Store the gradients of what enters a shard; None stays None."""
         stored: list[Tensor | None] = []
         for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
-            stored.append(None if value is None else _place(old, value))
-            if value is not None:
-                copy(stored[-1], value)
+            place = None if value is None else _place(old, value)
+            if place is not None and value is not None:
+                copy(place, value)
+            stored.append(place)
         self._gradients[shard, m] = stored
 
     def buffers_for(self, shard: Shard, committed: list[Tensor]) -> dict[int, Tensor]:
@@ -169,6 +173,10 @@ class StepStaging:
                 index: self.buffers.get(index, committed[index]) for index in shard.buffers
             }
         return self.buffers_before[shard.index]
+
+
+def _storage(num_bytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
 
 
 def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:

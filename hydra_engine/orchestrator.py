@@ -12,7 +12,6 @@ from hydra_engine import memory
 from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
 from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.report import FAILED, Plan, Report
 from hydra_engine.run import TrainingRun
 from hydra_engine.task import ModelTask
@@ -90,9 +89,7 @@ class ModelOrchestrator:
             double_buffer=self._double_buffer,
         )
         num_threads = torch.get_num_threads()
-        # The process-wide generators are left as they are, whatever profiling draws.
-        with installed(Stream(capture())):
-            plans = [each.make_plan(smallest, len(self._devices), budget, num_threads) for each in self._planned]
+        plans = [each.make_plan(smallest, budget, num_threads) for each in self._planned]
         self.plan = Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
         if self.verbose:
             print(self.plan)

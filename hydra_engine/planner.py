@@ -1,4 +1,4 @@
-"""Plans a task: profiles its layers, cuts them into shards, rehearses a step on a device, checks that all of it fits."""
+"""Plans a task: profiles its layers, cuts them into shards, rehearses a step on a device, sees that all of it fits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNot
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.optimizer import optimizer_state_bytes
 from hydra_engine.own_forward import check_own_forward
+from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.report import TaskPlan
 from hydra_engine.schedule import Unit
@@ -38,11 +39,10 @@ class PlannedTask:
         self.layout = layout_of(task)
         self.state = TaskState(task, name, self.layout)
         self.unit_s: dict[tuple[str, int], float] = {}
-        self.plan: TaskPlan | None = None
+        self.optimizer_bytes = 0
 
-    def make_plan(self, device: EmulatedDevice, num_devices: int, budget: Budget, num_threads: int) -> TaskPlan:
+    def make_plan(self, device: EmulatedDevice, budget: Budget, num_threads: int) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned."""
-        self.optimizer_bytes = optimizer_state_bytes(self.task, self.layout)
         batch = self.reader.sample()
         if self.task.model.has_own_forward:
             check_own_forward(self.task.model, self.layout, batch.inputs)
@@ -56,8 +56,7 @@ class PlannedTask:
                 if wanted != "auto" or number >= batch.num_samples:
                     raise
                 number *= 2
-        self.plan = self._plan(costs, number)
-        return self.plan
+        return self._plan(costs, number)
 
     @property
     def training_bytes(self) -> int:
@@ -69,7 +68,8 @@ class PlannedTask:
         state.accumulation_steps = self.reader.accumulation_steps = number
         batch = self.reader.sample()
         inputs, target, _ = batch.micro_batches[0]
-        costs = profile(self.task.model, inputs, target, self.task.loss_fn)
+        with installed(Stream(capture())):
+            costs = profile(self.task.model, inputs, target, self.task.loss_fn)
         budget = Budget(
             memory_bytes=budget.memory_bytes,
             buffer_bytes=budget.buffer_bytes,
@@ -113,7 +113,11 @@ class PlannedTask:
 
 def check_dram(planned: list[PlannedTask]) -> None:
     """Refuse tasks whose gradients and optimizer states do not fit beside the weights, which are in DRAM already."""
-    needed = sum(each.layout.num_bytes[True] + optimizer_state_bytes(each.task, each.layout) for each in planned)
+    for each in planned:
+        # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
+        with installed(Stream(capture())):
+            each.optimizer_bytes = optimizer_state_bytes(each.task, each.layout)
+    needed = sum(each.training_bytes for each in planned)
     available = memory.available_dram_bytes()
     if needed > available:
         names = ", ".join(each.name for each in planned)
@@ -147,11 +151,11 @@ class _UsesOriginals(Exception):
     """An operation took a tensor of the user's model instead of the device's copy."""
 
 
-class _OriginalsGuard(TorchDispatchMode):
+class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
 
     def __init__(self, storages: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages = storages
 
     def __torch_dispatch__(
@@ -165,9 +169,7 @@ class _OriginalsGuard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rehearse(
-    state: TaskState, batch: Batch, device: EmulatedDevice, num_threads: int
-) -> dict[tuple[str, int], float]:
+def rehearse(state: TaskState, batch: Batch, device: EmulatedDevice, num_threads: int) -> dict[tuple[str, int], float]:
     """Run one step's units on a device and commit nothing: seconds of each, and in `state` what they take and draw.
 
     Raises _TooLarge, or what a layer or the loss raised.

@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +91,7 @@ def installed(stream: Stream) -> Iterator[None]:
             install(outside)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _with_generator(func: Any) -> Any | None:
     """The overload of a seeded op that takes a generator, or None."""
 
@@ -108,7 +108,16 @@ def _with_generator(func: Any) -> Any | None:
     return None
 
 
-class TaskGenerator(TorchDispatchMode):
+def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Attention kernels are tagged as seeded for the dropout they could do; without it, no lock is needed."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value == 0.0)
+    return False
+
+
+class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sends what seeded ops draw to a task's own generator.
 
     Ops tagged `nondeterministic_seeded` get the generator as an argument; one that takes none runs with the state
@@ -116,7 +125,7 @@ class TaskGenerator(TorchDispatchMode):
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = generator
 
     def __torch_dispatch__(
@@ -124,6 +133,8 @@ class TaskGenerator(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
         overload = _with_generator(func)
         if overload is not None:

@@ -157,7 +157,7 @@ class Reader:
             epoch=epoch,
             training=training,
             micro_batches=micro_batches,
-            boundaries=[(Boundary.of(x, "the batch's inputs"), Boundary.of(y, "its target")) for x, y, _ in micro_batches],
+            boundaries=[(Boundary.of(x, "a batch"), Boundary.of(y, "a target")) for x, y, _ in micro_batches],
             main=main,
             start=start,
             inputs=inputs,

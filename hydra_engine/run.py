@@ -321,4 +321,3 @@ def _length(loader: object) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # an iterable without a length ends when it ends
         return None
-

@@ -47,11 +47,11 @@ class Slot:
 
 
 class Binding(NamedTuple):
-    """Attribute `attribute` of submodule `path` of a layer is slot (or buffer) number `index`."""
+    """Attribute `attribute` of submodule `path` of a layer is slot (or buffer) `number`."""
 
     path: str
     attribute: str
-    index: int
+    number: int
 
 
 class SlabPiece(NamedTuple):
@@ -145,7 +145,7 @@ class ModelLayout:
         spans = []
         for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
             end = last if last < self.num_layers else len(self.layers)
-            held = sorted({binding.index for k in range(first, end) for binding in self.parameters[k]})
+            held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
             for slot in held:
                 holders[slot].append(j)
             spans.append((first, last, end, held))
@@ -173,7 +173,7 @@ class ModelLayout:
                 pieces.append(SlabPiece(slot.trainable, slot.offset, target, slot.num_bytes))
                 offsets[index] = target
                 target += aligned(slot.num_bytes)
-        buffers = sorted({binding.index for k in range(first, end) for binding in self.buffer_bindings[k]})
+        buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
         trainable = [index for index in held if self.slots[index].trainable]
         upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
         return Shard(
@@ -230,7 +230,7 @@ class Structure:
         self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
         self.names = layout.names
         self._buffer_places = [
-            [(layer.get_submodule(b.path), b.attribute, b.index) for b in bindings]
+            [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
 

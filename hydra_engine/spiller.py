@@ -32,12 +32,11 @@ class Spiller:
 
     def load_shard(self, state: TaskState, shard: Shard) -> LoadedShard:
         """Fill a slab, one copy for each kind of parameter, and bring the buffers its forward begins with."""
-        slab = self._device.take_slab(shard.slab_bytes)
-        pairs = [
-            (slab.bytes(piece.target, piece.num_bytes), state.pool.piece(piece.trainable, piece.source, piece.num_bytes))
-            for piece in shard.pieces
-        ]
-        self._device.copy(LOAD, pairs)
+        slab, pool = self._device.take_slab(shard.slab_bytes), state.pool
+        pieces = shard.pieces
+        targets = [slab.bytes(piece.target, piece.num_bytes) for piece in pieces]
+        sources = [pool.piece(piece.trainable, piece.source, piece.num_bytes) for piece in pieces]
+        self._device.copy(LOAD, list(zip(targets, sources, strict=True)))
         views = {
             index: state.layout.slots[index].view(slab.storage, slab.offset + offset)
             for index, offset in zip(shard.slots, shard.offsets, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,10 +24,15 @@ class Model(nn.Sequential):
     returned. `generate()` runs such a module once to see that its own `forward` is no more than that.
     """
 
-    def __init__(self, x: nn.Module | Iterable[nn.Module]) -> None:
+    def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> None:
         super().__init__()
         # Not named_children(), which leaves out the second place of a module that runs twice.
-        layers = list(x._modules.items()) if isinstance(x, nn.Module) else [(str(k), m) for k, m in enumerate(x)]
+        if isinstance(x, nn.Module):
+            layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
+        elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
+            layers = list(x.items())
+        else:
+            layers = [(str(k), layer) for k, layer in enumerate(x)]
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
@@ -162,8 +167,8 @@ class ModelTask:
             address = parameter.data_ptr()
             if address and address in seen:
                 raise ValueError(
-                    f"parameters {seen[address]} and {name} are two Parameter objects over the same memory; tie them by "
-                    f"assigning the same object to both"
+                    f"parameters {seen[address]} and {name} are two Parameter objects over the same memory; tie them "
+                    f"by assigning the same object to both"
                 )
             seen[address] = name
         if not any(p.requires_grad for p in self.model.parameters()):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from hydra_engine.task_state import TaskState, UnitBytes
 from hydra_engine.trace import Trace
 from partitioners import MemoryMeter
 
+T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
 
 
@@ -137,7 +138,7 @@ class Worker:
         self._submit_input(work, 0)
         self.device.submit(COMPUTE, str(work.unit), partial(self._compute, work))
 
-    def _submit(self, lane: str, work: _Work, future: Future[object], job: Callable[[], object]) -> None:
+    def _submit(self, lane: str, work: _Work, future: Future[T], job: Callable[[], T]) -> None:
         """Queue part of a unit; where the unit has failed, it fails too without being run."""
 
         def run() -> None:
@@ -175,9 +176,7 @@ class Worker:
         work.output_bytes = max(work.output_bytes, out.num_bytes)
         work.stores.append(Future())
         kind, shard = work.unit.kind, work.shard
-        self._submit(
-            STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out)
-        )
+        self._submit(STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
 
     @contextmanager
     def _metered(self, work: _Work) -> Iterator[None]:

@@ -97,7 +97,7 @@ def _run(work: Work, handed: Boundary, target: Boundary, watch: "_Watch | None" 
         torch.autograd.backward(roots, grads)
     backward_s = time.perf_counter() - begin_s
     for parameter in work.parameters().values():
-        parameter.grad = None  # the next layer that shares it would add to it, and be measured with that
+        parameter.grad = None  # the copies outlive the run: the whole model's gradients would pile up
     return _Run(output=leaving, forward_s=forward_s, backward_s=backward_s)
 
 

@@ -13,9 +13,13 @@ import partitioners
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
     ("_version", "errors", "trace"),
-    ("batches", "boundary", "device", "memory", "randomness", "report", "schedule", "shard", "task"),
-    ("checkpoint", "executor", "optimizer", "policies", "pool", "reader", "spiller"),
-    ("planner", "progress", "scheduler", "simulator"),
+    ("batches", "boundary", "policies", "randomness", "report", "schedule"),
+    ("device", "events", "progress", "shard", "task"),
+    ("checkpoint", "memory", "own_forward", "pool"),
+    ("executor", "optimizer", "reader", "task_state"),
+    ("spiller", "scheduler"),
+    ("simulator", "worker"),
+    ("planner",),
     ("run",),
     ("orchestrator",),
     ("integrations", "plots", "sweep"),

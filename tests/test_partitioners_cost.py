@@ -192,7 +192,7 @@ def test_unit_bytes_bounds_the_measured_peak_of_every_shard(num_micro_batches):
         peak_bytes = run_metered(model, first, last, inputs, target, num_micro_batches)
         inside_bytes = unit_bytes(costs, first, last, num_micro_batches)
         inside_bytes -= made_outside(costs, first, last, num_micro_batches)
-        assert inside_bytes / 2 < peak_bytes <= inside_bytes, (first, last)
+        assert inside_bytes / 3 <= peak_bytes <= inside_bytes, (first, last)
 
 
 def test_a_lone_layer_takes_exactly_its_peak():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -189,6 +190,16 @@ def test_changes_are_reported_as_they_happen_and_never_after_exit():
     torch.ones(100)
     assert deltas == [16, 16, -16, 16]
     assert (meter.current_bytes, meter.peak_bytes) == (32, 32)
+
+
+def test_a_closed_meter_goes_with_its_last_reference_though_outputs_live_on():
+    meter = MemoryMeter()
+    with meter:
+        kept = torch.ones(4)
+    gone = weakref.ref(meter)
+    del meter
+    assert gone() is None
+    assert kept.tolist() == [1, 1, 1, 1]
 
 
 def test_a_storage_may_die_in_another_thread():

@@ -1,0 +1,129 @@
+"""PartitionerContract: what every partitioner keeps, whatever the costs; a new one adds a subclass."""
+
+import random
+
+import pytest
+
+from partitioners import Budget, LayerCost, LayerTooLarge, Partitioner, Pilot, Presharded, shard_bytes
+
+
+def random_costs(rng):
+    return [
+        LayerCost(
+            index=index,
+            name=f"layer-{index}",
+            param_bytes=rng.choice([0, rng.randrange(10_000)]),
+            grad_bytes=rng.choice([0, rng.randrange(10_000)]),
+            buffer_bytes=rng.choice([0, rng.randrange(500)]),
+            input_bytes=rng.randrange(5_000),
+            output_bytes=rng.randrange(5_000),
+            saved_bytes=rng.randrange(20_000),
+            peak_bytes=rng.randrange(40_000),
+            forward_s=rng.random(),
+            backward_s=rng.random(),
+            draws_random=rng.random() < 0.5,
+            draws_globally=False,
+            changes_input=rng.random() < 0.2,
+            changes_buffers=False,
+            shares_with=(),
+            target_bytes=rng.randrange(100),
+        )
+        for index in range(rng.randint(1, 24))
+    ]
+
+
+def random_budget(rng, costs):
+    """Enough for every layer alone, and up to three times as much."""
+    num_micro_batches = rng.choice([1, 2, 5])
+    largest = max(shard_bytes(costs, i, i + 1, num_micro_batches) for i in range(len(costs)))
+    return Budget(
+        memory_bytes=max(1, round(largest * rng.uniform(1, 3))),
+        buffer_bytes=rng.choice([None, 0, rng.randrange(20_000)]),
+        double_buffer=rng.random() < 0.7,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+class PartitionerContract:
+    """Subclasses say which partitioner to try on which costs."""
+
+    def partitioner(self, rng, costs) -> Partitioner:
+        raise NotImplementedError
+
+    @pytest.fixture(params=range(40))
+    def rng(self, request):
+        return random.Random(request.param)
+
+    def test_every_layer_is_in_exactly_one_shard_in_order(self, rng):
+        costs = random_costs(rng)
+        boundaries = self.partitioner(rng, costs).partition(costs, random_budget(rng, costs))
+        layers = [i for first, last in zip([0, *boundaries], boundaries, strict=False) for i in range(first, last)]
+        assert layers == list(range(len(costs)))
+        assert all(isinstance(end, int) for end in boundaries)
+        assert len(set(boundaries)) == len(boundaries)
+
+    def test_the_same_question_has_the_same_answer(self, rng):
+        costs = random_costs(rng)
+        partitioner, budget = self.partitioner(rng, costs), random_budget(rng, costs)
+        first = partitioner.partition(costs, budget)
+        partitioner.revise(first, 0, costs)
+        assert partitioner.partition(tuple(costs), budget) == first
+
+    def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, rng):
+        costs = random_costs(rng)
+        partitioner = self.partitioner(rng, costs)
+        boundaries = partitioner.partition(costs, random_budget(rng, costs))
+        for with_costs in ((), (costs,)):
+            for shard in range(len(boundaries)):
+                asked = list(boundaries)
+                revised = partitioner.revise(asked, shard, *with_costs)
+                assert asked == boundaries
+                if revised is None:
+                    continue
+                assert set(boundaries) < set(revised)
+                assert revised == sorted(revised)
+                first, last = [0, *boundaries][shard : shard + 2]
+                assert all(first < end < last for end in set(revised) - set(boundaries))
+
+    def test_its_repr_names_it(self, rng):
+        partitioner = self.partitioner(rng, random_costs(rng))
+        assert repr(partitioner).startswith(f"{type(partitioner).__name__}(")
+
+
+class KeepsBudget:
+    """For partitioners that choose their shards by size."""
+
+    def test_every_shard_fits_the_budget(self, rng):
+        costs = random_costs(rng)
+        budget = random_budget(rng, costs)
+        boundaries = self.partitioner(rng, costs).partition(costs, budget)
+        for first, last in zip([0, *boundaries], boundaries, strict=False):
+            assert shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes
+
+    def test_a_layer_that_does_not_fit_alone_is_named(self, rng):
+        costs = random_costs(rng)
+        needs = [shard_bytes(costs, i, i + 1) for i in range(len(costs))]
+        budget = Budget(memory_bytes=max(1, max(needs) - 1))
+        with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
+            self.partitioner(rng, costs).partition(costs, budget)
+        assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
+        assert caught.value.needed_bytes == needs[int(caught.value.layer.removeprefix("layer-"))]
+
+    def test_revisions_end_with_lone_layers(self, rng):
+        costs = random_costs(rng)
+        partitioner, boundaries = self.partitioner(rng, costs), [len(costs)]
+        while len(boundaries) < len(costs):
+            shard = rng.randrange(len(boundaries))
+            boundaries = partitioner.revise(boundaries, shard, costs) or boundaries
+        assert [partitioner.revise(boundaries, shard) for shard in range(len(costs))] == [None] * len(costs)
+
+
+class TestPilot(KeepsBudget, PartitionerContract):
+    def partitioner(self, rng, costs):
+        return Pilot()
+
+
+class TestPresharded(PartitionerContract):
+    def partitioner(self, rng, costs):
+        ends = rng.sample(range(1, len(costs)), rng.randrange(len(costs)))
+        return Presharded([*sorted(ends), len(costs)])

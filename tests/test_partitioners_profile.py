@@ -1,0 +1,388 @@
+"""A profile measures each layer by itself, sees what the engine has to know, and leaves everything as it found it."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from partitioners import MemoryMeter, profile
+
+FLOAT, LONG = 4, 8
+
+
+class Function(nn.Module):
+    """A layer that is one function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *layers, use_reentrant=False):
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer, in the way it is told."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.change = change
+
+    def forward(self, x):
+        self.change(self)
+        return x * 2
+
+
+def loss_by_mean(output, target):
+    return (output - target).square().mean()
+
+
+def costs_of(*layers, width=4, batch=3, inputs=None):
+    """Costs of layers that end in `width` features, and of a last Linear with a loss."""
+    inputs = torch.randn(batch, 4) if inputs is None else inputs
+    return profile([*layers, nn.Linear(width, 1)], inputs, torch.zeros(batch, 1), loss_by_mean)
+
+
+# What it measures.
+
+
+def test_a_linear_and_a_loss_by_hand():
+    batch, wide, narrow = 5, 8, 3
+    model = nn.Sequential(nn.Linear(wide, narrow), nn.Linear(narrow, 1, bias=False))
+    first, last = profile(model, torch.randn(batch, wide), torch.zeros(batch, 1), loss_by_mean)
+    out, params = batch * narrow * FLOAT, (wide * narrow + narrow) * FLOAT
+    assert (first.param_bytes, first.grad_bytes, first.buffer_bytes) == (params, params, 0)
+    assert first.padding_bytes == 128 + 64 - params
+    assert (first.input_bytes, first.output_bytes, first.target_bytes) == (batch * wide * FLOAT, out, 0)
+    assert first.saved_bytes == out
+    assert first.peak_bytes == out + params  # the input needs no gradient
+    assert (last.input_bytes, last.output_bytes, last.target_bytes) == (out, FLOAT, batch * FLOAT)
+    assert last.param_bytes == narrow * FLOAT
+    # Output and difference, of which the loss keeps the difference; the loss.
+    assert last.saved_bytes == batch * FLOAT + FLOAT
+    assert [cost.index for cost in (first, last)] == [0, 1]
+    assert [cost.name for cost in (first, last)] == ["Linear", "Linear"]
+    assert first.forward_s > 0
+    assert first.backward_s > 0
+
+
+def test_peak_is_that_of_forward_and_backward_of_the_layer_alone():
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 5, 16)
+    cost = profile([layer, nn.Flatten(), nn.Linear(80, 1)], x, torch.zeros(2, 1), loss_by_mean)[0]
+    incoming = torch.ones_like(x)
+    with MemoryMeter() as meter:
+        output = layer(x)
+        assert cost.saved_bytes == meter.current_bytes
+        output.backward(incoming)
+        assert cost.peak_bytes == meter.peak_bytes
+
+
+def test_frozen_parameters_have_no_gradient():
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    cost = costs_of(frozen)[0]
+    assert (cost.param_bytes, cost.grad_bytes, cost.saved_bytes, cost.backward_s < 1) == (80, 0, 48, True)
+
+
+def test_a_layer_below_which_nothing_trains_makes_no_gradient_of_its_input():
+    below, above = nn.Linear(4, 4), nn.ReLU()
+    with_gradient = costs_of(below, above)[1]
+    without = costs_of(below.requires_grad_(False), above)[1]
+    assert with_gradient.peak_bytes == without.peak_bytes + 48
+
+
+def test_the_last_layer_includes_the_loss_module():
+    loss_fn = nn.CrossEntropyLoss(weight=torch.ones(7))
+    cost = profile([nn.Linear(4, 7)], torch.randn(3, 4), torch.zeros(3, dtype=torch.long), loss_fn)[0]
+    assert (cost.buffer_bytes, cost.target_bytes, cost.output_bytes) == (7 * FLOAT, 3 * LONG, FLOAT)
+    assert cost.changes_buffers is False
+
+
+def test_nested_and_integer_boundaries():
+    split = Function(lambda x: {"left": x["x"] * 2, "both": (x["x"][:, :2], [x["ids"], x["ids"]]), "size": 3})
+    join = Function(lambda b: b["left"] + b["both"][1][0].unsqueeze(1) + b["both"][0].sum() + b["size"])
+    inputs = {"x": torch.randn(3, 4), "ids": torch.arange(3)}
+    first, second, _ = costs_of(split, join, inputs=inputs)
+    assert first.input_bytes == 48 + 24
+    assert first.output_bytes == second.input_bytes == 48 + 40 + 24  # a slice reaches from its first to its last
+
+
+def test_names_are_keys_and_classes_where_keys_are_numbers():
+    model = nn.Sequential()
+    model.add_module("embed", nn.Linear(4, 4))
+    model.append(nn.ReLU())
+    model.add_module("head", nn.Linear(4, 1))
+    costs = profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
+    assert [cost.name for cost in costs] == ["embed", "ReLU", "head"]
+
+
+# What it sees.
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws_random", "draws_globally"),
+    [
+        (nn.Linear(4, 4), False, False),
+        (nn.Dropout(0.5), True, False),
+        (nn.Dropout(0.5).eval(), False, False),
+        (Function(lambda x: x + torch.randn_like(x)), True, False),
+        (Function(lambda x: x + torch.randn(4, generator=torch.Generator())), False, False),
+        (Function(lambda x: x * random.random()), False, True),
+        (Function(lambda x: x * float(np.random.rand())), False, True),
+        (Checkpointed(nn.Linear(4, 4), nn.Dropout(0.5)), True, True),
+        # Nothing is drawn, yet the recomputation winds the process-wide generator back.
+        (Checkpointed(nn.Linear(4, 4), nn.ReLU()), False, True),
+        (Checkpointed(nn.Linear(4, 4), nn.Dropout(0.5), use_reentrant=True), True, True),
+    ],
+)
+def test_draws(layer, draws_random, draws_globally):
+    cost = costs_of(nn.Linear(4, 4), layer)[1]
+    assert (cost.draws_random, cost.draws_globally) == (draws_random, draws_globally)
+
+
+def test_a_draw_in_the_loss_belongs_to_the_last_layer():
+    first, last = profile(
+        [nn.Linear(4, 4), nn.Linear(4, 1)],
+        torch.randn(3, 4),
+        torch.zeros(3, 1),
+        lambda output, target: (output + torch.rand_like(output) - target).sum(),
+    )
+    assert (first.draws_random, last.draws_random) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes_input"),
+    [
+        (nn.ReLU(inplace=True), True),
+        (nn.ReLU(), False),
+        (nn.Dropout(0.5, inplace=True), True),
+        (Function(lambda x: x.view(-1).mul_(2).view_as(x)), True),
+        (Function(lambda x: x.detach().mul_(2) + x), True),
+        (nn.Identity(), False),
+    ],
+)
+def test_work_in_place_on_the_input(layer, changes_input):
+    inputs = torch.randn(3, 4)
+    before = inputs.clone()
+    first, _ = costs_of(layer, inputs=inputs)  # on the user's tensor
+    _, second, _ = costs_of(nn.Linear(4, 4), layer)  # on what another layer made
+    assert first.changes_input is second.changes_input is changes_input
+    assert torch.equal(inputs, before)
+
+
+def test_working_in_place_on_a_view_costs_a_copy_of_the_gradient():
+    # A Linear hands on a view when it is given more than two dimensions.
+    batch, sequence = torch.randn(3, 4), torch.randn(1, 3, 4)
+    relu = nn.ReLU(inplace=True)
+    flat = profile([nn.Linear(4, 4), relu, nn.Linear(4, 1)], batch, torch.zeros(3, 1), loss_by_mean)[1]
+    view = profile([nn.Linear(4, 4), relu, nn.Linear(4, 1)], sequence, torch.zeros(1, 3, 1), loss_by_mean)[1]
+    assert (flat.saved_bytes, view.saved_bytes) == (0, 0)
+    assert (flat.peak_bytes, view.peak_bytes) == (48, 4 * 48)
+
+
+def rebind(layer):
+    layer.calls = layer.calls + 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes_buffers"),
+    [
+        (nn.BatchNorm1d(4), True),
+        (nn.BatchNorm1d(4).eval(), False),
+        (Counter(lambda layer: layer.calls.add_(1)), True),
+        (Counter(lambda layer: layer.calls.data.add_(1)), True),
+        (Counter(rebind), True),
+        (Counter(lambda layer: layer.register_buffer("more", torch.zeros(1))), True),
+        (Counter(lambda layer: None), False),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), True),
+    ],
+)
+def test_changed_buffers(layer, changes_buffers):
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    cost = costs_of(nn.Linear(4, 4), layer)[1]
+    assert cost.changes_buffers is changes_buffers
+    after = dict(layer.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_shared_parameters_count_in_each_layer_that_holds_them():
+    tied, middle, untied = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    middle.weight = tied.weight
+    costs = costs_of(tied, middle, untied, tied)
+    assert [cost.shares_with for cost in costs] == [(1, 3), (0, 3), (), (0, 1), ()]
+    assert [cost.param_bytes for cost in costs[:4]] == [80, 80, 64, 80]
+    # The second place starts without a gradient, as the first did: no peak for adding two.
+    assert costs[3].peak_bytes == costs[1].peak_bytes
+
+
+# What it leaves alone.
+
+
+def everything(model):
+    return {
+        "values": [parameter.clone() for parameter in model.parameters()],
+        "places": [parameter.data_ptr() for parameter in model.parameters()],
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "buffers": [buffer.clone() for buffer in model.buffers()],
+        "flags": [module.training for module in model.modules()],
+        "trainable": [parameter.requires_grad for parameter in model.parameters()],
+        "torch": torch.get_rng_state(),
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+
+
+def assert_same(before, after):
+    for key, values in before.items():
+        for old, new in zip(values, after[key], strict=True):
+            if isinstance(old, (torch.Tensor, np.ndarray)):
+                assert (old == new).all(), key
+            else:
+                assert old == new, key
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_everything_is_as_it_was(grad_mode):
+    torch.manual_seed(0)
+    noisy = Function(lambda x: x * random.random() * float(np.random.rand()))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), noisy, Checkpointed(nn.Linear(4, 1))
+    )
+    model[3].eval()
+    model[0].bias.requires_grad_(False)
+    inputs, target = torch.randn(3, 4, requires_grad=True), torch.zeros(3, 1)
+    (model(inputs) - target).square().mean().backward()
+    given = [inputs.detach().clone(), target.clone(), inputs.grad.clone()]
+    before = everything(model)
+    with torch.set_grad_enabled(grad_mode):
+        profile(model, inputs, target, loss_by_mean)
+        assert torch.is_grad_enabled() is grad_mode
+    assert_same(before, everything(model))
+    assert all(torch.equal(a, b) for a, b in zip(given, [inputs, target, inputs.grad], strict=True))
+
+
+def test_everything_is_as_it_was_after_an_error():
+    def broken(x):
+        random.random(), torch.rand(1), np.random.rand()
+        raise KeyError("missing")
+
+    model = nn.Sequential(nn.BatchNorm1d(4), Function(broken), nn.Linear(4, 1))
+    inputs = torch.randn(3, 4)
+    before = everything(model)
+    with pytest.raises(KeyError, match="missing"):
+        profile(model, inputs, torch.zeros(3, 1), loss_by_mean)
+    assert_same(before, everything(model))
+
+
+def test_parameters_are_shared_and_not_copied():
+    seen = []
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
+    costs_of(layer)
+    assert set(seen) == {layer.weight.data_ptr()}
+
+
+def test_only_one_layers_saved_tensors_are_alive_at_a_time():
+    layers = [nn.Sequential(*(nn.Tanh() for _ in range(10))) for _ in range(10)]
+    inputs, target = torch.randn(64, 64), torch.zeros(64, 1)
+    with MemoryMeter() as meter:
+        costs = profile([nn.Linear(64, 64), *layers, nn.Linear(64, 1)], inputs, target, loss_by_mean)
+    each = costs[1].saved_bytes
+    assert each == 10 * inputs.numel() * FLOAT
+    assert meter.peak_bytes < 2 * each
+
+
+def test_only_one_layers_gradients_are_alive_at_a_time():
+    layers = [nn.Linear(64, 64) for _ in range(10)]
+    inputs, target = torch.randn(2, 64), torch.zeros(2, 64)
+    with MemoryMeter() as meter:
+        costs = profile(layers, inputs, target, loss_by_mean)
+    assert meter.peak_bytes < 2 * costs[0].grad_bytes
+
+
+def test_a_weight_that_a_hook_recomputes_does_not_hinder_the_copy():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layer = nn.utils.weight_norm(nn.Linear(4, 4))
+    layer(torch.randn(3, 4))  # leaves a weight that is no leaf
+    assert costs_of(layer)[0].param_bytes == (16 + 4 + 4) * FLOAT
+
+
+# What it refuses.
+
+
+def test_a_layer_without_tensors_in_its_output_is_named():
+    with pytest.raises(TypeError, match="output: dict without a tensor in it, limit: at least one; return") as caught:
+        costs_of(nn.Linear(4, 4), Function(lambda x: {"size": 3}))
+    assert "in layer 1 (Function)" in note_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "found"), [(lambda a, b: a - b, r"shape \(3, 1\)"), (lambda a, b: (a - b).sum().item(), "float")]
+)
+def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(loss_fn, found):
+    with pytest.raises(ValueError, match=f"loss: {found}, limit: a tensor of one element; reduce it") as caught:
+        profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_fn)
+    assert "in layer 0 (Linear)" in note_of(caught.value)
+
+
+def test_an_exception_in_a_layer_keeps_its_type_and_names_the_layer():
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        costs_of(nn.Linear(4, 5), nn.Linear(4, 4))
+    assert "in layer 1 (Linear)" in note_of(caught.value)
+
+
+def test_a_layer_that_changes_its_parameters_in_forward_is_refused():
+    embedding = nn.Embedding(9, 4, max_norm=0.1)
+    with pytest.raises(ValueError, match="parameter weight: changed while the layer ran"):
+        costs_of(embedding, inputs=torch.tensor([1, 2, 3]))
+
+
+def test_a_lazy_layer_is_refused():
+    with pytest.raises(ValueError, match="run one batch through the model first"):
+        costs_of(nn.LazyLinear(4))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "text"),
+    [
+        ([], ValueError, "model: 0 layers, limit: at least 1"),
+        (nn.Sequential(), ValueError, "model: 0 layers"),
+        ([torch.relu], TypeError, "model: layer 0 is a builtin_function_or_method, limit: nn.Module"),
+    ],
+)
+def test_what_is_no_model_is_refused(model, error, text):
+    with pytest.raises(error, match=text):
+        profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
+
+
+@pytest.mark.parametrize(("option", "value"), [("device", "cuda:0"), ("device", "meta"), ("precision", "bfloat16")])
+def test_other_devices_and_precisions_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option}: '{value}', limit: "):
+        profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean, **{option: value})
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+def test_the_cpu_may_be_named(device):
+    assert len(profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean, device=device)) == 1
+
+
+def note_of(error):
+    """What was added to an exception: its notes, or its text where Python has none (3.10)."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
