@@ -75,19 +75,28 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def extent_bytes(tensor: Tensor) -> int:
     """Bytes from the first to the last element."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
     device = device if device is not None else tensor.device
+    if tensor.is_contiguous():
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        # Dimensions of size 1 may have any stride, and torch tells channels_last by them.
+        if place.stride() == tensor.stride():
+            return place
     storage = torch.UntypedStorage(extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
     # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
     return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Its memory from the first to the last element, as one dimension: what a copy that keeps strides moves."""
+    """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
+    if tensor.is_contiguous():
+        return tensor.detach()
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
 
 

@@ -2,7 +2,7 @@
 
     instruction      ledger, in order            lanes
     load(unit)       slab                        load     parameters into the slab
-    run(unit)        work, inputs, outputs       load     buffers; inputs of micro-batch 0, 1, ...
+    run(unit)        work, inputs, outputs       load     buffers and input of micro-batch 0; inputs of 1, ...
                      slab, work given back       compute  micro-batch 0, 1, ...; reports Computed
                      outputs given back          store    outputs of 0, 1, ...; gradients; reports Stored or Failed
     drop(unit)       slab given back
@@ -52,9 +52,10 @@ class _Work:
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.held_bytes = 0  # granted beside the slab
-        self.buffers: Future[dict[int, Tensor]] = Future()
+        self.buffers: dict[int, Tensor] = {}  # come with the first input
         self.inputs: list[Future[MicroInput] | None] = []
         self.stores: list[Future[None]] = []
+        self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
         self.input_bytes = 0
         self.output_bytes = 0
 
@@ -134,7 +135,6 @@ class Worker:
     def _admitted(self, work: _Work, num_bytes: int) -> None:
         work.held_bytes = num_bytes
         work.inputs = [Future() for _ in range(work.num_micro_batches)]
-        self._submit(LOAD, work, work.buffers, lambda: self._spiller.load_buffers(work.state, work.shard))
         self._submit_input(work, 0)
         self.device.submit(COMPUTE, str(work.unit), partial(self._compute, work))
 
@@ -154,6 +154,8 @@ class Worker:
 
     def _submit_input(self, work: _Work, m: int) -> None:
         def load() -> MicroInput:
+            if m == 0:
+                work.buffers = self._spiller.load_buffers(work.state, work.shard)
             micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
             work.input_bytes = max(work.input_bytes, micro.num_bytes)
             return micro
@@ -161,6 +163,10 @@ class Worker:
         future = work.inputs[m]
         assert future is not None
         self._submit(LOAD, work, future, load)
+
+    def _first_input(self, work: _Work) -> Future[MicroInput]:
+        assert work.inputs[0] is not None
+        return work.inputs[0]
 
     def _inputs(self, work: _Work) -> Iterator[MicroInput]:
         for m in range(work.num_micro_batches):
@@ -174,6 +180,9 @@ class Worker:
         if m > 0:
             work.stores[m - 1].result()  # one on its way at most: the ledger holds no more
         work.output_bytes = max(work.output_bytes, out.num_bytes)
+        if m == work.num_micro_batches - 1:
+            work.last_output = out
+            return
         work.stores.append(Future())
         kind, shard = work.unit.kind, work.shard
         self._submit(STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
@@ -205,18 +214,19 @@ class Worker:
             work.held_bytes = needed
 
     def _compute(self, work: _Work) -> None:
-        start_s = self._trace.now_s()
         executor = self._executors[work.unit.task]
+        start_s = self._trace.now_s()
         output: UnitOutput | None = None
         try:
-            loaded, buffers = work.loaded.result() if work.slab_granted else None, work.buffers.result()
-            assert loaded is not None
-            with self._metered(work):
+            self._first_input(work).result()  # with it the buffers
+            loaded = work.loaded.result()
+            start_s = self._trace.now_s()  # waiting is not work
+            with self._trace.span(self.device.name, COMPUTE, str(work.unit)), self._metered(work):
                 output = executor.run(
                     work.unit.kind,
                     work.shard,
                     loaded.views,
-                    buffers,
+                    work.buffers,
                     self._inputs(work),
                     partial(self._emit, work),
                     locked=work.shard.index in work.state.locked,
@@ -237,10 +247,13 @@ class Worker:
     def _store(self, work: _Work, output: UnitOutput | None, kept_bytes: int) -> None:
         unit = work.unit
         try:
-            if output is not None and work.error is None:
+            if output is not None and work.last_output is not None and work.error is None:
+                last = work.num_micro_batches - 1
+                self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
                 self._spiller.store_unit(work.state, unit.kind, work.shard, output)
         except BaseException as error:
             work.fail(error, "store lane")
         del output
+        work.last_output = None
         self.device.ledger.release(kept_bytes, deactivates=True)
         self._report(Stored(unit) if work.error is None else Failed(unit.task, work.error, work.where, unit))

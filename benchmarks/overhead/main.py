@@ -1,0 +1,148 @@
+"""What the engine costs beside the plain loop, and what interleaving brings. All on the CPU; see README.md.
+
+    python benchmarks/overhead/main.py                  # every experiment
+    python benchmarks/overhead/main.py shards units     # some of them
+    python benchmarks/overhead/main.py --pairs 5        # fewer repetitions
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import gpt, token_batches
+
+LR = 1e-3
+NUM_LAYERS = 6
+
+
+def plain_s(batches):
+    """Seconds of the plain loop over these batches."""
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    loss_fn = nn.CrossEntropyLoss()
+    losses = []
+    start_s = time.perf_counter()
+    for inputs, target in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_fn(model(inputs), target)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return time.perf_counter() - start_s
+
+
+def task(batches, boundaries, seed=0):
+    """The same training as a task."""
+    return ModelTask(
+        gpt(),
+        nn.CrossEntropyLoss(),
+        batches,
+        LR,
+        optimizer=torch.optim.AdamW,
+        partitioner=Presharded(boundaries),
+        seed=seed,
+    )
+
+
+def engine_s(tasks, num_devices=1, memory="1GiB"):
+    """Seconds of train_models() from call to return, planning aside, and its report."""
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory) for _ in range(num_devices)])
+    orchestra.verbose = 0
+    orchestra.generate()
+    start_s = time.perf_counter()
+    report = orchestra.train_models()
+    seconds = time.perf_counter() - start_s
+    report.raise_failures()
+    return seconds, report
+
+
+def spread(ratios):
+    """Median and range of ratios."""
+    return f"{median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def shards(pairs):
+    """Ratio to the plain loop, one task on one device, alternating."""
+    for num_tokens, batch_size, length in ((1024, 8, 128), (64, 1, 64)):
+        num_steps = 6 if num_tokens == 1024 else 40
+        batches = token_batches(num_steps, batch_size, length)
+        limits = (" at most 1.06", " at most 1.40") if num_tokens == 1024 else (" not judged", " not judged")
+        rows = {
+            "plain against plain": (lambda batches=batches: plain_s(batches), ""),
+            "one shard": (lambda batches=batches: engine_s([task(batches, [6])])[0], limits[0]),
+            "four shards": (lambda batches=batches: engine_s([task(batches, [2, 3, 4, 6])])[0], limits[1]),
+        }
+        plain_s(batches)
+        for name, (measure, limit) in rows.items():
+            ratios = []
+            for _ in range(pairs):
+                before = plain_s(batches)
+                ratios.append(measure() / before)
+            print(f"{num_tokens:5} tokens per step  {name:20} {spread(ratios)} {limit}", flush=True)
+
+
+class Nothing(nn.Module):
+    """An empty layer."""
+
+    def forward(self, x):
+        return x
+
+
+def units(pairs):
+    """Seconds per unit where there is nothing to compute."""
+    num_layers, num_steps = 10, 100
+    batches = [(torch.zeros(4, 4), torch.zeros(4, 4))] * num_steps
+    costs = []
+    for _ in range(pairs):
+        first = nn.Linear(4, 4)
+        empty = ModelTask(
+            [first, *(Nothing() for _ in range(num_layers - 1))],
+            nn.MSELoss(),
+            batches,
+            partitioner=Presharded(list(range(1, num_layers + 1))),
+            seed=0,
+        )
+        costs.append(engine_s([empty])[0] / (num_steps * (2 * num_layers - 1)))
+    print(f"fixed cost per unit  {median(costs) * 1e6:.0f} us  ({min(costs) * 1e6:.0f} to {max(costs) * 1e6:.0f})  at most 500")
+
+
+def together(pairs):
+    """Four tasks on two devices against the same four one after the other on one device."""
+    batches = token_batches(4, 8, 128)
+    for name, boundaries, memory, limit in (
+        ("each fits", [6], "1GiB", "at least 1.6"),
+        ("none fits", [1, 2, 3, 4, 5, 6], "48MiB", "not judged"),
+    ):
+        ratios, busy = [], []
+        for _ in range(pairs):
+            alone = sum(engine_s([task(batches, boundaries, seed)], 1, memory)[0] for seed in range(4))
+            seconds, report = engine_s([task(batches, boundaries, seed) for seed in range(4)], 2, memory)
+            ratios.append(alone / seconds)
+            busy.append(sum(device.busy_s for device in report.devices) / 2 / report.makespan_s)
+        print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; devices busy {median(busy):.0%}", flush=True)
+
+
+EXPERIMENTS = {"shards": shards, "units": units, "together": together}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; default: all")
+    parser.add_argument("--pairs", type=int, default=15, help="alternating repetitions (default 15)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.experiments or EXPERIMENTS:
+        EXPERIMENTS[name](arguments.pairs)
+
+
+if __name__ == "__main__":
+    main()
