@@ -20,7 +20,7 @@ try:
 except ImportError:
     sys.exit("this example needs scikit-learn for its data: pip install 'hydra_engine[examples]'")
 
-LR = 0.05
+LR = 0.01
 SEED = 0
 
 

@@ -195,6 +195,7 @@ def rehearse(state: TaskState, batch: Batch, device: EmulatedDevice, num_threads
             assert isinstance(stored, Stored)
         state.draws = not state.end_of_forward().same_as(batch.main)
         state.check_draws()
+        state.check_buffers()
     finally:
         opened.close()
         state.pool.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +90,17 @@ class TaskState:
         """Where the layers left the random stream in the step in progress."""
         last = self.staging.num_micro_batches - 1
         return self.staging.random[len(self.shards), last]
+
+    def check_buffers(self) -> None:
+        """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""
+        changed = self.staging.buffers.keys()
+        holders = Counter(index for shard in self.shards for index in shard.buffers if index in changed)
+        if self.accumulation_steps > 1 and max(holders.values(), default=0) > 1:
+            raise ValueError(
+                f"{self.name}: layers of several shards share a buffer that their forward changes, and with "
+                f"accumulation_steps {self.accumulation_steps} they would change it in another order than the plain "
+                f"loop; set accumulation_steps=1, give each layer its own module, or put them into one shard"
+            )
 
     def check_draws(self) -> None:
         """Refuse draws that several micro-batches would take in another order than the plain loop."""

@@ -163,7 +163,9 @@ def _scalar(loss: object) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise ValueError(f"loss: {found}, limit: a tensor of one element; reduce it, for example with .mean()")
+    raise ValueError(
+        f"loss: {found}, not a scalar, limit: a tensor of one element; reduce it, for example with .mean()"
+    )
 
 
 def _host_generators() -> tuple[Any, ...]:

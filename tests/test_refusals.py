@@ -288,11 +288,6 @@ def test_what_is_not_a_device(devices):
     refused(re.escape(str(devices[0])) if devices else "(?i)device", task(), devices=devices)
 
 
-def test_same_device_twice():
-    device = EmulatedDevice(memory="8MiB")
-    refused("(?i)device", task(), devices=[device, device])
-
-
 # train_models()
 
 

@@ -1,0 +1,108 @@
+"""The examples, each run as a user runs it, with the smallest settings."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT_S = 100
+
+
+def run(name, *options):
+    """What the example printed; fails unless it exited with 0."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "examples" / name, *options],
+        # One intra-op thread: on a busy machine, two of them wait for each other at every operation of a tiny model.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def multi_task_lm():
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("multi_task_lm", ROOT / "examples" / "multi_task_lm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_multi_task_lm_trains_four_models_as_plain_pytorch_does():
+    printed = run("multi_task_lm.py", "--steps", "2", "--verify")
+    tasks = ("base", "fast", "wide", "deep")
+    lines = printed.splitlines()
+    for name in tasks:
+        (header,) = [line for line in lines if line.startswith(f"{name}:")]
+        times = float(header.rsplit(" = ", 1)[1].split()[0])
+        assert times >= 4, header
+        (row,) = [line for line in lines if line.split()[:3] == [name, "finished", "2"]]
+        assert row.count("->") == 2, row  # training and validation loss
+    assert "plan for EmulatedDevice(12 MiB), EmulatedDevice(12 MiB)" in printed
+    assert [line for line in lines if " s  base 0/2 | fast 0/2" in line], "no live progress"
+    for device in ("emulated:0", "emulated:1"):
+        assert [line for line in lines if line.startswith(device) and line.endswith("MiB of 12 MiB")]
+    assert "verify: deep again in plain PyTorch" in printed
+    assert "yes: 138 of 138 weight tensors are bit-equal" in printed
+    assert "yes: losses of 2 steps are identical" in printed
+    assert "yes: validation losses of 2 epochs are identical" in printed
+
+
+def test_multi_task_lm_says_no_when_the_weights_differ(multi_task_lm, capsys):
+    config = multi_task_lm.Config(width=32, num_blocks=1, lr=1e-3)
+    multi_task_lm.CONFIGS = {"tiny": config}
+    windows = multi_task_lm.Windows(bytes(range(256)), 8)
+    untrained = SimpleNamespace(
+        name="tiny",
+        model=multi_task_lm.gpt(config, seed=0),
+        dataloader=DataLoader(windows, batch_size=4),
+        validation=DataLoader(windows, batch_size=4),
+        lr=config.lr,
+    )
+    report = SimpleNamespace(losses=[0.0] * 4, validation_losses=[0.0] * 2, seed=0)
+    assert multi_task_lm.verify(untrained, report, seed=0) is False
+    printed = capsys.readouterr().out
+    assert printed.count("NO: ") == 3
+    assert "NO: 0 of " in printed
+
+
+def test_multi_task_lm_reads_a_text_of_the_users(multi_task_lm, tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 2)
+    windows = multi_task_lm.Windows(multi_task_lm.read_text(path), 8)
+    inputs, target = windows[7]
+    assert len(windows) == 8
+    assert inputs.tolist()[1:] == target.tolist()[:-1]
+    with pytest.raises(ValueError, match="text: 512 bytes, limit: more than 564; give a longer one"):
+        multi_task_lm.Windows(multi_task_lm.read_text(path), 500)
+
+
+def test_single_task_vision_trains_as_plain_pytorch_does():
+    pytest.importorskip("sklearn")
+    printed = run("single_task_vision.py", "--epochs", "1")
+    assert "training state 8.6 MiB, 2.2 times the device" in printed
+    assert "bit-equal: yes" in printed
+    ours, theirs = (line.split()[-1] for line in printed.splitlines() if "validation accuracy" in line)
+    assert ours == theirs
+    assert float(ours.removesuffix("%")) > 50
+
+
+def test_plain_and_with_hydra_print_the_same_result():
+    plain, with_hydra = run("plain.py"), run("with_hydra.py")
+    assert plain.startswith("loss ")
+    assert plain.splitlines()[-1] == with_hydra.splitlines()[-1]
+
+
+def test_plain_and_with_hydra_differ_in_few_lines():
+    plain, with_hydra = ((ROOT / "examples" / name).read_text().splitlines() for name in ("plain.py", "with_hydra.py"))
+    assert len(set(with_hydra) - set(plain)) <= 6

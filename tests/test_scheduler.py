@@ -1,0 +1,717 @@
+"""The scheduler against a world that does everything in any legal order, and a few drawn schedules.
+
+The world is a hand-written fake: no torch, no threads, no clock. It carries out instructions by noting what is under
+way, and picks at random which of it comes through next, or fails. After every event it checks what must always hold.
+"""
+
+import heapq
+import random
+from collections import Counter
+from itertools import count
+
+import pytest
+
+from hydra_engine.events import (
+    BatchReady,
+    Begin,
+    Commit,
+    Computed,
+    DataEnded,
+    DataFailed,
+    DeviceAdded,
+    Drop,
+    Failed,
+    Finish,
+    Load,
+    Read,
+    Run,
+    ShardUpdated,
+    StepCommitted,
+    StopRequested,
+    Stored,
+    TaskAdded,
+    Update,
+)
+from hydra_engine.policies import POLICIES
+from hydra_engine.schedule import Unit, evaluation_chain, training_chain
+from hydra_engine.scheduler import Scheduler
+
+TRAIN, EVALUATE = True, False
+
+
+class FakeTask:
+    """What the world knows of a task, from the instructions it got and the events it sent."""
+
+    def __init__(self, added, batches):
+        self.added = added
+        self.batches = list(batches)  # to be read: TRAIN or EVALUATE each, or an exception
+        self.chain = ()
+        self.position = 0
+        self.step = -1
+        self.training = True
+        self.unit = None  # on a device, or on its way to DRAM
+        self.computed = False
+        self.ready = None  # the batch that was read and is not begun
+        self.reading = False
+        self.ended = False
+        self.committing = False
+        self.updating = []  # shards, in the order of their instructions
+        self.over = False  # failed or stopped
+        self.finished = False
+        self.num_read = Counter()  # by TRAIN or EVALUATE
+        self.num_begun = Counter()
+        self.num_committed = Counter()
+
+    @property
+    def name(self):
+        return self.added.task
+
+    def at(self, position):
+        kind, shard = self.chain[position]
+        return Unit(self.name, kind, shard, self.step)
+
+    def next_units(self):
+        """The unit that may be run, and the units that may be loaded; each is None or empty where there is none."""
+        if self.over or self.position >= len(self.chain):
+            return None, []
+        first = self.position + (self.unit is not None)
+        loadable = [self.at(first)] if first < len(self.chain) and self.fresh(self.chain[first][1]) else []
+        return (loadable[0] if loadable and self.unit is None else None), loadable
+
+    def fresh(self, shard):
+        return not set(self.updating) & set(self.added.needs[shard])
+
+
+class World:
+    """Feeds a scheduler, carries out what it says, and checks it."""
+
+    def __init__(self, policy="sharded-lrtf", *, double_buffer=True):
+        self.scheduler = Scheduler(POLICIES[policy](), double_buffer=double_buffer)
+        self.double_buffer = double_buffer
+        self.tasks = {}
+        self.running = {}  # by device
+        self.claims = {}
+        self.story = []  # events and instructions, for a failing test to show
+
+    # -- events
+
+    def add_task(self, added, batches):
+        self.tasks[added.task] = FakeTask(added, batches)
+        return self.send(added)
+
+    def add_device(self, device):
+        self.running[device] = self.claims[device] = None
+        return self.send(DeviceAdded(device))
+
+    def read(self, task):
+        """The reader is through with what was asked for."""
+        task.reading = False
+        what = task.batches.pop(0) if task.batches else None
+        if isinstance(what, Exception):
+            task.ended = True
+            return self.send(DataFailed(task.name, what, "its loader"))
+        if what is None:
+            task.ended = True
+            return self.send(DataEnded(task.name))
+        task.ready = (task.num_read[what], what)
+        task.num_read[what] += 1
+        return self.send(BatchReady(task.name, *task.ready))
+
+    def compute(self, device, seconds=1.0):
+        unit, self.running[device] = self.running[device], None
+        self.tasks[unit.task].computed = True
+        return self.send(Computed(device, unit, seconds))
+
+    def store(self, task, error=None):
+        """What the task's unit left is in DRAM, or the unit failed."""
+        unit, task.unit, task.computed = task.unit, None, False
+        if error is not None:
+            task.over = True
+            return self.send(Failed(task.name, error, "a layer", unit))
+        task.position += 1
+        return self.send(Stored(unit))
+
+    def commit(self, task, error=None):
+        task.committing = False
+        if error is not None:
+            task.over = True
+            return self.send(Failed(task.name, error, "its commit", commit=True))
+        task.num_committed[task.training] += 1
+        task.chain, task.position = (), 0
+        task.updating = list(task.added.updates) if task.training else []
+        expected = [Update(task.name, shard) for shard in task.updating]
+        out = self.send(StepCommitted(task.name, task.training))
+        assert [each for each in out if isinstance(each, Update)] == expected, "all updates begin, lowest shard first"
+        return out
+
+    def update(self, task, shard, error=None):
+        """A shard's optimizer step is through; where it failed, its turn is over all the same."""
+        if error is not None:
+            task.over = True
+            self.send(Failed(task.name, error, f"its optimizer, on shard {shard}"))
+        task.updating.remove(shard)
+        return self.send(ShardUpdated(task.name, shard))
+
+    def stop(self):
+        for task in self.tasks.values():
+            task.over = True
+        return self.send(StopRequested())
+
+    def send(self, event):
+        self.story.append(event)
+        out = self.scheduler.handle(event)
+        for instruction in out:
+            self.story.append(instruction)
+            getattr(self, f"_{type(instruction).__name__.lower()}")(instruction, event)
+        self.validate()
+        return out
+
+    # -- instructions
+
+    def _load(self, instruction, _):
+        device, unit = instruction
+        task = self.tasks[unit.task]
+        assert self.claims[device] is None, "a device holds at most one claim"
+        assert unit not in self.claims.values(), "a unit is claimed once"
+        assert unit in task.next_units()[1], "nothing is loaded before its shard's update is through, nor out of turn"
+        self.claims[device] = unit
+
+    def _drop(self, instruction, _):
+        device, unit = instruction
+        assert self.claims[device] == unit, "what is dropped was loaded, and not run"
+        self.claims[device] = None
+
+    def _run(self, instruction, _):
+        device, unit = instruction
+        task = self.tasks[unit.task]
+        assert self.claims[device] == unit, "what is run was loaded"
+        assert self.running[device] is None, "a device runs one unit"
+        assert task.next_units()[0] == unit, "units run in the order of the chain, each once its input is there"
+        self.claims[device] = None
+        self.running[device] = task.unit = unit
+
+    def _read(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert not task.reading, "one read at a time"
+        assert task.ready is None, "one batch is read ahead at most"
+        assert not task.ended
+        assert not task.over
+        if not task.added.reads_ahead:  # layers draw: the read begins where the batch's forward left the stream
+            assert {kind for kind, _ in task.chain[task.position :]} <= {"b"}
+        task.reading = True
+
+    def _begin(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert not task.over
+        assert task.ready is not None
+        assert not task.chain, "the batch before it is committed"
+        (task.step, task.training), task.ready = task.ready, None
+        assert instruction.step == task.step
+        task.chain = task.added.training if task.training else task.added.evaluation
+        task.num_begun[task.training] += 1
+
+    def _commit(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert instruction.training == task.training
+        assert task.chain
+        assert task.position == len(task.chain), "every unit of the batch is stored"
+        assert not task.committing
+        assert not task.over
+        task.committing = True
+
+    def _update(self, instruction, event):
+        assert event == StepCommitted(instruction.task, True), "updates begin at the commit, and only there"
+        assert instruction.shard in self.tasks[instruction.task].updating
+
+    def _finish(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert not task.finished, "a task finishes once"
+        assert task.unit is None
+        assert not task.committing
+        assert not task.updating
+        assert task.over or (task.ended and not task.chain and task.ready is None)
+        held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
+        assert not held, "nothing of the task is on a device when it gives its weights back"
+        task.finished = True
+
+    # -- what always holds
+
+    def validate(self):
+        for claim in self.claims.values():
+            assert claim is None or not self.tasks[claim.task].over, "a failed task claims nothing"
+        on_devices = [unit for unit in self.running.values() if unit is not None]
+        waiting = [task.next_units() for task in self.tasks.values()]
+        runnable = [unit for unit, _ in waiting if unit is not None]
+        unclaimed = [unit for _, units in waiting for unit in units if unit not in self.claims.values()]
+        assert len({unit.task for unit in on_devices}) == len(on_devices), "a task's units run one after the other"
+        assert not set(on_devices) & set(self.claims.values())
+        for device, unit in self.running.items():
+            if unit is None:
+                assert not runnable, f"{runnable} wait beside the idle device {device}"
+            if self.claims[device] is None:
+                assert not unclaimed or not (self.double_buffer or unit is None), f"device {device} loads nothing"
+            else:
+                assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
+        assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
+
+    def under_way(self):
+        """Everything that can come through next, as (what, call)."""
+        for device, unit in self.running.items():
+            if unit is not None:
+                yield "compute", lambda device=device: self.compute(device)
+        for task in self.tasks.values():
+            if task.reading:
+                yield "read", lambda task=task: self.read(task)
+            if task.unit is not None and task.computed:
+                yield "store", lambda error=None, task=task: self.store(task, error)
+            if task.committing:
+                yield "commit", lambda error=None, task=task: self.commit(task, error)
+            for shard in task.updating:
+                yield "update", lambda error=None, task=task, shard=shard: self.update(task, shard, error)
+
+
+def task_added(name, num_shards=3, *, seconds=1.0, num_steps=1, **options):
+    """A task whose units all take as long."""
+    lowest = options.pop("lowest_backward", 0)
+    training, evaluation = training_chain(num_shards, lowest), evaluation_chain(num_shards)
+    defaults = {
+        "needs": tuple((shard,) if shard >= lowest else () for shard in range(num_shards)),
+        "updates": tuple(range(lowest, num_shards)),
+        "unit_s": dict.fromkeys(training, seconds),
+        "num_steps": num_steps,
+        "reads_ahead": True,
+    }
+    return TaskAdded(name, training, evaluation, **(defaults | options))
+
+
+# -- random walks
+
+
+def random_task(rng, name):
+    """1 to 5 shards, some frozen, some with tied weights; a few steps, now and then an evaluation."""
+    num_shards = rng.randint(1, 5)
+    lowest = rng.randrange(num_shards) if rng.random() < 0.3 else 0
+    updates = [shard for shard in range(lowest, num_shards) if shard == lowest or rng.random() < 0.8]
+    # What a shard holds: its own parameters, and maybe tied ones that a lower shard owns.
+    needs = [{shard} & set(updates) for shard in range(num_shards)]
+    for shard in range(lowest + 1, num_shards):
+        if rng.random() < 0.2:
+            needs[shard].add(rng.choice([each for each in updates if each <= shard]))
+    num_steps = rng.randint(1, 4)
+    batches = []
+    for _ in range(num_steps):
+        batches += [TRAIN] * rng.randint(1, 2) + [EVALUATE] * rng.choice([0, 0, 1, 2])
+    added = task_added(
+        name,
+        num_shards,
+        lowest_backward=lowest,
+        seconds=rng.choice([0.0, 0.5, 2.0]),
+        needs=tuple(tuple(sorted(each)) for each in needs),
+        updates=tuple(updates),
+        num_steps=rng.choice([None, batches.count(TRAIN)]),
+        reads_ahead=rng.random() < 0.5,
+    )
+    return added, batches
+
+
+def walk(seed, *, failures=False, stops=False):
+    """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs."""
+    rng = random.Random(seed)
+    world = World(rng.choice(sorted(POLICIES)), double_buffer=rng.random() < 0.7)
+    arrivals = [("device", device) for device in range(rng.randint(1, 4))]
+    arrivals += [("task", f"task-{k}") for k in range(rng.randint(1, 6))]
+    if rng.random() < 0.5:
+        rng.shuffle(arrivals)
+    num_at_once = rng.choice([1, len(arrivals)])  # the others come while the first are at work
+    failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
+    stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
+    try:
+        while arrivals or not world.scheduler.finished:
+            if arrivals and (num_at_once > 0 or rng.random() < 0.1 or not any(world.under_way())):
+                num_at_once -= 1
+                what, which = arrivals.pop(0)
+                if what == "device":
+                    world.add_device(which)
+                else:
+                    added, batches = random_task(rng, which)
+                    if rng.random() < failure_share * 5:
+                        batches[rng.randrange(len(batches))] = RuntimeError("loader")
+                        del batches[batches.index(next(b for b in batches if isinstance(b, Exception))) + 1 :]
+                    world.add_task(added, batches)
+                continue
+            if rng.random() < stop_share:
+                world.stop()
+                continue
+            choices = list(world.under_way())
+            assert choices, "nothing is under way and tasks are unfinished: the run hangs"
+            what, happens = rng.choice(choices)
+            if what in ("store", "commit", "update") and rng.random() < failure_share:
+                happens(RuntimeError(what))
+            else:
+                happens()
+        # What was asked of a reader may still come in.
+        for what, happens in list(world.under_way()):
+            assert what == "read", "when all is finished nothing is under way but a read"
+            assert happens() == []
+    except AssertionError as error:
+        tail = "\n".join(map(str, world.story[-12:]))
+        raise AssertionError(f"seed {seed}: {error}\nthe last events and instructions:\n{tail}") from error
+    return world
+
+
+@pytest.mark.parametrize("first_seed", range(0, 150, 50))
+def test_walk_without_failures_trains_every_batch_of_every_task(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        for task in walk(seed).tasks.values():
+            assert not task.batches
+            assert task.num_committed == task.num_begun == task.num_read
+
+
+@pytest.mark.parametrize("first_seed", range(1000, 1200, 50))
+def test_walk_with_failures_ends_and_spares_the_other_tasks(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        for task in walk(seed, failures=True).tasks.values():
+            if not task.over:  # also a task whose loader failed trains on what was read before
+                assert task.num_committed == task.num_begun == task.num_read
+
+
+@pytest.mark.parametrize("first_seed", range(2000, 2150, 50))
+def test_walk_with_stop_requests_ends(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        world = walk(seed, failures=seed % 2 == 0, stops=True)
+        for task in world.tasks.values():
+            if not task.over:
+                assert task.num_committed == task.num_begun == task.num_read
+
+
+def test_walks_reach_what_they_are_for():
+    seen = Counter()
+    for seed in range(1000, 1030):
+        seen.update(type(each).__name__ for each in walk(seed, failures=True, stops=seed % 2 == 0).story)
+    names = (TaskAdded, BatchReady, DataEnded, DataFailed, Computed, Stored, StepCommitted, ShardUpdated, Failed)
+    names += (DeviceAdded, StopRequested, Load, Drop, Run, Read, Begin, Commit, Update, Finish)
+    assert all(seen[name.__name__] > 0 for name in names), seen
+
+
+# -- drawn schedules
+
+
+def words(instructions):
+    """Instructions as in the drawings: "load f0", "run f0", "drop f0", "read", "begin 0", "commit", "update 1"."""
+    out = []
+    for each in instructions:
+        unit = getattr(each, "unit", None)
+        number = f"{unit.kind}{unit.shard}" if unit else getattr(each, "step", getattr(each, "shard", ""))
+        out.append(f"{type(each).__name__.lower()} {number}".strip())
+    return ", ".join(out)
+
+
+# One task in three shards on one device, two steps. Each line: what comes through, and what the scheduler says to it.
+# The claim of fb2 cannot be made before f1 runs; at the commit all updates are released, lowest first, and shard 0 is
+# loaded for the next step as soon as its own update is through.
+ONE_TASK_THREE_SHARDS = """
+    device           |
+    task             | read
+    batch 0          | begin 0, read, load f0, run f0, load f1
+    f0 computed      |
+    f0 stored        | run f1, load fb2
+    f1 computed      |
+    f1 stored        | run fb2, load b1
+    batch 1          |
+    fb2 computed     |
+    fb2 stored       | run b1, load b0
+    b1 computed      |
+    b1 stored        | run b0
+    b0 computed      |
+    b0 stored        | commit
+    committed        | update 0, update 1, update 2, begin 1, read
+    shard 0 updated  | load f0, run f0
+    end of data      |
+    shard 1 updated  | load f1
+    f0 computed      |
+    f0 stored        | run f1
+    shard 2 updated  | load fb2
+    f1 computed      |
+    f1 stored        | run fb2, load b1
+    fb2 computed     |
+    fb2 stored       | run b1, load b0
+    b1 computed      |
+    b1 stored        | run b0
+    b0 computed      |
+    b0 stored        | commit
+    committed        | update 0, update 1, update 2
+    shard 0 updated  |
+    shard 1 updated  |
+    shard 2 updated  | finish
+"""
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_task_in_three_shards_is_the_drawing(policy):
+    world = World(policy)
+    for line in ONE_TASK_THREE_SHARDS.strip().splitlines():
+        what, _, expected = (part.strip() for part in line.partition("|"))
+        task = world.tasks.get("task")
+        match what.split():
+            case ["device"]:
+                out = world.add_device(0)
+            case ["task"]:
+                out = world.add_task(task_added("task", 3, num_steps=2), [TRAIN, TRAIN])
+            case ["batch", _] | ["end", "of", "data"]:
+                out = world.read(task)
+            case [unit, "computed"]:
+                assert world.running[0] == Unit.parse(f"task.{unit}@{task.step}")
+                out = world.compute(0)
+            case [unit, "stored"]:
+                assert task.unit == Unit.parse(f"task.{unit}@{task.step}")
+                out = world.store(task)
+            case ["committed"]:
+                out = world.commit(task)
+            case ["shard", shard, "updated"]:
+                out = world.update(task, int(shard))
+        assert words(out) == expected, what
+    assert world.scheduler.finished
+
+
+def test_without_double_buffering_a_shard_is_loaded_when_it_runs():
+    world = World(double_buffer=False)
+    world.add_device(0)
+    world.add_task(task_added("task", 2), [TRAIN])
+    task = world.tasks["task"]
+    assert words(world.read(task)) == "begin 0, read, load f0, run f0"
+    assert words(world.compute(0)) == "load fb1"  # the device is free: it loads what it will run
+    assert words(world.store(task)) == "run fb1"
+    assert words(world.compute(0)) == "load b0"
+    assert words(world.store(task)) == "run b0"
+
+
+def test_task_that_draws_reads_on_when_its_forward_is_through():
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 2, num_steps=2, reads_ahead=False), [TRAIN, EVALUATE])
+    task = world.tasks["task"]
+    assert words(world.read(task)) == "begin 0, load f0, run f0, load fb1"
+    world.compute(0)
+    assert words(world.store(task)) == "run fb1, load b0"
+    world.compute(0)
+    assert words(world.store(task)) == "read, run b0"
+    world.read(task)
+    world.compute(0)
+    world.store(task)
+    assert words(world.commit(task)) == "update 0, update 1, begin 0"
+    assert words(world.update(task, 0)) == "load e0, run e0"
+    assert words(world.update(task, 1)) == "load e1"
+    world.compute(0)
+    assert words(world.store(task)) == "run e1"
+    world.compute(0)
+    assert words(world.store(task)) == "read, commit"
+    assert words(world.commit(task)) == ""
+    assert words(world.read(task)) == "finish"
+
+
+def test_load_waits_for_the_update_of_a_tied_weights_owner():
+    world = World()
+    world.add_device(0)
+    added = task_added("task", 2, num_steps=2, needs=((0,), (0, 1)))  # shard 1 holds a weight that shard 0 owns
+    world.add_task(added, [TRAIN, TRAIN])
+    task = world.tasks["task"]
+    world.read(task)
+    for _ in range(3):
+        world.compute(0)
+        world.store(task)
+    world.read(task)
+    world.commit(task)
+    assert words(world.update(task, 1)) == ""
+    assert words(world.update(task, 0)) == "load f0, run f0, load fb1"
+
+
+def two_tasks(policy, **options):
+    """A world with tasks "a" and "b" of two shards, both read, before their first device."""
+    world = World(policy)
+    for name, seconds in options.items():
+        world.add_task(task_added(name, 2, seconds=seconds), [TRAIN])
+        world.read(world.tasks[name])
+    return world
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_two_equal_tasks_alternate_on_one_device(policy):
+    #           compute   a.f0   b.f0   a.fb1  b.fb1  a.b0   b.b0
+    #           load             b.f0   a.fb1  b.fb1  a.b0   b.b0      each while the unit before it computes
+    world = two_tasks(policy, a=1.0, b=1.0)
+    world.add_device(0)
+    order = []
+    while any(world.running.values()):
+        unit = world.running[0]
+        order.append(f"{unit.task}.{unit.kind}{unit.shard}")
+        if len(order) > 1:
+            assert loaded == unit, "what runs was loaded while the unit before it computed"
+        loaded = world.claims[0]
+        world.compute(0)
+        world.store(world.tasks[unit.task])
+    assert order == ["a.f0", "b.f0", "a.fb1", "b.fb1", "a.b0", "b.b0"]
+
+
+def test_device_computes_another_task_while_one_is_updated():
+    world = two_tasks("sharded-lrtf", a=1.0, b=0.5)
+    world.add_device(0)
+    a, b = world.tasks["a"], world.tasks["b"]
+    for _ in range(3):
+        world.compute(0)
+        world.store(a)
+        if world.running[0].task == "b":
+            break
+    while not a.committing:
+        running = world.running[0]
+        world.compute(0)
+        world.store(world.tasks[running.task])
+    assert world.running[0].task == "b"
+    world.commit(a)
+    world.update(a, 0)
+    assert world.running[0].task == "b"
+    assert b.unit is not None
+
+
+def test_sharded_lrtf_runs_the_longest_task_first_and_fifo_the_first_to_be_ready():
+    for policy, first in (("sharded-lrtf", "long"), ("fifo", "short")):
+        world = two_tasks(policy, short=1.0, long=3.0)
+        world.add_device(0)
+        assert world.running[0].task == first
+        assert world.claims[0].task != first
+
+
+def test_sharded_lrtf_learns_from_measured_times():
+    world = two_tasks("sharded-lrtf", a=1.0, b=1.0)
+    world.add_device(0)
+    a, b = world.tasks["a"], world.tasks["b"]
+    world.compute(0, seconds=0.1)  # a.f0
+    assert world.running[0] == Unit("b", "f", 0, 0)
+    world.store(a)
+    world.compute(0, seconds=100.0)  # b.f0: a's next unit is loaded already, and runs
+    assert world.running[0] == Unit("a", "fb", 1, 0)
+    world.store(b)
+    assert world.claims[0] == Unit("b", "fb", 1, 0)
+    world.compute(0, seconds=0.1)
+    world.store(a)
+    assert world.running[0] == Unit("b", "fb", 1, 0)
+
+
+def test_idle_device_steals_a_claim():
+    # Device 0 runs a.f0 and has loaded b.f0. Device 1 comes, and would idle: it takes b.f0 over.
+    world = two_tasks("fifo", a=1.0, b=1.0)
+    world.add_device(0)
+    assert world.claims[0] == Unit("b", "f", 0, 0)
+    out = world.add_device(1)
+    stolen = Unit("b", "f", 0, 0)
+    assert out[:3] == [Drop(0, stolen), Load(1, stolen), Run(1, stolen)]
+    assert world.running == {0: Unit("a", "f", 0, 0), 1: stolen}
+
+
+def test_claim_that_is_loaded_stays_where_it_is_loaded():
+    # Both devices become able to run b.fb1 in one event; the one that has it loaded does.
+    world = two_tasks("fifo", a=1.0, b=1.0)
+    world.add_device(0)
+    world.add_device(1)
+    claim = Unit("b", "fb", 1, 0)
+    [holder] = [device for device, unit in world.claims.items() if unit == claim]
+    world.compute(0)
+    world.compute(1)
+    out = world.store(world.tasks["b"])
+    assert out[0] == Run(holder, claim)
+
+
+def test_claims_of_a_failed_task_are_dropped():
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 3), [TRAIN])
+    task = world.tasks["task"]
+    world.read(task)
+    world.compute(0)
+    assert world.claims[0] == Unit("task", "f", 1, 0)
+    out = world.store(task, RuntimeError("a layer"))
+    assert out == [Drop(0, Unit("task", "f", 1, 0)), Finish("task")]
+
+
+def test_stop_finishes_what_is_committed():
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, TRAIN])
+    task = world.tasks["task"]
+    world.read(task)
+    world.compute(0)
+    world.store(task)
+    assert world.stop() == []  # the commit is under way
+    assert words(world.commit(task)) == "update 0"
+    assert not world.scheduler.finished
+    assert words(world.update(task, 0)) == "finish"
+    assert world.read(task) == []
+
+
+def test_data_that_fails_ends_the_task_after_what_was_read():
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, RuntimeError("loader")])
+    task = world.tasks["task"]
+    world.read(task)
+    assert world.read(task) == []
+    world.compute(0)
+    assert words(world.store(task)) == "commit"
+    world.commit(task)
+    assert words(world.update(task, 0)) == "finish"
+
+
+# -- simulated time
+
+
+def makespan(tasks, num_devices, policy):
+    """Seconds of a run where computing takes the tasks' estimates and everything else no time at all."""
+    world = World(policy)
+    for device in range(num_devices):
+        world.add_device(device)
+    for added, num_steps in tasks:
+        world.add_task(added, [TRAIN] * num_steps)
+    now_s, ties, ends, started = 0.0, count(), [], set()
+    while not world.scheduler.finished:
+        instant = next((happens for what, happens in world.under_way() if what != "compute"), None)
+        if instant is not None:
+            instant()
+            continue
+        for device, unit in world.running.items():
+            if unit is not None and unit not in started:
+                started.add(unit)
+                seconds = world.tasks[unit.task].added.unit_s[unit.kind, unit.shard]
+                heapq.heappush(ends, (now_s + seconds, next(ties), device, seconds))
+        now_s, _, device, seconds = heapq.heappop(ends)
+        world.compute(device, seconds)
+    return now_s
+
+
+def lower_bound(tasks, num_devices):
+    """No schedule is faster: neither its longest task nor all work on all devices."""
+    task_s = [sum(added.unit_s.values()) * num_steps for added, num_steps in tasks]
+    return max(*task_s, sum(task_s) / num_devices)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("num_tasks", "num_devices"), [(2, 1), (2, 2), (4, 2), (4, 4), (6, 3), (6, 4), (3, 4)])
+def test_makespan_of_equal_tasks_is_close_to_the_best_there_is(policy, num_tasks, num_devices):
+    tasks = [(task_added(f"task-{k}", 3, num_steps=4), 4) for k in range(num_tasks)]
+    best = lower_bound(tasks, num_devices)
+    assert best <= makespan(tasks, num_devices, policy) <= best + 1.0  # one unit takes 1.0
+
+
+def test_makespan_of_random_tasks_is_within_grahams_bound():
+    # An idle device beside no run-ready unit at any time: sum / devices + (1 - 1 / devices) * longest chain, at most.
+    rng = random.Random(6)
+    for _ in range(40):
+        num_devices = rng.randint(1, 4)
+        tasks = []
+        for k in range(rng.randint(1, 6)):
+            num_steps = rng.randint(1, 3)
+            added = task_added(f"task-{k}", rng.randint(1, 4), seconds=rng.choice([0.5, 1.0, 4.0]), num_steps=num_steps)
+            tasks.append((added, num_steps))
+        longest = max(sum(added.unit_s.values()) * num_steps for added, num_steps in tasks)
+        total = sum(sum(added.unit_s.values()) * num_steps for added, num_steps in tasks)
+        seconds = makespan(tasks, num_devices, rng.choice(sorted(POLICIES)))
+        assert lower_bound(tasks, num_devices) - 1e-9 <= seconds
+        assert seconds <= total / num_devices + (1 - 1 / num_devices) * longest + 1e-9
