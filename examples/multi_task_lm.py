@@ -184,8 +184,8 @@ def verify(task, report, seed):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="train on this file (default: the standard library's source)")
-    parser.add_argument("--steps", type=int, default=120, help="per task, rounded up to whole epochs")
-    parser.add_argument("--memory", default="12MiB", help="of each device")
+    parser.add_argument("--steps", type=int, default=120, help="per task, in whole epochs (default: 120)")
+    parser.add_argument("--memory", default="12MiB", help="of each device (default: 12MiB)")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify", action="store_true", help="retrain one task in plain PyTorch and compare")

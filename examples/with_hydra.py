@@ -1,4 +1,4 @@
-"""The training of plain.py on a device of 1 MiB, a fifth of its training state. It prints the same last line."""
+"""The training of plain.py on a device of 1 MiB, a quarter of its training state. It prints the same last line."""
 
 import hashlib
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,11 @@ class Boundary:
         leaves: list[Any] = []
         for leaf in flat:
             if not isinstance(leaf, Tensor):
+                if any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
+                    raise TypeError(
+                        f"{where} holds a {type(leaf).__name__} with tensors in it, which would not be carried over; "
+                        f"pass tuples, lists and dicts of tensors"
+                    )
                 leaves.append(leaf)
                 continue
             if leaf.layout != torch.strided:
@@ -63,7 +68,8 @@ class Boundary:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What decides how much memory a unit takes on this value."""
-        return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
+        tensors = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
+        return (tensors, tuple(leaf if isinstance(leaf, Hashable) else type(leaf) for leaf in self.leaves))
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

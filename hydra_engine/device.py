@@ -56,6 +56,7 @@ class Ledger:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._num_active = 0
+        self._closed = False
         self._waiting: deque[Ticket] = deque()
         # Held while callbacks run, so that they run in the order of the grants; reentrant for a callback that asks.
         self._lock = threading.RLock()
@@ -67,7 +68,8 @@ class Ledger:
     def request(self, ticket: Ticket) -> None:
         """Queue a request."""
         with self._lock:
-            self._waiting.append(ticket)
+            if not self._closed:
+                self._waiting.append(ticket)
             self._pump()
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -78,6 +80,12 @@ class Ledger:
             self._waiting.remove(ticket)
             self._pump()
             return True
+
+    def close(self) -> None:
+        """Forget who waits, and grant nothing more."""
+        with self._lock:
+            self._waiting.clear()
+            self._closed = True
 
     def activate(self) -> None:
         """Announce a release, so that nobody is refused before it."""
@@ -275,7 +283,7 @@ class OpenDevice:
         self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
 
     def submit(self, lane: str, label: str, job: Callable[[], None]) -> None:
-        """Queue a job in a lane. It is traced as a span named `label`; one that computes traces itself, for it waits."""
+        """Queue a job in a lane. It is traced as a span named `label`; what computes traces itself, since it waits."""
         self._lanes[lane].submit(lambda: self._run(lane, label, job))
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
@@ -19,6 +21,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+OnRecomputed: TypeAlias = "Callable[[Shard, Sequence[Tensor]], None]"  # sees each recomputed output
 
 
 @dataclass(kw_only=True)
@@ -80,7 +83,7 @@ class _Arrival:
     """A tensor that arrives from below, and the gradient that leaves it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor: Tensor | None = tensor
         self.gradient: Tensor | None = None
 
 
@@ -95,7 +98,10 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:
         ctx.arrival = arrival
         ctx.set_materialize_grads(False)
-        return arrival.tensor
+        # Not kept: tensor -> graph -> arrival -> tensor would live on until the cyclic collector comes by.
+        tensor, arrival.tensor = arrival.tensor, None
+        assert tensor is not None
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
@@ -116,10 +122,14 @@ class Executor:
         loss_fn: Callable[[Any, Any], Tensor],
         num_layers: int,
         modes: Modes = nullcontext,
+        on_recomputed: OnRecomputed | None = None,
     ) -> None:
         self.structure = structure
         self._modes = modes
         self.current = ""  # the layer that runs, for messages
+        self._on_recomputed = on_recomputed
+        self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
+        self._hooks: Modes = nullcontext
         self._num_layers = num_layers
         self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._anchor = torch.zeros((), requires_grad=True)
@@ -134,23 +144,30 @@ class Executor:
         emit: Callable[[int, MicroOutput], None],
         *,
         locked: bool,
+        keep_saved: bool = False,
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
         `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
+        `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
         """
         structure = self.structure
         structure.bind(views, buffers)
-        slab = next(iter(views.values())).untyped_storage() if views else None
+        self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
+        self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
+        m = 0
         try:
             with self._modes(), self._mode(kind, shard):
-                for m, micro in enumerate(inputs):
-                    emit(m, self._micro(kind, shard, micro, slab, locked))
+                for micro in inputs:  # not enumerate, which holds on to the micro-batch before
+                    emit(m, self._micro(kind, shard, micro, locked))
+                    m += 1
                     del micro
             gradients = {}
             if kind in (FUSED, BACKWARD):
-                gradients = {index: _or_none(slab, structure.parameters[index].grad) for index in shard.owned}
-            return UnitOutput(gradients=gradients, buffers=structure.take_buffers(shard.first, self._end(shard)))
+                gradients = {index: self._apart(structure.parameters[index].grad) for index in shard.owned}
+            taken = structure.take_buffers(shard.first, self._end(shard))
+            # A recomputed forward left what the forward left.
+            return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken)
         finally:
             structure.release(shard)
 
@@ -174,31 +191,26 @@ class Executor:
             for module, training in flags:
                 module.training = training
 
-    def _micro(
-        self, kind: str, shard: Shard, micro: MicroInput, slab: torch.UntypedStorage | None, locked: bool
-    ) -> MicroOutput:
+    def _micro(self, kind: str, shard: Shard, micro: MicroInput, locked: bool) -> MicroOutput:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
-            hooks: AbstractContextManager[Any] = nullcontext()
-            if kind == FORWARD:
-                hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
-            with hooks, drawing.forward():
+            with self._hooks(), drawing.forward():
                 value = self._layers(shard, micro.value.build(tensors))
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
-                out = out.around([_apart_from(slab, t) for t in out.tensors])
-                return MicroOutput(random=drawing.state, value=out)
+                apart = [t for tensor in out.tensors if (t := self._apart(tensor)) is not None]
+                return MicroOutput(random=drawing.state, value=out.around(apart))
             if kind == EVALUATE:
                 return MicroOutput(random=drawing.state, loss=loss.item() if loss is not None else None)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
-                self._backward(value, micro)
-        gradients = [_or_none(slab, arrival.gradient if arrival else None) for arrival in arrivals]
+                self._backward(value, micro, shard)
+        gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
-            tied[index] = _or_none(slab, self.structure.parameters[index].grad)
+            tied[index] = self._apart(self.structure.parameters[index].grad)
             self.structure.parameters[index].grad = None
         return MicroOutput(
             random=drawing.state,
@@ -206,6 +218,13 @@ class Executor:
             tied=tied,
             loss=loss.item() if loss is not None else None,
         )
+
+    def _apart(self, tensor: Tensor | None) -> Tensor | None:
+        """The tensor without its graph, and cloned if it lies in the slab or a buffer, which others will write to."""
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        return copy_of(tensor) if tensor.untyped_storage().data_ptr() in self._bound else tensor
 
     def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[_Arrival | None], list[Tensor]]:
         arrivals = [
@@ -232,8 +251,10 @@ class Executor:
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
         return loss if micro.weight is None else loss * micro.weight
 
-    def _backward(self, value: Any, micro: MicroInput) -> None:
+    def _backward(self, value: Any, micro: MicroInput, shard: Shard) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
+        if self._on_recomputed is not None:
+            self._on_recomputed(shard, tensors)
         roots = [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
         # autograd's order in the whole model.
@@ -272,15 +293,3 @@ class _Drawing:
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:
             self._installed.__exit__(*exc)
-
-
-def _apart_from(slab: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
-    """The tensor without its graph, and cloned if it lies in the slab that is about to be freed."""
-    tensor = tensor.detach()
-    if slab is not None and tensor.untyped_storage().data_ptr() == slab.data_ptr():
-        return copy_of(tensor)
-    return tensor
-
-
-def _or_none(slab: torch.UntypedStorage | None, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _apart_from(slab, tensor)

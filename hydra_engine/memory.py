@@ -76,7 +76,8 @@ class HostPool:
                 module, value = layer.get_submodule(path), self.buffers[index]
                 own = self.layout.buffers[index]
                 if own.shape == value.shape and own.dtype == value.dtype:
-                    own.copy_(value)
+                    if not torch.equal(own, value):  # expanded ones cannot be written to
+                        own.copy_(value)
                 else:  # a forward bound a tensor of another kind
                     module._buffers[name] = value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,18 +83,31 @@ def make_optimizer(task: ModelTask, parameters: list[nn.Parameter]) -> torch.opt
     return optimizer
 
 
-def optimizer_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
+def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
     """DRAM that the optimizer's state will take, from one step on tiny parameters of the same number of dimensions.
 
     A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
-    that the factory runs: what it raises is raised before any work starts.
+    that the factories run: what they raise is raised before any work starts. Refuses an optimizer that keeps state
+    beside `optimizer.state`, which stepping shard by shard would lose, and a scheduler that wants to be told a metric.
     """
     slots = layout.trainable_slots()
     tiny = [nn.Parameter(torch.zeros([min(size, 2) for size in slot.shape], dtype=slot.dtype)) for slot in slots]
     optimizer = make_optimizer(task, tiny)
+    _check_scheduler(task, optimizer)
+    mine = {id(parameter) for parameter in tiny}
+    if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
+        # The factory builds groups of its own from the model. They are never stepped on trial; Adam's two moments.
+        return 2 * layout.num_bytes[True]
     for parameter in tiny:
         parameter.grad = torch.zeros_like(parameter)
+    before = _beside_state(optimizer)
     optimizer.step()
+    if _beside_state(optimizer) != before:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} keeps state in its groups or attributes instead of in "
+            f"optimizer.state, and would lose it when shards are stepped one by one; choose one that keeps state per "
+            f"parameter"
+        )
     total = 0
     for slot, parameter in zip(slots, tiny, strict=True):
         for value in optimizer.state[parameter].values():
@@ -101,6 +115,27 @@ def optimizer_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
                 grows = value.shape == parameter.shape and value.dim() > 0
                 total += value.element_size() * slot.parameter.numel() if grows else value.nbytes
     return total
+
+
+def _check_scheduler(task: ModelTask, optimizer: torch.optim.Optimizer) -> None:
+    if task.lr_scheduler is None:
+        return
+    scheduler = task.lr_scheduler(optimizer)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
+    wanted = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    if wanted:
+        raise ValueError(
+            f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "
+            f"choose one that follows the number of steps or epochs"
+        )
+
+
+def _beside_state(optimizer: torch.optim.Optimizer) -> str:
+    """What of an optimizer must not change in a step: plain values of its groups and attributes."""
+    plain = (bool, int, float, complex, str, tuple, type(None))
+    places = [*optimizer.param_groups, optimizer.__dict__]
+    return repr([{k: v for k, v in place.items() if isinstance(v, plain) and k != "_opt_called"} for place in places])
 
 
 def _kept(value: Any) -> Any:

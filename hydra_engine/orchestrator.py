@@ -90,6 +90,7 @@ class ModelOrchestrator:
         )
         num_threads = torch.get_num_threads()
         plans = [each.make_plan(smallest, budget, num_threads) for each in self._planned]
+        _check_shared_buffers(self._planned)
         self.plan = Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
         if self.verbose:
             print(self.plan)
@@ -158,6 +159,7 @@ def _named(tasks: Sequence[ModelTask]) -> list[tuple[ModelTask, str]]:
 def _check_sharing(planned: Sequence[PlannedTask]) -> None:
     trained: dict[int, str] = {}
     loaders: dict[int, str] = {}
+    generators: dict[int, str] = {}
     for each in planned:
         for slot in each.layout.trainable_slots():
             other = trained.setdefault(slot.parameter.data_ptr() or id(slot.parameter), each.name)
@@ -167,10 +169,28 @@ def _check_sharing(planned: Sequence[PlannedTask]) -> None:
                     f"give each task its own copy"
                 )
         loader = each.task.dataloader
-        stateful = getattr(loader, "generator", None) is not None or getattr(loader, "persistent_workers", False)
-        other = loaders.setdefault(id(loader), each.name)
-        if other != each.name and stateful:
-            raise ValueError(
-                f"tasks {other} and {each.name} read one loader that has a generator or persistent workers, so each "
-                f"would change what the other reads; give each task a loader of its own"
-            )
+        found = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
+        owners = [generators.setdefault(id(generator), each.name) for generator in found if generator is not None]
+        if getattr(loader, "persistent_workers", False):
+            owners.append(loaders.setdefault(id(loader), each.name))
+        for other in owners:
+            if other != each.name:
+                raise ValueError(
+                    f"tasks {other} and {each.name} read through one generator, or one loader with persistent workers, "
+                    f"so each would change what the other reads; give each task a loader of its own"
+                )
+
+
+def _check_shared_buffers(planned: Sequence[PlannedTask]) -> None:
+    holders: dict[int, list[PlannedTask]] = {}
+    for each in planned:
+        for buffer in each.layout.buffers:
+            holders.setdefault(id(buffer), []).append(each)
+    for each in planned:
+        for index in each.state.changed_buffers:
+            other = next((o for o in holders[id(each.layout.buffers[index])] if o is not each), None)
+            if other is not None:
+                raise ValueError(
+                    f"tasks {each.name} and {other.name} share a module whose buffers change in training (BatchNorm, "
+                    f"say), so their results would depend on one another; give each task its own, or put it in eval()"
+                )

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from queue import SimpleQueue
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from hydra_engine import memory
 from hydra_engine.device import EmulatedDevice
-from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit
-from hydra_engine.events import Computed, Event, Failed, Stored
-from hydra_engine.optimizer import optimizer_state_bytes
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.optimizer import trial_state_bytes
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
-from hydra_engine.reader import Batch, Reader
+from hydra_engine.reader import Reader
+from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
-from hydra_engine.schedule import Unit
-from hydra_engine.shard import ModelLayout
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
-from hydra_engine.trace import Trace
-from hydra_engine.worker import Worker
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, shard_bytes
 
 
@@ -45,16 +32,16 @@ class PlannedTask:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned."""
         batch = self.reader.sample()
         if self.task.model.has_own_forward:
-            check_own_forward(self.task.model, self.layout, batch.inputs)
+            check_own_forward(self.task.model, self.layout, self.reader.sample_inputs)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
         while True:
             try:
                 costs = self._cut(number, device, budget, num_threads)
                 break
-            except (LayerTooLarge, ShardDoesNotFit):
+            except (LayerTooLarge, ShardDoesNotFit) as error:
                 if wanted != "auto" or number >= batch.num_samples:
-                    raise
+                    raise ShardDoesNotFit(f"{self.name}: {error}") from error
                 number *= 2
         return self._plan(costs, number)
 
@@ -67,6 +54,7 @@ class PlannedTask:
         state = self.state
         state.accumulation_steps = self.reader.accumulation_steps = number
         batch = self.reader.sample()
+        evaluation = self.reader.sample(training=False) if self.task.validation is not None else None
         inputs, target, _ = batch.micro_batches[0]
         with installed(Stream(capture())):
             costs = profile(self.task.model, inputs, target, self.task.loss_fn)
@@ -82,16 +70,17 @@ class PlannedTask:
             state.cut(boundaries)
             spans = zip([0, *boundaries], boundaries, strict=False)
             state.locked = {j for j, (a, b) in enumerate(spans) if any(cost.draws_globally for cost in costs[a:b])}
+            draws = any(cost.draws_random for cost in costs)
             try:
-                self.unit_s = rehearse(state, batch, device, num_threads)
+                self.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
                 return costs
-            except _TooLarge as error:
+            except TooLarge as error:
                 finer = self.task.partitioner.revise(boundaries, error.shard, costs)
                 if finer is None:
                     first, last = state.shards[error.shard].first, state.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
                     raise ShardDoesNotFit(
-                        f"{self.name}: shard {error.shard} (layers {first} to {last - 1}) needs "
+                        f"shard {error.shard} (layers {first} to {last - 1}) needs "
                         f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
                         f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes); cut it smaller (Pilot "
                         f"does), raise accumulation_steps, or use a device with more memory"
@@ -116,7 +105,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with installed(Stream(capture())):
-            each.optimizer_bytes = optimizer_state_bytes(each.task, each.layout)
+            each.optimizer_bytes = trial_state_bytes(each.task, each.layout)
     needed = sum(each.training_bytes for each in planned)
     available = memory.available_dram_bytes()
     if needed > available:
@@ -136,84 +125,3 @@ def check_boundaries(boundaries: list[int], num_layers: int) -> None:
             f"partitioner: {boundaries} is not a partition of {num_layers} layers; cumulative end indices must "
             f"increase and end at {num_layers}"
         )
-
-
-class _TooLarge(Exception):
-    """A shard ran out of device memory in the rehearsal."""
-
-    def __init__(self, shard: int, needed_bytes: int) -> None:
-        super().__init__(shard)
-        self.shard = shard
-        self.needed_bytes = needed_bytes
-
-
-class _UsesOriginals(Exception):
-    """An operation took a tensor of the user's model instead of the device's copy."""
-
-
-class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
-
-    def __init__(self, storages: set[int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.layout == torch.strided:
-                address = value.untyped_storage().data_ptr()
-                if address and address in self._storages:
-                    raise _UsesOriginals
-        return func(*args, **(kwargs or {}))
-
-
-def rehearse(state: TaskState, batch: Batch, device: EmulatedDevice, num_threads: int) -> dict[tuple[str, int], float]:
-    """Run one step's units on a device and commit nothing: seconds of each, and in `state` what they take and draw.
-
-    Raises _TooLarge, or what a layer or the loss raised.
-    """
-    trace, events = Trace(), SimpleQueue[Event]()
-    opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
-    worker = Worker(0, opened, trace, events.put)
-    seconds: dict[tuple[str, int], float] = {}
-    state.pool.open()
-    try:
-        originals = {t.untyped_storage().data_ptr() for t in _originals(state.layout)}
-        worker.admit(state, lambda: _OriginalsGuard(originals))
-        state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
-        for kind, shard in state.chains[True]:
-            unit = Unit(state.name, kind, shard, batch.step)
-            worker.load(unit, state)
-            worker.run(unit)
-            computed, stored = events.get(), events.get()
-            assert isinstance(computed, Computed)
-            seconds[kind, shard] = computed.seconds
-            if isinstance(stored, Failed):
-                _raise(state, stored, shard)
-            assert isinstance(stored, Stored)
-        state.draws = not state.end_of_forward().same_as(batch.main)
-        state.check_draws()
-        state.check_buffers()
-    finally:
-        opened.close()
-        state.pool.close()
-        state.staging.clear()
-    return seconds
-
-
-def _originals(layout: ModelLayout) -> list[Tensor]:
-    return [*(slot.parameter.data for slot in layout.slots), *layout.buffers]
-
-
-def _raise(state: TaskState, failed: Failed, shard: int) -> None:
-    error = failed.error
-    if isinstance(error, DeviceOutOfMemory):
-        raise _TooLarge(shard, error.needed_bytes) from error
-    if isinstance(error, _UsesOriginals):
-        raise ValueError(
-            f"{state.name}: {failed.where} computes with a parameter or buffer of the original model, which a closure "
-            f"or a functional call has kept; let the layer use its own attributes"
-        ) from error
-    raise error

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hydra_engine.batches import MicroBatch, batch_size
-from hydra_engine.boundary import Boundary
+from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
@@ -31,17 +31,22 @@ class Batch:
     step: int  # counts training batches, and evaluation batches on their own
     epoch: int
     training: bool
-    inputs: Any
-    target: Any
     micro_batches: list[MicroBatch]
     boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
     main: RandomState  # the task's main stream after the read
     start: list[RandomState]  # by micro-batch, before its forward
+    num_samples: int
+    weight: float  # of an evaluation batch among those of its epoch
 
-    @property
-    def num_samples(self) -> int:
-        """Samples in the batch."""
-        return batch_size(self.inputs)
+
+class _Item(NamedTuple):
+    """What the loader gave, unpacked, and its place in the task."""
+
+    inputs: Any
+    target: Any
+    step: int
+    epoch: int
+    training: bool
 
 
 class Reader:
@@ -54,21 +59,33 @@ class Reader:
         self._task = task
         self._name = name
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state()))
-        self._batches = self._sequence()
-        self._first: Batch | None = None
+        self._items = self._sequence()
+        self._first: _Item | None = None
+        self._broken: BaseException | None = None
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.accumulation_steps = 1
 
-    def sample(self) -> Batch:
-        """The first batch; it stays the next one to be read."""
+    def sample(self, *, training: bool = True) -> Batch:
+        """The first batch, as it is trained on or as it would be evaluated; it stays the next one to be read."""
+        if self._broken is not None:
+            raise self._broken
         if self._first is None:
-            self._first = next(self._batches, None)
+            try:
+                self._first = next(self._items, None)
+            except BaseException as error:
+                self._broken = error  # the iterator is gone with it
+                raise
         if self._first is None or not self._first.training:
             raise ValueError(f"{self._name}: the loader is empty; training needs at least one batch")
-        self._first = self._split_again(self._first)
-        return self._first
+        return self._batch(self._first._replace(training=training))
+
+    @property
+    def sample_inputs(self) -> Any:
+        """The first batch's inputs as the loader gave them, for a forward that takes whole batches."""
+        assert self._first is not None
+        return self._first.inputs
 
     def start(self, report: Callable[[Event], None], num_threads: int) -> None:
         """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
@@ -92,7 +109,7 @@ class Reader:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
                 return False
-        self._batches.close()
+        self._items.close()
         return True
 
     def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
@@ -101,32 +118,28 @@ class Reader:
             if request[0] is not None:
                 self._stream.state = request[0]
             try:
-                batch = self._first or next(self._batches, None)
-                if batch is None:
+                item, self._first = self._first or next(self._items, None), None
+                if item is None:
                     report(DataEnded(self._name))
                     continue
-                if batch is self._first:
-                    batch, self._first = self._split_again(batch), None  # the plan may have set another number
+                batch = self._batch(item)
                 self._ready.put(batch)
                 report(BatchReady(self._name, batch.step, batch.training))
             except BaseException as error:
                 report(DataFailed(self._name, error, "its loader"))
 
-    def _split_again(self, batch: Batch) -> Batch:
-        return self._batch((batch.inputs, batch.target), batch.step, batch.epoch, training=batch.training)
-
-    def _sequence(self) -> Generator[Batch, None, None]:
+    def _sequence(self) -> Generator[_Item, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
         num_steps = num_evaluations = 0
         for epoch in range(self._task.epochs):
-            for item in self._iterate(self._task.dataloader):
-                yield self._batch(item, num_steps, epoch, training=True)
+            for inputs, target in self._iterate(self._task.dataloader):
+                yield _Item(inputs, target, num_steps, epoch, True)
                 num_steps += 1
             if self._task.validation is not None:
                 # As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
                 outside = self._stream.state.torch
-                for item in self._iterate(self._task.validation):
-                    yield self._batch(item, num_evaluations, epoch, training=False)
+                for inputs, target in self._iterate(self._task.validation):
+                    yield _Item(inputs, target, num_evaluations, epoch, False)
                     num_evaluations += 1
                 self._stream.state = self._stream.state._replace(torch=outside)
 
@@ -142,24 +155,37 @@ class Reader:
                 return
             yield item
 
-    def _batch(self, item: tuple[Any, Any], step: int, epoch: int, *, training: bool) -> Batch:
-        inputs, target = item
+    def _batch(self, item: _Item) -> Batch:
+        inputs, target, step, epoch, training = item
         main, seed = self._stream.state, self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
         if training and self.accumulation_steps > 1:
-            micro_batches = list(self._task.split(inputs, target, self.accumulation_steps))
+            micro_batches = [_triple(each) for each in self._task.split(inputs, target, self.accumulation_steps)]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
             start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
+        reduction = self._task.loss_reduction
         return Batch(
             step=step,
             epoch=epoch,
             training=training,
             micro_batches=micro_batches,
-            boundaries=[(Boundary.of(x, "a batch"), Boundary.of(y, "a target")) for x, y, _ in micro_batches],
+            boundaries=[(_own(x, "a batch"), _own(y, "a target")) for x, y, _ in micro_batches],
             main=main,
             start=start,
-            inputs=inputs,
-            target=target,
+            num_samples=batch_size(inputs),
+            weight=float(reduction(target)) if callable(reduction) else float(batch_size(inputs)),
         )
+
+
+def _own(value: Any, where: str) -> Boundary:
+    """Taken apart, with copies of its tensors: a loader may read the next batch into the same memory."""
+    boundary = Boundary.of(value, where)
+    return boundary.around([copy_of(tensor) for tensor in boundary.tensors])
+
+
+def _triple(micro_batch: Any) -> MicroBatch:
+    if not isinstance(micro_batch, tuple) or len(micro_batch) != 3:
+        raise ValueError(f"split= returned {type(micro_batch).__name__}, not a triple (inputs, target, weight)")
+    return micro_batch

@@ -45,6 +45,7 @@ from hydra_engine.progress import Progress, TaskProgress
 from hydra_engine.reader import Batch
 from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, TaskReport
 from hydra_engine.scheduler import Scheduler
+from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
@@ -54,13 +55,12 @@ class _Training:
     """A task in this run, beside what was planned for it."""
 
     planned: PlannedTask
-    optimizer: TaskOptimizer
     report: TaskReport
-    num_steps: int | None
+    num_steps: int | None = None
+    optimizer: TaskOptimizer | None = None
     batch: Batch | None = None
     record: StepRecord | None = None
     evaluations: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # epoch -> (loss, weight)
-    read_ahead: bool = False
 
 
 class TrainingRun:
@@ -85,6 +85,13 @@ class TrainingRun:
         self._planned = planned
         self._tasks: dict[str, _Training] = {}
         self._workers: list[Worker] = []
+        # Leaves cores to the devices' compute lanes.
+        self._pool = ThreadPoolExecutor(
+            max(1, min(4, (os.cpu_count() or 1) - len(devices))),
+            thread_name_prefix="hydra-optimizer",
+            initializer=torch.set_num_threads,
+            initargs=(num_threads,),
+        )
         self._makespan_s = 0.0
         self._interrupted = False
         self._actions: dict[type, Callable[..., None]] = {
@@ -104,6 +111,9 @@ class TrainingRun:
             self._open()
             with _interrupts(self._events.put):
                 self._loop()
+        except BaseException:
+            self._drain()
+            raise
         finally:
             self._close()
         if self._interrupted:
@@ -128,32 +138,29 @@ class TrainingRun:
         )
 
     def _open(self) -> None:
-        spare = (os.cpu_count() or 1) - len(self._specs)
-        self._pool = ThreadPoolExecutor(
-            max(1, min(4, spare)),
-            thread_name_prefix="hydra-optimizer",
-            initializer=torch.set_num_threads,
-            initargs=(self._num_threads,),
-        )
         for index, spec in enumerate(self._specs):
             device = spec.open(index, self._trace, self._num_threads)
             self._workers.append(Worker(index, device, self._trace, self._events.put))
             self._handle(DeviceAdded(index))
         for planned in self._planned:
-            self._add(planned)
+            training = _Training(planned=planned, report=TaskReport(name=planned.name, seed=planned.task.seed))
+            self._tasks[planned.name] = training
+            try:
+                self._set_up(training)
+            except Exception as error:  # user code: factories, the loader's length
+                self._note_failure(Failed(planned.name, error, "its set-up"))
+            else:
+                self._add(training)
 
-    def _add(self, planned: PlannedTask) -> None:
-        task, state = planned.task, planned.state
-        report = TaskReport(name=planned.name, seed=task.seed)
+    def _set_up(self, training: _Training) -> None:
+        planned, task = training.planned, training.planned.task
         num_batches = _length(task.dataloader)
-        state.pool.open()
-        self._tasks[planned.name] = training = _Training(
-            planned=planned,
-            optimizer=TaskOptimizer(task, planned.layout),
-            report=report,
-            num_steps=None if num_batches is None else num_batches * task.epochs,
-            read_ahead=not state.draws,
-        )
+        training.num_steps = None if num_batches is None else num_batches * task.epochs
+        planned.state.pool.open()
+        training.optimizer = TaskOptimizer(task, planned.layout)
+
+    def _add(self, training: _Training) -> None:
+        planned, state = training.planned, training.planned.state
         for worker in self._workers:
             worker.admit(state)
         planned.reader.start(self._events.put, self._num_threads)
@@ -166,7 +173,7 @@ class TrainingRun:
                 updates=tuple(shard.index for shard in state.shards if shard.owned),
                 unit_s=planned.unit_s,
                 num_steps=training.num_steps,
-                reads_ahead=training.read_ahead,
+                reads_ahead=not state.draws,
             )
         )
 
@@ -174,6 +181,12 @@ class TrainingRun:
         while not self._scheduler.finished:
             self._handle(self._events.get())
             self._progress.show(map(_progress, self._tasks.values()), self._trace.now_s())
+
+    def _drain(self) -> None:
+        """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
+        self._handle(StopRequested())
+        while not self._scheduler.finished:
+            self._handle(self._events.get())
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, (Failed, DataFailed)):
@@ -192,15 +205,14 @@ class TrainingRun:
             report.error = f"{event.task} failed{where}\n{text}"
 
     def _close(self) -> None:
-        if hasattr(self, "_pool"):
-            self._pool.shutdown()
+        self._pool.shutdown()
         for worker in self._workers:
-            worker.device.close()
+            worker.close()
         for training in self._tasks.values():
             if not training.planned.reader.close():
                 text = f"{training.report.name}: its loader did not return; its thread was left behind\n"
                 training.report.error = text + (training.report.error or "")
-            training.planned.state.pool.close()
+            training.planned.state.close()
         self._makespan_s = self._trace.now_s()
         self._progress.close()
 
@@ -222,7 +234,7 @@ class TrainingRun:
         state, batch = training.planned.state, training.batch
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
-        if batch is not None and not training.read_ahead and (state.accumulation_steps == 1 or not batch.training):
+        if batch is not None and state.draws and _draws_from_main(state, batch):
             main = state.end_of_forward()
         training.planned.reader.request(main)
 
@@ -238,13 +250,15 @@ class TrainingRun:
         assert batch is not None
         staging = state.staging
         state.check_draws()
-        if training.read_ahead and state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main):
+        main_moved = _draws_from_main(state, batch) and not state.end_of_forward().same_as(batch.main)
+        if not state.draws and main_moved:
             raise RuntimeError(
                 f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
                 f"batch was read too early for exact results; let it draw at every step, or none"
             )
         losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
         if instruction.training:
+            assert training.optimizer is not None
             training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
@@ -255,11 +269,9 @@ class TrainingRun:
         return StepCommitted(instruction.task, instruction.training)
 
     def _commit_evaluation(self, training: _Training, batch: Batch, loss: float) -> None:
-        reduction = training.planned.task.loss_reduction
-        weight = float(reduction(batch.target)) if callable(reduction) else float(batch.num_samples)
         seen = training.evaluations.setdefault(batch.epoch, [])
-        seen.append((loss, weight))
-        if reduction == "sum":
+        seen.append((loss, batch.weight))
+        if training.planned.task.loss_reduction == "sum":
             mean = sum(each for each, _ in seen)
         else:
             mean = sum(each * w for each, w in seen) / (sum(w for _, w in seen) or 1.0)
@@ -269,21 +281,26 @@ class TrainingRun:
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]
         state = training.planned.state
+        assert training.optimizer is not None
         assert training.record is not None
         try:
             training.optimizer.update(state.shards[instruction.shard], state.pool, training.record)
         except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
-            self._events.put(Failed(instruction.task, error, f"its optimizer, on shard {instruction.shard}"))
+            behind = f"its optimizer: shard {instruction.shard} misses the update of step {training.report.steps - 1}"
+            self._events.put(Failed(instruction.task, error, behind))
         return ShardUpdated(instruction.task, instruction.shard)
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
         if training.report.status == STOPPED and not self._interrupted:
+            assert training.optimizer is not None
             training.optimizer.reach_epoch(training.planned.task.epochs)
             training.report.status = FINISHED
-        training.planned.state.pool.close()
         for worker in self._workers:
+            worker.settle(instruction.task)  # a claim that was revoked may still be loading
             worker.dismiss(instruction.task)
+        training.planned.state.close()
+        training.record = training.optimizer = None
 
 
 @contextmanager
@@ -316,8 +333,13 @@ def _progress(training: _Training) -> TaskProgress:
     return TaskProgress(report.name, report.steps, training.num_steps, report.losses[-1] if report.losses else None)
 
 
+def _draws_from_main(state: TaskState, batch: Batch) -> bool:
+    """Whether layers draw from the task's main stream: micro-batches have streams of their own."""
+    return state.accumulation_steps == 1 or not batch.training
+
+
 def _length(loader: object) -> int | None:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # an iterable without a length ends when it ends
+    except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
         return None

@@ -32,11 +32,15 @@ class Spiller:
 
     def load_shard(self, state: TaskState, shard: Shard) -> LoadedShard:
         """Fill a slab, one copy for each kind of parameter, and bring the buffers its forward begins with."""
-        slab, pool = self._device.take_slab(shard.slab_bytes), state.pool
         pieces = shard.pieces
+        sources = [state.pool.piece(piece.trainable, piece.source, piece.num_bytes) for piece in pieces]
+        slab = self._device.take_slab(shard.slab_bytes)
         targets = [slab.bytes(piece.target, piece.num_bytes) for piece in pieces]
-        sources = [pool.piece(piece.trainable, piece.source, piece.num_bytes) for piece in pieces]
-        self._device.copy(LOAD, list(zip(targets, sources, strict=True)))
+        try:
+            self._device.copy(LOAD, list(zip(targets, sources, strict=True)))
+        except BaseException:
+            self._device.give_slab_back(slab)
+            raise
         views = {
             index: state.layout.slots[index].view(slab.storage, slab.offset + offset)
             for index, offset in zip(shard.slots, shard.offsets, strict=True)
@@ -97,8 +101,8 @@ class Spiller:
                 assert place is not None
                 # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
                 self._device.copy(STORE, [(place, gradient)])
-        if kind == BACKWARD:
-            return  # the recomputed forward left what the forward left
+        if not out.buffers:
+            return
         before = state.staging.buffers_for(shard, state.pool.buffers)
         for index, value in out.buffers.items():
             if not _same(value, before[index]):

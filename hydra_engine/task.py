@@ -47,6 +47,11 @@ class Model(nn.Sequential):
                     f"{kind} {named[0]!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
                     f"move it into one of its children"
                 )
+        if isinstance(x, nn.Module) and (x._forward_hooks or x._forward_pre_hooks or x._backward_hooks):
+            raise ValueError(
+                f"the model ({type(x).__name__}) has hooks of its own, which running its layers would not call; "
+                f"register them on its layers"
+            )
         if not layers:
             raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
         self._modules.update(layers)
@@ -127,11 +132,21 @@ class ModelTask:
             _check_int("accumulation_steps", accumulation_steps)
         if not callable(loss_reduction):
             _check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        if max_grad_norm is not None and not isinstance(max_grad_norm, (int, float)):
+            raise TypeError(f"max_grad_norm: {max_grad_norm!r} is not a number")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm: {max_grad_norm}, limit: above 0; leave it out to clip nothing")
-        for field, value in (("loss_fn", loss_fn), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+        functions = {"loss_fn": loss_fn, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        for field, value in {**functions, "unpack": unpack, "split": split}.items():
             if value is not None and not callable(value):
-                raise TypeError(f"{field}: {value!r} is not callable; give a function or a class, not an instance")
+                raise TypeError(f"{field}: {value!r} is not callable; give a function")
+        if isinstance(loss_fn, type):
+            raise TypeError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+        for method in ("partition", "revise"):
+            if partitioner is not None and (isinstance(partitioner, type) or not hasattr(partitioner, method)):
+                raise TypeError(f"partitioner: {partitioner!r} is not a partitioner; give Pilot() or Presharded([...])")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"seed: {seed!r} is not an int")
         self.model = model if isinstance(model, Model) else Model(model)
         self.loss_fn = loss_fn
         self.dataloader = dataloader
@@ -164,6 +179,15 @@ class ModelTask:
                 )
             if parameter.device.type == "meta":
                 raise ValueError(f"parameter {name} is on the meta device and has no values; materialise it first")
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parameter {name} has gradient hooks, which the device's copies would not call; put what they do "
+                    f"into the loss, the optimizer or a layer"
+                )
+            if type(parameter) is not nn.Parameter:
+                raise TypeError(
+                    f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"
+                )
             address = parameter.data_ptr()
             if address and address in seen:
                 raise ValueError(

@@ -46,9 +46,16 @@ class TaskState:
         self.boundaries: list[int] = []
         self.shards: list[Shard] = []
         self.locked: set[int] = set()  # shards that draw from process-wide generators
+        self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
+        self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+
+    def close(self) -> None:
+        """Give the model back to its user, and let go of the step in progress."""
+        self.pool.close()
+        self.staging = StepStaging()
 
     def cut(self, boundaries: Sequence[int]) -> None:
         """Set the partition."""

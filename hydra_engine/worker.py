@@ -13,6 +13,7 @@ way out for good and bad. Called by the thread that decides.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Ticket
 from hydra_engine.events import Computed, Event, Failed, Stored
-from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
+from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, OnRecomputed, UnitOutput
 from hydra_engine.schedule import Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import LoadedShard, Spiller
@@ -35,6 +36,10 @@ T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
 
 
+class _GivenUp(RuntimeError):
+    """A unit that was on its way when its run closed."""
+
+
 class _Work:
     """One unit on its way through a device."""
 
@@ -44,6 +49,7 @@ class _Work:
         self.shard = state.shards[unit.shard]
         self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
         self.slab_granted = False
+        self.admitted = False  # its jobs are in the lanes, and the last of them ends it
         self.loaded: Future[LoadedShard] = Future()
         self.error: BaseException | None = None  # the first
         self.where = ""
@@ -75,11 +81,14 @@ class Worker:
         self._spiller = Spiller(device)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
+        self._outstanding: set[_Work] = set()  # from load to stored or dropped
+        self._changed = threading.Condition()
 
-    def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
+    def admit(self, state: TaskState, modes: Modes = nullcontext, on_recomputed: OnRecomputed | None = None) -> None:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
-        self._executors[state.name] = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes)
+        executor = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes, on_recomputed)
+        self._executors[state.name] = executor
 
     def dismiss(self, name: str) -> None:
         """Forget a task."""
@@ -93,6 +102,8 @@ class Worker:
             work.slab_granted = True
             self._submit(LOAD, work, work.loaded, lambda: self._spiller.load_shard(state, work.shard))
 
+        with self._changed:
+            self._outstanding.add(work)
         ticket = Ticket(num_bytes=work.slab_bytes, granted=granted, refused=work.fail)
         self._claims[unit] = (work, ticket)
         self.device.ledger.request(ticket)
@@ -101,14 +112,38 @@ class Worker:
         """Give up a claim."""
         work, ticket = self._claims.pop(unit)
         if self.device.ledger.cancel(ticket) or not work.slab_granted:
+            self._over(work)
             return
         self.device.ledger.activate()  # its bytes come back once its load is through
 
         def free() -> None:
             self._unload(work)
             self.device.ledger.release(work.slab_bytes, deactivates=True)
+            self._over(work)
 
         self.device.submit(LOAD, f"drop {unit}", free)
+
+    def settle(self, task: str | None = None) -> None:
+        """Wait until nothing of a task, or of any, is on its way through the device."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(task in (None, work.unit.task) for work in self._outstanding))
+
+    def close(self) -> None:
+        """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
+        self.device.ledger.close()
+        for unit in list(self._claims):
+            self.drop(unit)
+        with self._changed:
+            for work in self._outstanding:
+                work.fail(_GivenUp(f"{work.unit} was given up: the run is closing"))
+            self._outstanding = {work for work in self._outstanding if work.slab_granted and work.admitted}
+        self.settle()
+        self.device.close()
+
+    def _over(self, work: _Work) -> None:
+        with self._changed:
+            self._outstanding.discard(work)
+            self._changed.notify_all()
 
     def run(self, unit: Unit) -> None:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
@@ -133,6 +168,7 @@ class Worker:
         self._admitted(work, 0)
 
     def _admitted(self, work: _Work, num_bytes: int) -> None:
+        work.admitted = True
         work.held_bytes = num_bytes
         work.inputs = [Future() for _ in range(work.num_micro_batches)]
         self._submit_input(work, 0)
@@ -172,9 +208,13 @@ class Worker:
         for m in range(work.num_micro_batches):
             if m + 1 < work.num_micro_batches:
                 self._submit_input(work, m + 1)
-            future, work.inputs[m] = work.inputs[m], None
-            assert future is not None
-            yield future.result()
+            # No name here holds the input: two are charged, this one and the next.
+            yield self._take_input(work, m)
+
+    def _take_input(self, work: _Work, m: int) -> MicroInput:
+        future, work.inputs[m] = work.inputs[m], None
+        assert future is not None
+        return future.result()
 
     def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
         if m > 0:
@@ -230,13 +270,16 @@ class Worker:
                     self._inputs(work),
                     partial(self._emit, work),
                     locked=work.shard.index in work.state.locked,
+                    keep_saved=work.shard.index in work.state.keep_saved,
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         executor.current = ""
         self._unload(work)
-        kept_bytes = min(work.held_bytes, work.output_bytes + (output.num_bytes if output else 0))
-        self.device.ledger.release(work.slab_bytes * work.slab_granted + work.held_bytes - kept_bytes)
+        held_bytes = work.slab_bytes * work.slab_granted + work.held_bytes
+        # Buffers came with the slab's bytes and stay until they are stored.
+        kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
+        self.device.ledger.release(held_bytes - kept_bytes)
         self._report(Computed(self.index, work.unit, self._trace.now_s() - start_s))
         self.device.submit(STORE, str(work.unit), partial(self._store, work, output, kept_bytes))
 
@@ -255,5 +298,7 @@ class Worker:
             work.fail(error, "store lane")
         del output
         work.last_output = None
+        work.buffers = {}
         self.device.ledger.release(kept_bytes, deactivates=True)
+        self._over(work)
         self._report(Stored(unit) if work.error is None else Failed(unit.task, work.error, work.where, unit))

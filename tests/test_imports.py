@@ -19,6 +19,7 @@ GROUPS = (
     ("executor", "optimizer", "reader", "task_state"),
     ("spiller", "scheduler"),
     ("simulator", "worker"),
+    ("rehearsal",),
     ("planner",),
     ("run",),
     ("orchestrator",),

@@ -32,7 +32,7 @@ from hydra_engine.events import (
     TaskAdded,
     Update,
 )
-from hydra_engine.policies import POLICIES
+from hydra_engine.policies import POLICIES, resolve_policy
 from hydra_engine.schedule import Unit, evaluation_chain, training_chain
 from hydra_engine.scheduler import Scheduler
 
@@ -86,7 +86,7 @@ class World:
     """Feeds a scheduler, carries out what it says, and checks it."""
 
     def __init__(self, policy="sharded-lrtf", *, double_buffer=True):
-        self.scheduler = Scheduler(POLICIES[policy](), double_buffer=double_buffer)
+        self.scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
         self.double_buffer = double_buffer
         self.tasks = {}
         self.running = {}  # by device
@@ -553,23 +553,22 @@ def test_two_equal_tasks_alternate_on_one_device(policy):
 
 
 def test_device_computes_another_task_while_one_is_updated():
-    world = two_tasks("sharded-lrtf", a=1.0, b=0.5)
+    world = World("fifo")
+    world.add_task(task_added("a", 1, num_steps=2), [TRAIN, TRAIN])
+    world.add_task(task_added("b", 2), [TRAIN])
+    world.read(world.tasks["a"])
+    world.read(world.tasks["b"])
     world.add_device(0)
     a, b = world.tasks["a"], world.tasks["b"]
-    for _ in range(3):
+    world.compute(0)
+    world.store(a)
+    world.read(a)
+    assert words(world.commit(a)) == "update 0, begin 1, read"
+    for kind, shard in (("f", 0), ("fb", 1), ("b", 0)):  # the optimizer of a is at work all the time
+        assert world.running[0] == Unit("b", kind, shard, 0)
         world.compute(0)
-        world.store(a)
-        if world.running[0].task == "b":
-            break
-    while not a.committing:
-        running = world.running[0]
-        world.compute(0)
-        world.store(world.tasks[running.task])
-    assert world.running[0].task == "b"
-    world.commit(a)
-    world.update(a, 0)
-    assert world.running[0].task == "b"
-    assert b.unit is not None
+        world.store(b)
+    assert words(world.update(a, 0)) == "load fb0, run fb0"
 
 
 def test_sharded_lrtf_runs_the_longest_task_first_and_fifo_the_first_to_be_ready():
@@ -580,20 +579,102 @@ def test_sharded_lrtf_runs_the_longest_task_first_and_fifo_the_first_to_be_ready
         assert world.claims[0].task != first
 
 
-def test_sharded_lrtf_learns_from_measured_times():
-    world = two_tasks("sharded-lrtf", a=1.0, b=1.0)
+class Spy:
+    """Takes the first candidate, and keeps what it was shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def choose(self, candidates):
+        self.shown.append(candidates)
+        return candidates[0]
+
+    @property
+    def remaining_s(self):
+        return self.shown[-1][0].remaining_s
+
+
+def spied_task(num_steps):
+    """A world of one device and one task whose units take 1, 2 and 4 s, and the spy that chooses."""
+    spy = Spy()
+    world = World(spy, double_buffer=False)
     world.add_device(0)
-    a, b = world.tasks["a"], world.tasks["b"]
-    world.compute(0, seconds=0.1)  # a.f0
-    assert world.running[0] == Unit("b", "f", 0, 0)
+    added = task_added("task", 2, num_steps=num_steps)._replace(unit_s={("f", 0): 1.0, ("fb", 1): 2.0, ("b", 0): 4.0})
+    world.add_task(added, [TRAIN, TRAIN, EVALUATE])
+    world.read(world.tasks["task"])
+    return world, world.tasks["task"], spy
+
+
+def run_step(world, task):
+    while not task.committing:
+        world.compute(0, task.added.unit_s.get((world.running[0].kind, world.running[0].shard), 0.0))
+        world.store(task)
+    world.read(task)
+    world.commit(task)
+    for shard in list(task.updating):
+        world.update(task, shard)
+
+
+def test_remaining_time_is_that_of_the_units_left_and_of_the_steps_to_come():
+    world, task, spy = spied_task(num_steps=3)
+    assert spy.remaining_s == (1 + 2 + 4) + 2 * 7
+    world.compute(0, 1.0)
+    world.store(task)
+    world.compute(0, 2.0)  # the device is free for the shard of b0, and fb1 is not stored yet
+    assert spy.remaining_s == (2 + 4) + 2 * 7
+    world.store(task)
+    world.compute(0, 4.0)
+    world.store(task)
+    world.read(task)
+    world.commit(task)
+    world.update(task, 0)
+    assert spy.remaining_s == 7 + 1 * 7
+
+
+def test_remaining_time_during_an_evaluation_counts_the_steps_after_it():
+    world, task, spy = spied_task(num_steps=3)
+    run_step(world, task)
+    run_step(world, task)
+    assert world.running[0] == Unit("task", "e", 0, 0)
+    assert spy.remaining_s == 0 + 1 * 7  # nobody knows yet how long an evaluation takes
+
+
+def test_loader_that_does_not_say_has_as_many_steps_again_as_so_far():
+    world, task, spy = spied_task(num_steps=None)
+    assert spy.remaining_s == 7 + 1 * 7
+    run_step(world, task)
+    assert spy.remaining_s == 7 + 2 * 7
+
+
+def test_remaining_time_follows_what_was_measured():
+    world, task, spy = spied_task(num_steps=3)
+    world.compute(0, seconds=101.0)
+    before_s = spy.remaining_s
+    world.store(task)
+    world.compute(0, seconds=2.0)
+    learned_s = before_s - spy.remaining_s  # f0 is stored since
+    assert 1.0 < learned_s < 101.0
+    assert spy.remaining_s == pytest.approx((2 + 4) + 2 * (learned_s + 2 + 4))
+
+
+def test_unit_waits_from_the_update_that_made_it_ready():
+    # c computes; meanwhile a begins its second step, b's next unit gets its input, and only then a's shard is updated.
+    world = World("fifo", double_buffer=False)
+    for name in "abc":
+        world.add_task(task_added(name, 2 if name == "b" else 1, num_steps=2), [TRAIN] * 2)
+        world.read(world.tasks[name])
+    a, b, c = (world.tasks[name] for name in "abc")
+    world.add_device(0)
+    world.compute(0)
+    world.compute(0)
+    assert world.running[0] == c.unit
     world.store(a)
-    world.compute(0, seconds=100.0)  # b.f0: a's next unit is loaded already, and runs
-    assert world.running[0] == Unit("a", "fb", 1, 0)
+    world.read(a)
+    assert words(world.commit(a)) == "update 0, begin 1, read"
     world.store(b)
-    assert world.claims[0] == Unit("b", "fb", 1, 0)
-    world.compute(0, seconds=0.1)
-    world.store(a)
-    assert world.running[0] == Unit("b", "fb", 1, 0)
+    world.update(a, 0)
+    world.compute(0)
+    assert world.running[0] == b.unit
 
 
 def test_idle_device_steals_a_claim():

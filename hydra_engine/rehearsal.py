@@ -1,0 +1,190 @@
+"""Runs one step of a task on a device and commits nothing: what units take, draw and change, and that they repeat."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_engine.device import EmulatedDevice
+from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.reader import Batch
+from hydra_engine.schedule import FORWARD, Unit
+from hydra_engine.shard import Shard
+from hydra_engine.task_state import TaskState
+from hydra_engine.trace import Trace
+from hydra_engine.worker import Worker
+
+
+class TooLarge(Exception):
+    """A shard ran out of device memory."""
+
+    def __init__(self, shard: int, needed_bytes: int) -> None:
+        super().__init__(shard)
+        self.shard = shard
+        self.needed_bytes = needed_bytes
+
+
+def rehearse(
+    state: TaskState, batch: Batch, evaluation: Batch | None, device: EmulatedDevice, num_threads: int, *, draws: bool
+) -> dict[tuple[str, int], float]:
+    """Seconds of each unit of a step; in `state`, what they take and which shards need the process-wide generators.
+
+    `evaluation`: a batch to evaluate as well, where the task has a validation loader. `draws`: a layer draws random
+    numbers. Raises TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
+    """
+    stage = _Stage(state, device, num_threads)
+    try:
+        seconds, outputs = stage.run(batch)
+        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
+        state.changed_buffers = set(state.staging.buffers)
+        state.check_draws()
+        state.check_buffers()
+        if draws:
+            stage.find_locked(batch, outputs)
+        if evaluation is not None:
+            stage.run(evaluation)
+            state.draws |= not state.end_of_forward().same_as(evaluation.main)
+    finally:
+        stage.close()
+    return seconds
+
+
+class _UsesOriginals(Exception):
+    """An operation took a tensor of the user's model instead of the device's copy."""
+
+
+class _NotRepeatable(Exception):
+    """A recomputed forward gave another output."""
+
+
+class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                address = value.untyped_storage().data_ptr()
+                if address and address in self._storages:
+                    raise _UsesOriginals
+        return func(*args, **(kwargs or {}))
+
+
+class _Stage:
+    """A worker of its own, on which units run one after the other."""
+
+    def __init__(self, state: TaskState, device: EmulatedDevice, num_threads: int) -> None:
+        self._state = state
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        trace = Trace()
+        opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
+        self._worker = Worker(0, opened, trace, self._events.put)
+        self._recomputed = 0  # micro-batches of the unit that runs
+        state.pool.open()
+        originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
+        self._worker.admit(state, lambda: _OriginalsGuard(storages), self._check_recomputed)
+
+    def close(self) -> None:
+        self._worker.close()
+        self._state.close()
+
+    def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
+        """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""
+        state = self._state
+        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        seconds = {}
+        for kind, shard in state.chains[batch.training]:
+            outcome = self._unit(Unit(state.name, kind, shard, batch.step))
+            if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
+                state.keep_saved.add(shard)
+                outcome = self._unit(Unit(state.name, kind, shard, batch.step))
+            if isinstance(outcome, Failed):
+                self._raise(outcome, state.shards[shard])
+            else:
+                seconds[kind, shard] = outcome
+        return seconds, [self._digests(shard) for shard in state.shards]
+
+    def _unit(self, unit: Unit) -> float | Failed:
+        self._recomputed = 0
+        self._worker.load(unit, self._state)
+        self._worker.run(unit)
+        computed, stored = self._events.get(), self._events.get()
+        assert isinstance(computed, Computed)
+        assert isinstance(stored, (Stored, Failed))
+        return stored if isinstance(stored, Failed) else computed.seconds
+
+    def _digests(self, shard: Shard) -> tuple[bytes, ...]:
+        staging, following = self._state.staging, shard.index + 1
+        found = []
+        for m in range(staging.num_micro_batches):
+            tensors = [staging.random[following, m].torch]
+            if self._state.is_last(shard):
+                tensors.append(torch.tensor(staging.losses[m], dtype=torch.float64))
+            else:
+                tensors.extend(staging.entering(following, m).tensors)
+            found.append(_digest(tensors))
+        return tuple(found)
+
+    def find_locked(self, batch: Batch, outputs: list[tuple[bytes, ...]]) -> None:
+        """Lock the shards whose draws come out otherwise when all process-wide generators are theirs.
+
+        A layer that seeds or saves torch's global generator itself is such a one: the mode that redirects draws does
+        not see it.
+        """
+        state = self._state
+        locked, state.locked = state.locked, {shard.index for shard in state.shards}
+        _, expected = self.run(batch)
+        state.locked = locked
+        while outputs != expected:
+            state.locked.add(next(j for j, (a, b) in enumerate(zip(outputs, expected, strict=True)) if a != b))
+            _, outputs = self.run(batch)
+
+    def _check_recomputed(self, shard: Shard, tensors: Sequence[Tensor]) -> None:
+        stored = self._state.staging.entering(shard.index + 1, self._recomputed).tensors
+        self._recomputed += 1
+        if _digest(tensors) != _digest(stored):
+            raise _NotRepeatable
+
+    def _raise(self, failed: Failed, shard: Shard) -> None:
+        error, name = failed.error, self._state.name
+        if isinstance(error, DeviceOutOfMemory):
+            raise TooLarge(shard.index, error.needed_bytes) from error
+        if isinstance(error, _UsesOriginals):
+            raise ValueError(
+                f"{name}: {failed.where} computes with a parameter or buffer of the original model, which a closure or "
+                f"a functional call has kept; let the layer use its own attributes"
+            ) from error
+        if isinstance(error, _NotRepeatable):
+            layers = ", ".join(self._state.layout.names[shard.first : shard.last])
+            raise ValueError(
+                f"{name}: run again on the same input, layers {layers} gave another output, so a backward could not "
+                f"repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "
+                f"generator instead of one of the layer"
+            ) from error
+        raise error
+
+
+def _may_differentiate(error: BaseException) -> bool:
+    """Whether what a forward raised may come from autograd missing what it saved."""
+    return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory)
+
+
+def _digest(tensors: Iterable[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
