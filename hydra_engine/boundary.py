@@ -25,6 +25,7 @@ class Boundary:
     requires_grad: tuple[bool, ...]
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    shares_memory: bool  # two of its tensors lie in one storage, which their copies do not
 
     @classmethod
     def of(cls, value: Any, where: str) -> Boundary:
@@ -35,11 +36,6 @@ class Boundary:
         leaves: list[Any] = []
         for leaf in flat:
             if not isinstance(leaf, Tensor):
-                if any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
-                    raise TypeError(
-                        f"{where} holds a {type(leaf).__name__} with tensors in it, which would not be carried over; "
-                        f"pass tuples, lists and dicts of tensors"
-                    )
                 leaves.append(leaf)
                 continue
             if leaf.layout != torch.strided:
@@ -49,7 +45,8 @@ class Boundary:
                 numbers[id(leaf)] = len(tensors)
                 tensors.append(leaf)
             leaves.append(_Slot(numbers[id(leaf)]))
-        return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec)
+        shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
+        return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The value around these tensors; its containers are new each time, so a layer may change them."""
@@ -58,7 +55,7 @@ class Boundary:
 
     def around(self, tensors: Sequence[Tensor]) -> Boundary:
         """The same value with its tensors elsewhere."""
-        return Boundary(tuple(tensors), self.requires_grad, self.leaves, self.spec)
+        return Boundary(tuple(tensors), self.requires_grad, self.leaves, self.spec, self.shares_memory)
 
     @property
     def num_bytes(self) -> int:

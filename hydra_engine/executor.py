@@ -194,8 +194,14 @@ class Executor:
     def _micro(self, kind: str, shard: Shard, micro: MicroInput, locked: bool) -> MicroOutput:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
+            versions = [tensor._version for tensor in tensors]
             with self._hooks(), drawing.forward():
                 value = self._layers(shard, micro.value.build(tensors))
+                if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
+                    raise ValueError(
+                        f"layers {self.structure.names[shard.first]} to {self.current} work in place on an input that "
+                        f"shares memory with another input, which crossing between shards takes apart; clone it first"
+                    )
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")

@@ -134,8 +134,8 @@ def _check_scheduler(task: ModelTask, optimizer: torch.optim.Optimizer) -> None:
 def _beside_state(optimizer: torch.optim.Optimizer) -> str:
     """What of an optimizer must not change in a step: plain values of its groups and attributes."""
     plain = (bool, int, float, complex, str, tuple, type(None))
-    places = [*optimizer.param_groups, optimizer.__dict__]
-    return repr([{k: v for k, v in place.items() if isinstance(v, plain) and k != "_opt_called"} for place in places])
+    public = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}  # the rest is torch's
+    return repr([{k: v for k, v in p.items() if isinstance(v, plain)} for p in (*optimizer.param_groups, public)])
 
 
 def _kept(value: Any) -> Any:

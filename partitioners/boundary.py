@@ -15,6 +15,12 @@ class Boundary:
 
     def __init__(self, value: Any, views: Sequence[bool] | None = None) -> None:
         self._leaves, self._spec = _pytree.tree_flatten(value)
+        for leaf in self._leaves:
+            if any(isinstance(held, torch.Tensor) for held in getattr(leaf, "__dict__", {}).values()):
+                raise TypeError(
+                    f"a layer's input or output holds a {type(leaf).__name__} with tensors inside, which nobody would "
+                    f"carry from layer to layer; pass tuples, lists and dicts of tensors"
+                )
         self.tensors = list({id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}.values())
         self._views = [tensor._is_view() for tensor in self.tensors] if views is None else views
 

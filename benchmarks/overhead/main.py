@@ -1,8 +1,8 @@
 """What the engine costs beside the plain loop, and what interleaving brings. All on the CPU; see README.md.
 
-    python benchmarks/overhead/main.py                  # every experiment
-    python benchmarks/overhead/main.py shards units     # some of them
-    python benchmarks/overhead/main.py --pairs 5        # fewer repetitions
+python benchmarks/overhead/main.py                  # every experiment
+python benchmarks/overhead/main.py shards units     # some of them
+python benchmarks/overhead/main.py --pairs 5        # fewer repetitions
 """
 
 import argparse
@@ -21,23 +21,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import gpt, token_batches
 
 LR = 1e-3
-NUM_LAYERS = 6
+
+
+class Clocked:
+    """A list of batches that notes when each is asked for, and when the end is."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.asked_s = []
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.asked_s.append(time.perf_counter())
+            yield batch
+        self.asked_s.append(time.perf_counter())
 
 
 def plain_s(batches):
-    """Seconds of the plain loop over these batches."""
+    """Seconds per step of the plain loop, from the second step on."""
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     loss_fn = nn.CrossEntropyLoss()
     losses = []
-    start_s = time.perf_counter()
-    for inputs, target in batches:
+    loader = Clocked(batches)
+    for inputs, target in loader:
         optimizer.zero_grad(set_to_none=True)
         loss = loss_fn(model(inputs), target)
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
-    return time.perf_counter() - start_s
+    return (loader.asked_s[-2] - loader.asked_s[1]) / (len(batches) - 2)
+
+
+def streamed_s(batches, boundaries):
+    """The same through the engine: it asks for a batch when it begins the one before, so its steps are one later."""
+    loader = Clocked(batches)
+    engine_s([task(loader, boundaries)])
+    return (loader.asked_s[-1] - loader.asked_s[2]) / (len(batches) - 2)
 
 
 def task(batches, boundaries, seed=0):
@@ -73,13 +96,13 @@ def spread(ratios):
 def shards(pairs):
     """Ratio to the plain loop, one task on one device, alternating."""
     for num_tokens, batch_size, length in ((1024, 8, 128), (64, 1, 64)):
-        num_steps = 6 if num_tokens == 1024 else 40
+        num_steps = 7 if num_tokens == 1024 else 42
         batches = token_batches(num_steps, batch_size, length)
         limits = (" at most 1.06", " at most 1.40") if num_tokens == 1024 else (" not judged", " not judged")
         rows = {
             "plain against plain": (lambda batches=batches: plain_s(batches), ""),
-            "one shard": (lambda batches=batches: engine_s([task(batches, [6])])[0], limits[0]),
-            "four shards": (lambda batches=batches: engine_s([task(batches, [2, 3, 4, 6])])[0], limits[1]),
+            "one shard": (lambda batches=batches: streamed_s(batches, [6]), limits[0]),
+            "four shards": (lambda batches=batches: streamed_s(batches, [2, 3, 4, 6]), limits[1]),
         }
         plain_s(batches)
         for name, (measure, limit) in rows.items():
@@ -112,11 +135,13 @@ def units(pairs):
             seed=0,
         )
         costs.append(engine_s([empty])[0] / (num_steps * (2 * num_layers - 1)))
-    print(f"fixed cost per unit  {median(costs) * 1e6:.0f} us  ({min(costs) * 1e6:.0f} to {max(costs) * 1e6:.0f})  at most 500")
+    low, middle, high = (each * 1e6 for each in (min(costs), median(costs), max(costs)))
+    print(f"fixed cost per unit  {middle:.0f} us  ({low:.0f} to {high:.0f})  at most 500", flush=True)
 
 
 def together(pairs):
-    """Four tasks on two devices against the same four one after the other on one device."""
+    """Four tasks on two devices against the same four one after the other on one device; a third of the pairs."""
+    pairs = max(1, pairs // 3)
     batches = token_batches(4, 8, 128)
     for name, boundaries, memory, limit in (
         ("each fits", [6], "1GiB", "at least 1.6"),
@@ -128,7 +153,8 @@ def together(pairs):
             seconds, report = engine_s([task(batches, boundaries, seed) for seed in range(4)], 2, memory)
             ratios.append(alone / seconds)
             busy.append(sum(device.busy_s for device in report.devices) / 2 / report.makespan_s)
-        print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; devices busy {median(busy):.0%}", flush=True)
+        shares = f"devices busy {median(busy):.0%}"
+        print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; {shares}", flush=True)
 
 
 EXPERIMENTS = {"shards": shards, "units": units, "together": together}
