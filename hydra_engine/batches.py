@@ -44,7 +44,7 @@ def split(inputs: Any, target: Any, num_micro_batches: int, loss_reduction: Loss
     size = batch_size(inputs)
     num = max(1, min(num_micro_batches, size))
     xs, ys = _pieces(inputs, size, num), _pieces(target, size, num)
-    if loss_reduction == "sum":
+    if loss_reduction == "sum" or num == 1:
         weights = [1.0] * num
     elif loss_reduction == "mean":
         weights = [(size // num + (m < size % num)) / max(size, 1) for m in range(num)]

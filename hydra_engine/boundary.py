@@ -40,10 +40,9 @@ class Boundary:
                 continue
             if leaf.layout != torch.strided:
                 raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
-            leaf = leaf.resolve_conj().resolve_neg()
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
-                tensors.append(leaf)
+                tensors.append(leaf.resolve_conj().resolve_neg())
             leaves.append(_Slot(numbers[id(leaf)]))
         shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
         return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)

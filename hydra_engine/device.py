@@ -183,6 +183,10 @@ class Arena:
                 self._taken.append((start, start + size))
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
+    def close(self) -> None:
+        """Free the storage; nothing can be taken any more."""
+        self._storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+
     def give_back(self, slab: Slab) -> None:
         """Free a region."""
         if slab.num_bytes:
@@ -317,9 +321,10 @@ class OpenDevice:
         self.arena.give_back(slab)
 
     def close(self) -> None:
-        """Finish what is queued and end the lanes."""
+        """Finish what is queued, end the lanes and free the arena."""
         for lane in LANES:
             self._lanes[lane].close()
+        self.arena.close()
 
 
 def active_autocast() -> str | None:

@@ -53,9 +53,7 @@ class HostPool:
             view = slot.view(self._weights[slot.trainable], slot.offset)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
-        self.gradients = [
-            slot.view(self._gradients, slot.offset) if slot.trainable else None for slot in self.layout.slots
-        ]
+        self.gradients = [slot.gradient_view(self._gradients) if slot.trainable else None for slot in self.layout.slots]
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
 

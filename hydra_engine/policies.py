@@ -45,6 +45,6 @@ def resolve_policy(policy: str | Policy) -> Policy:
         if policy not in POLICIES:
             raise ValueError(f"policy: {policy!r}, known: {', '.join(map(repr, sorted(POLICIES)))}")
         return POLICIES[policy]()
-    if not callable(getattr(policy, "choose", None)):
+    if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
         raise TypeError(f"policy: {policy!r} has no method choose(candidates); see hydra_engine.policies.Policy")
     return policy

@@ -132,7 +132,8 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        if torch.Tag.nondeterministic_seeded not in func.tags or own:
             return func(*args, **kwargs)
         if _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)

@@ -101,6 +101,7 @@ class _Stage:
     def close(self) -> None:
         self._worker.close()
         self._state.close()
+        del self._worker  # it refers back to this stage, and would be freed only when the cyclic collector comes by
 
     def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
         """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""

@@ -206,6 +206,10 @@ class TrainingRun:
 
     def _close(self) -> None:
         self._pool.shutdown()
+        while not self._events.empty():  # a task's very end may fail after the scheduler is through
+            event = self._events.get()
+            if isinstance(event, (Failed, DataFailed)):
+                self._note_failure(event)
         for worker in self._workers:
             worker.close()
         for training in self._tasks.values():
@@ -215,6 +219,8 @@ class TrainingRun:
             training.planned.state.close()
         self._makespan_s = self._trace.now_s()
         self._progress.close()
+        # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
+        self._actions.clear()
 
     # -- instructions
 

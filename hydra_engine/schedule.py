@@ -14,7 +14,7 @@ BACKWARD = "b"  # recomputed forward and backward of a lower shard
 EVALUATE = "e"  # one shard's forward in eval mode under no_grad
 KINDS = (FORWARD, FUSED, BACKWARD, EVALUATE)
 
-_PATTERN = re.compile(r"^(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)$")
+_PATTERN = re.compile(r"(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)")
 
 
 class Unit(NamedTuple):
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Unit:
         """The unit that prints as `text`."""
-        match = _PATTERN.match(text)
+        match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"unit: {text!r} is not of the form task.kind+shard@step, such as 'bert.f2@5'")
         return cls(match["task"], match["kind"], int(match["shard"]), int(match["step"]))

@@ -197,13 +197,19 @@ class Scheduler:
         task = self._tasks[event.task]
         task.running = task.running and event.unit is None
         task.committing = task.committing and not event.commit
-        task.over = True
-        self._advance(task)
+        self._end(task)
 
     def _stop_requested(self, _: StopRequested) -> None:
         for task in self._tasks.values():
-            task.over = True
-            self._advance(task)
+            self._end(task)
+
+    def _end(self, task: _Task) -> None:
+        """Begin nothing more of a task, and revoke what is claimed of it."""
+        task.over = True
+        for index, device in self._devices.items():
+            if device.claim is not None and device.claim.task == task.added.task:
+                self._drop(index, device)
+        self._advance(task)
 
     def _advance(self, task: _Task) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
@@ -230,9 +236,6 @@ class Scheduler:
     # -- units to devices
 
     def _dispatch(self) -> None:
-        for index, device in self._devices.items():
-            if device.claim is not None and self._tasks[device.claim.task].over:
-                self._drop(index, device)
         idle = [(index, device) for index, device in self._devices.items() if device.running is None]
         for index, device in idle:  # a claim that is loaded costs nothing more: nobody takes it away
             if device.claim is not None and self._tasks[device.claim.task].run_ready() == device.claim:

@@ -34,7 +34,13 @@ class Slot:
     num_bytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    gradient_stride: tuple[int, ...]  # as autograd lays a gradient out: without the gaps of a parameter that has any
     dtype: torch.dtype
+
+    def gradient_view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The gradient's tensor in a buffer laid out like the parameters."""
+        start = self.offset // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(storage, start, self.shape, self.gradient_stride)
 
     def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The parameter's tensor at byte `offset` of a storage.
@@ -120,6 +126,7 @@ class ModelLayout:
                 num_bytes=num_bytes,
                 shape=tuple(parameter.shape),
                 stride=parameter.stride(),
+                gradient_stride=torch.empty_like(parameter, device="meta").stride(),
                 dtype=parameter.dtype,
             )
             numbers[id(parameter)] = slot.index

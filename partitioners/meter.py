@@ -85,6 +85,8 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
             self._state = _State.CLOSED
             # Without its weak reference a storage dies unnoticed; it also breaks the cycle meter -> reference -> meter.
             self._live.clear()
+            # Often a closure over this meter, and over what it measures: a cycle that would keep all of it alive.
+            self._on_change = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -131,8 +133,9 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
             return
         self._live.pop(seen.key, None)
         self._deltas.append(-seen.num_bytes)
-        if seen.num_bytes and self._on_change is not None:
-            self._on_change(-seen.num_bytes)
+        on_change = self._on_change  # another thread may close the meter meanwhile
+        if seen.num_bytes and on_change is not None:
+            on_change(-seen.num_bytes)
 
     def _settle(self) -> None:
         """Add up the deltas in their order; never waits, since whoever is adding already takes ours along."""

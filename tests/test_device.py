@@ -183,6 +183,17 @@ class TestLedger:
         ledger.release(35, deactivates=True)
         assert ledger.peak_bytes == 45
 
+    def test_closed_ledger_grants_and_refuses_nothing_more(self):
+        ledger = Ledger("device", 100)
+        running = busy(ledger, 80)
+        waiting = ask(ledger, 50)
+        ledger.close()
+        late = ask(ledger, 10)
+        ledger.release(running.grants[0], deactivates=True)
+        assert waiting.grants == waiting.refusals == late.grants == late.refusals == []
+        assert ledger.used_bytes == 0
+        assert not ledger.cancel(waiting.ticket)
+
     def test_callback_may_ask_and_release(self):
         ledger = Ledger("device", 100)
         order = []

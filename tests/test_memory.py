@@ -85,10 +85,31 @@ class TestHostPool:
             assert (gradient is not None) == slot.trainable
             if gradient is not None:
                 assert gradient.shape == slot.parameter.shape
-                assert gradient.stride() == slot.parameter.stride()
                 gradient.fill_(slot.index)
         for slot, gradient in zip(layout.slots, pool.gradients, strict=True):
             assert gradient is None or (gradient == slot.index).all(), "gradients overlap"
+        pool.close()
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            torch.rand(3, 4),
+            torch.rand(4, 3).t(),
+            torch.rand(3, 8)[:, 1:5],
+            torch.rand(8)[::2],
+            torch.rand(1, 8)[:, ::2],
+        ],
+        ids=["contiguous", "transposed", "sliced", "every other", "one row"],
+    )
+    def test_gradients_lie_as_autograd_lays_them(self, values):
+        # A norm adds up in the order of memory, and fused optimizers choose their kernel by it.
+        layer = nn.Module()
+        layer.weight = nn.Parameter(values)
+        pool = HostPool(layout_of([layer]))
+        (layer.weight * 2).sum().backward()
+        expected = layer.weight.grad.stride()
+        pool.open()
+        assert pool.gradients[0].stride() == expected
         pool.close()
 
     def test_tied_and_frozen_parameters_stay_so(self):
@@ -114,6 +135,16 @@ class TestHostPool:
             flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
         pool.close()
         assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
+
+    def test_buffers_share_no_memory_with_the_models(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        for own, buffer in zip(layout.buffers, pool.buffers, strict=True):
+            assert torch.equal(own, buffer)
+            assert own.stride() == buffer.stride()
+            assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        pool.close()
 
     def test_buffers_are_copies_until_the_end(self):
         layer = nn.BatchNorm1d(3)
@@ -287,7 +318,9 @@ class TestAvailableDram:
     def test_is_what_the_machine_has_left_or_less(self):
         assert 0 < memory.available_dram_bytes() <= psutil.virtual_memory().total
 
-    @pytest.mark.parametrize(("limit", "usage", "left"), [("1000", "400", 600), ("1000", "4000", 0), ("max", "1", None)])
+    @pytest.mark.parametrize(
+        ("limit", "usage", "left"), [("1000", "400", 600), ("1000", "4000", 0), ("max", "1", None)]
+    )
     def test_limit_of_the_cgroup_counts(self, monkeypatch, limit, usage, left):
         class Files:
             def __init__(self, path):

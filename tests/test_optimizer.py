@@ -54,9 +54,9 @@ def build():
 
 
 def gradients_of(step, params):
-    """The same gradients for both sides; now and then a parameter receives none."""
+    """The same gradients for both sides, laid out like their parameters; now and then a parameter receives none."""
     generator = torch.Generator().manual_seed(step)
-    drawn = [torch.randn(p.shape, generator=generator) * 3 for p in params]
+    drawn = [torch.empty_like(p).normal_(0, 3, generator=generator) for p in params]
     return [None if step % 3 == 2 and k % 2 == 1 else gradient for k, gradient in enumerate(drawn)]
 
 
@@ -172,10 +172,11 @@ def test_state_is_the_plain_optimizers(optimizer):
     engine.pool.close()
 
 
-def test_updates_use_the_hyperparameters_of_their_own_step():
+@pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)])
+def test_updates_use_the_hyperparameters_of_their_own_step(lr):
     # Both commits before the first update: the scheduler has moved on, the record has not.
     schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.1)
-    engine = ByShard(torch.optim.SGD, 1.0, schedule, None, [5], seed=0)
+    engine = ByShard(torch.optim.SGD, lr, schedule, None, [5], seed=0)
     before = [parameter.detach().clone() for parameter in trainable(engine.layers)]
     for slot in engine.layout.trainable_slots():
         engine.staging.has_gradient[slot.index] = True
@@ -188,9 +189,7 @@ def test_updates_use_the_hyperparameters_of_their_own_step():
 
 
 def test_scheduler_of_interval_epoch_moves_once_for_each_epoch_that_ended():
-    task = ModelTask(
-        build(), F.cross_entropy, [], 1.0, lr_scheduler_interval="epoch", lr_scheduler=SCHEDULERS["decay"]
-    )
+    task = ModelTask(build(), F.cross_entropy, [], 1.0, lr_scheduler_interval="epoch", lr_scheduler=SCHEDULERS["decay"])
     layout = ModelLayout(list(task.model), list(task.model._modules), None)
     pool, staging = HostPool(layout), StepStaging()
     pool.open()
@@ -211,7 +210,9 @@ def test_parameters_of_other_shards_are_left_alone():
     before = copy.deepcopy(nn.ModuleList(engine.layers).state_dict())
     record = engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
     engine.optimizer.update(engine.shards[1], engine.pool, record)
-    changed = {name for name, t in nn.ModuleList(engine.layers).state_dict().items() if not torch.equal(t, before[name])}
+    changed = {
+        name for name, t in nn.ModuleList(engine.layers).state_dict().items() if not torch.equal(t, before[name])
+    }
     assert changed == {"2.bias", "3.weight", "4.bias"}  # 2.weight is frozen, 4.weight is tied to layer 0
     engine.pool.close()
 

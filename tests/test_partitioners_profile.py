@@ -337,7 +337,7 @@ def test_a_layer_without_tensors_in_its_output_is_named():
     ("loss_fn", "found"), [(lambda a, b: a - b, r"shape \(3, 1\)"), (lambda a, b: (a - b).sum().item(), "float")]
 )
 def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(loss_fn, found):
-    with pytest.raises(ValueError, match=f"loss: {found}, limit: a tensor of one element; reduce it") as caught:
+    with pytest.raises(ValueError, match=f"loss: {found}, not a scalar, limit: a tensor") as caught:
         profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_fn)
     assert "in layer 0 (Linear)" in note_of(caught.value)
 

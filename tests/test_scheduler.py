@@ -540,12 +540,11 @@ def test_two_equal_tasks_alternate_on_one_device(policy):
     #           load             b.f0   a.fb1  b.fb1  a.b0   b.b0      each while the unit before it computes
     world = two_tasks(policy, a=1.0, b=1.0)
     world.add_device(0)
-    order = []
+    order, loaded = [], world.running[0]
     while any(world.running.values()):
         unit = world.running[0]
+        assert unit == loaded, "what runs was loaded while the unit before it computed"
         order.append(f"{unit.task}.{unit.kind}{unit.shard}")
-        if len(order) > 1:
-            assert loaded == unit, "what runs was loaded while the unit before it computed"
         loaded = world.claims[0]
         world.compute(0)
         world.store(world.tasks[unit.task])

@@ -140,24 +140,29 @@ def units(pairs):
 
 
 def together(pairs):
-    """Four tasks on two devices against the same four one after the other on one device; a third of the pairs."""
-    pairs = max(1, pairs // 3)
+    """Four tasks on two devices against the same four one after the other, where each fits a device."""
+    interleave("each fits", [6], "1GiB", "at least 1.6", max(1, pairs // 3))
+
+
+def spilled(pairs):
+    """The same, where none fits."""
+    interleave("none fits", [1, 2, 3, 4, 5, 6], "48MiB", "not judged", max(1, pairs // 3))
+
+
+def interleave(name, boundaries, memory, limit, pairs):
+    """How much shorter four tasks together are, and how busy they keep two devices."""
     batches = token_batches(4, 8, 128)
-    for name, boundaries, memory, limit in (
-        ("each fits", [6], "1GiB", "at least 1.6"),
-        ("none fits", [1, 2, 3, 4, 5, 6], "48MiB", "not judged"),
-    ):
-        ratios, busy = [], []
-        for _ in range(pairs):
-            alone = sum(engine_s([task(batches, boundaries, seed)], 1, memory)[0] for seed in range(4))
-            seconds, report = engine_s([task(batches, boundaries, seed) for seed in range(4)], 2, memory)
-            ratios.append(alone / seconds)
-            busy.append(sum(device.busy_s for device in report.devices) / 2 / report.makespan_s)
-        shares = f"devices busy {median(busy):.0%}"
-        print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; {shares}", flush=True)
+    ratios, busy = [], []
+    for _ in range(pairs):
+        alone = sum(engine_s([task(batches, boundaries, seed)], 1, memory)[0] for seed in range(4))
+        seconds, report = engine_s([task(batches, boundaries, seed) for seed in range(4)], 2, memory)
+        ratios.append(alone / seconds)
+        busy.append(sum(device.busy_s for device in report.devices) / 2 / report.makespan_s)
+    shares = f"devices busy {median(busy):.0%}"
+    print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; {shares}", flush=True)
 
 
-EXPERIMENTS = {"shards": shards, "units": units, "together": together}
+EXPERIMENTS = {"shards": shards, "units": units, "together": together, "spilled": spilled}
 
 
 def main():

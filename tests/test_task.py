@@ -1,0 +1,149 @@
+"""A task's defaults, and a model that shares its layers."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from partitioners import Pilot, Presharded
+
+
+def task_of(*args, model=None, **options):
+    return ModelTask(model if model is not None else [nn.Linear(2, 2)], F.cross_entropy, [], *args, **options)
+
+
+class TestDefaults:
+    def test_are_those_of_the_documentation(self):
+        task = task_of()
+        assert (task.lr, task.epochs, task.name) == (1e-3, 1, None)
+        assert task.optimizer is torch.optim.SGD
+        assert task.lr_scheduler is None
+        assert task.lr_scheduler_interval == "step"
+        assert isinstance(task.partitioner, Pilot)
+        assert (task.precision, task.accumulation_steps, task.loss_reduction) == ("float32", 1, "mean")
+        assert task.max_grad_norm is task.validation is None
+        assert task.unpack(("x", "y")) == ("x", "y")
+
+    @pytest.mark.parametrize(
+        ("lr", "optimizer", "expected"),
+        [(None, None, 1e-3), (0.5, None, 0.5), (0.5, torch.optim.Adam, 0.5), (None, torch.optim.Adam, None)],
+    )
+    def test_learning_rate_is_the_default_only_without_an_optimizer(self, lr, optimizer, expected):
+        assert task_of(lr, optimizer=optimizer).lr == expected
+
+    def test_learning_rate_zero_is_kept(self):
+        assert task_of(0.0).lr == 0.0
+
+    def test_arguments_come_in_hydras_order(self):
+        loader = [1]
+        task = ModelTask(Model([nn.Linear(2, 2)]), F.mse_loss, loader, 0.25, 7)
+        assert (task.loss_fn, task.dataloader, task.lr, task.epochs) == (F.mse_loss, loader, 0.25, 7)
+
+    def test_options_are_kept(self):
+        shards, validation, unpack, scheduler = Presharded([1]), [2], tuple, torch.optim.lr_scheduler.ConstantLR
+        task = task_of(
+            name="bert",
+            partitioner=shards,
+            validation=validation,
+            unpack=unpack,
+            split=max,
+            lr_scheduler=scheduler,
+            lr_scheduler_interval="epoch",
+            accumulation_steps="auto",
+            max_grad_norm=2.5,
+            seed=11,
+        )
+        assert (task.name, task.partitioner, task.validation, task.unpack) == ("bert", shards, validation, unpack)
+        assert (task.split, task.lr_scheduler, task.lr_scheduler_interval) == (max, scheduler, "epoch")
+        assert (task.accumulation_steps, task.max_grad_norm, task.seed) == ("auto", 2.5, 11)
+
+    def test_split_follows_the_loss_reduction(self):
+        batch = torch.zeros(6), torch.zeros(6)
+        assert [w for *_, w in task_of().split(*batch, 2)] == [0.5, 0.5]
+        assert [w for *_, w in task_of(loss_reduction="sum").split(*batch, 2)] == [1.0, 1.0]
+
+    def test_seed_is_drawn_from_torch(self):
+        with torch.random.fork_rng(devices=[]):
+            layers = [nn.Linear(2, 2)]
+            torch.manual_seed(4)
+            drawn = [task_of(model=layers).seed for _ in range(2)]
+            torch.manual_seed(4)
+            assert [task_of(model=layers).seed for _ in range(2)] == drawn
+            assert drawn[0] != drawn[1]
+            before = torch.get_rng_state()
+            assert task_of(model=layers, seed=0).seed == 0
+            assert torch.equal(torch.get_rng_state(), before), "a seed that is given draws nothing"
+
+
+class TestPrinting:
+    def test_task_prints_its_name_and_size(self):
+        assert repr(task_of(epochs=3, name="bert")) == "ModelTask(bert: 1 layers, 3 epochs)"
+        assert repr(task_of()) == "ModelTask(unnamed: 1 layers, 1 epochs)"
+
+    def test_default_names_are_places_in_the_list(self):
+        batch = (torch.rand(3, 2), torch.zeros(3).long())
+        tasks = [ModelTask([nn.Linear(2, 2)], F.cross_entropy, [batch], name=name) for name in (None, "bert", None)]
+        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")])
+        orchestra.verbose = 0
+        assert list(orchestra.generate().tasks) == ["task-0", "bert", "task-2"]
+        assert list(orchestra.train_models().tasks) == ["task-0", "bert", "task-2"]
+
+
+class TestModel:
+    def test_shares_the_layers_of_a_list(self):
+        layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
+        model = Model(layers)
+        assert [id(layer) for layer in model] == [id(layer) for layer in layers]
+        assert list(model._modules) == ["0", "1", "2"]
+
+    def test_keeps_the_names_of_a_sequential(self):
+        source = nn.Sequential(OrderedDict(embed=nn.Linear(2, 2), head=nn.Linear(2, 2)))
+        model = Model(source)
+        assert list(model.state_dict()) == list(source.state_dict())
+        assert all(a is b for a, b in zip(model.parameters(), source.parameters(), strict=True))
+
+    def test_takes_children_in_order(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.second_in_the_alphabet = nn.Linear(2, 2)
+                self.first = nn.ReLU()
+                self.nothing = None
+                self.again = self.first
+
+            def forward(self, x):
+                return self.first(self.first(self.second_in_the_alphabet(x)))
+
+        net = Net()
+        model = Model(net)
+        assert list(model._modules) == ["second_in_the_alphabet", "first", "again"]
+        assert model[1] is model[2]
+        assert torch.equal(model(torch.ones(1, 2)), net(torch.ones(1, 2)))
+        assert model.has_own_forward
+
+    def test_has_a_forward_of_its_own_only_where_the_source_has(self):
+        assert not Model([nn.Linear(2, 2)]).has_own_forward
+        assert not Model(nn.Sequential(nn.Linear(2, 2))).has_own_forward
+        assert not Model(Model(nn.Sequential(nn.Linear(2, 2)))).has_own_forward
+
+    def test_layer_in_two_places_runs_twice(self):
+        layer = nn.Linear(2, 2)
+        model = Model([layer, nn.ReLU(), layer])
+        assert len(model) == 3
+        assert torch.equal(model(torch.ones(1, 2)), layer(layer(torch.ones(1, 2)).relu()))
+
+    def test_slice_is_a_model_of_the_same_layers(self):
+        model = Model([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
+        part = model[1:]
+        assert isinstance(part, Model)
+        assert [id(layer) for layer in part] == [id(model[1]), id(model[2])]
+
+    def test_task_keeps_a_model_and_wraps_anything_else(self):
+        model = Model([nn.Linear(2, 2)])
+        assert task_of(model=model).model is model
+        layers = [nn.Linear(2, 2)]
+        assert isinstance(task_of(model=layers).model, Model)
+        assert task_of(model=layers).model[0] is layers[0]
