@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.ledger import Ledger
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 
@@ -30,113 +30,6 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 # The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
 CHAOS_SHARE = 0.3
 CHAOS_MAX_S = 0.0005
-
-
-@dataclass(eq=False, kw_only=True)
-class Ticket:
-    """A request for bytes: granted once, in its turn, or refused, or cancelled before. Callbacks must not block."""
-
-    num_bytes: int | None  # None: all that is free, once nothing else is active
-    granted: Callable[[int], None]
-    refused: Callable[[Exception], None]
-    activates: bool = False  # from its grant on something runs that will release bytes by itself
-
-
-class Ledger:
-    """Bytes of a device in use, never above its budget.
-
-    Requests are granted strictly in order, each as soon as it fits: a unit that is about to run asks before the next
-    unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
-    while nothing is active, so that nothing will be released by itself, is refused.
-    """
-
-    def __init__(self, device: str, memory_bytes: int) -> None:
-        self.device = device
-        self.memory_bytes = memory_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self._num_active = 0
-        self._closed = False
-        self._waiting: deque[Ticket] = deque()
-        # Held while callbacks run, so that they run in the order of the grants; reentrant for a callback that asks.
-        self._lock = threading.RLock()
-
-    @property
-    def free_bytes(self) -> int:
-        return self.memory_bytes - self.used_bytes
-
-    def request(self, ticket: Ticket) -> None:
-        """Queue a request."""
-        with self._lock:
-            if not self._closed:
-                self._waiting.append(ticket)
-            self._pump()
-
-    def cancel(self, ticket: Ticket) -> bool:
-        """Withdraw a request; False when it is no longer waiting."""
-        with self._lock:
-            if ticket not in self._waiting:
-                return False
-            self._waiting.remove(ticket)
-            self._pump()
-            return True
-
-    def close(self) -> None:
-        """Forget who waits, and grant nothing more."""
-        with self._lock:
-            self._waiting.clear()
-            self._closed = True
-
-    def activate(self) -> None:
-        """Announce a release, so that nobody is refused before it."""
-        with self._lock:
-            self._num_active += 1
-
-    def release(self, num_bytes: int, *, deactivates: bool = False) -> None:
-        """Give bytes back, and at the end of a unit its activity with them."""
-        with self._lock:
-            self.used_bytes -= num_bytes
-            self._num_active -= deactivates
-            assert self.used_bytes >= 0, self.used_bytes
-            assert self._num_active >= 0, self._num_active
-            self._pump()
-
-    def grow(self, num_bytes: int) -> None:
-        """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
-        with self._lock:
-            if num_bytes > self.free_bytes:
-                raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def settle(self, held_bytes: int, num_bytes: int) -> None:
-        """A unit that was granted everything turned out to need `num_bytes`."""
-        if num_bytes > held_bytes:
-            self.grow(num_bytes - held_bytes)
-            return
-        with self._lock:
-            self.used_bytes -= held_bytes - num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            self._pump()
-
-    def _pump(self) -> None:
-        while self._waiting:
-            ticket = self._waiting[0]
-            wanted = ticket.num_bytes
-            if wanted is None and self._num_active == 0:
-                wanted = self.free_bytes
-            if wanted is not None and wanted <= self.free_bytes:
-                self._waiting.popleft()
-                self.used_bytes += wanted
-                if ticket.num_bytes is not None:  # who takes all does not use all: `settle` tells
-                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                self._num_active += ticket.activates
-                ticket.granted(wanted)
-            elif self._num_active == 0:
-                self._waiting.popleft()
-                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, self.free_bytes, self.memory_bytes))
-            else:
-                return
 
 
 @dataclass(frozen=True, kw_only=True)

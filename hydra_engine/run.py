@@ -7,12 +7,9 @@ all speak to the caller through one queue of events, so everything the scheduler
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -38,6 +35,7 @@ from hydra_engine.events import (
     TaskAdded,
     Update,
 )
+from hydra_engine.interrupt import interrupts
 from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
@@ -109,7 +107,7 @@ class TrainingRun:
         """Run to the end. Also after an interrupt every thread is joined and every model holds its last commit."""
         try:
             self._open()
-            with _interrupts(self._events.put):
+            with interrupts(self._events.put):
                 self._loop()
         except BaseException:
             self._drain()
@@ -307,31 +305,6 @@ class TrainingRun:
             worker.dismiss(instruction.task)
         training.planned.state.close()
         training.record = training.optimizer = None
-
-
-@contextmanager
-def _interrupts(put: Callable[[Event], None]) -> Iterator[None]:
-    """Turn Ctrl-C into an event: an exception could strike anywhere, also in the middle of a decision.
-
-    A second one does what it always did.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is not signal.default_int_handler:  # the user's own; it is theirs to decide
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, usual)
-        put(StopRequested())
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 def _progress(training: _Training) -> TaskProgress:

@@ -22,9 +22,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Ticket
+from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, OnRecomputed, UnitOutput
+from hydra_engine.ledger import Ticket
 from hydra_engine.schedule import Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import LoadedShard, Spiller

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hydra_engine.device import COMPUTE, LANES, LOAD, STORE, Arena, EmulatedDevice, Lane, Ledger, Ticket
+from hydra_engine.device import COMPUTE, LANES, LOAD, STORE, Arena, EmulatedDevice, Lane
 from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.ledger import Ledger, Ticket
 from hydra_engine.trace import Trace
 
 # Far above anything these tests wait for: a thread that should have come is then a failure, not a hang.

@@ -13,9 +13,9 @@ import partitioners
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
     ("_version", "errors", "trace"),
-    ("batches", "boundary", "policies", "randomness", "report", "schedule"),
+    ("batches", "boundary", "ledger", "policies", "randomness", "report", "schedule"),
     ("device", "events", "progress", "shard", "task"),
-    ("checkpoint", "memory", "own_forward", "pool"),
+    ("checkpoint", "interrupt", "memory", "own_forward", "pool"),
     ("executor", "optimizer", "reader", "task_state"),
     ("spiller", "scheduler"),
     ("simulator", "worker"),
