@@ -17,7 +17,7 @@ model = nn.Sequential(nn.Linear(64, 256), *blocks, nn.Linear(256, 10))
 torch.manual_seed(1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 losses = []
-for _ in range(5):
+for _ in range(3):
     for x, y in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)

@@ -16,7 +16,7 @@ loader = DataLoader(TensorDataset(inputs, targets), batch_size=50, shuffle=True)
 blocks = [nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4)]
 model = nn.Sequential(nn.Linear(64, 256), *blocks, nn.Linear(256, 10))
 
-task = ModelTask(model, F.cross_entropy, loader, lr=1e-3, epochs=5, optimizer=torch.optim.AdamW, seed=1)
+task = ModelTask(model, F.cross_entropy, loader, lr=1e-3, epochs=3, optimizer=torch.optim.AdamW, seed=1)
 report = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")]).train_models()
 losses = report.tasks["task-0"].losses
 
