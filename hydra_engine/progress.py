@@ -34,14 +34,19 @@ class Progress:
         if not self._on or now_s < self._next_s:
             return
         self._next_s = now_s + (TERMINAL_S if self._live else LOG_S)
+        self._write(tasks, now_s)
+
+    def close(self, tasks: Iterable[TaskProgress], now_s: float) -> None:
+        """Print where every task ended, and leave the line."""
+        if self._on:
+            self._write(tasks, now_s)
+        if self._live:
+            self._stream.write("\n")
+
+    def _write(self, tasks: Iterable[TaskProgress], now_s: float) -> None:
         line = f"{now_s:6.1f} s  " + " | ".join(map(_describe, tasks))
         self._stream.write(f"\r\x1b[2K{line}" if self._live else f"{line}\n")
         self._stream.flush()
-
-    def close(self) -> None:
-        """Leave the line."""
-        if self._live:
-            self._stream.write("\n")
 
 
 def _describe(task: TaskProgress) -> str:

@@ -216,7 +216,7 @@ class TrainingRun:
                 training.report.error = text + (training.report.error or "")
             training.planned.state.close()
         self._makespan_s = self._trace.now_s()
-        self._progress.close()
+        self._progress.close(map(_progress, self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
 
