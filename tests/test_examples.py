@@ -1,8 +1,7 @@
-"""The examples, each run as a user runs it, with the smallest settings."""
+"""The examples, with the smallest settings, in this process: it has torch loaded."""
 
 import importlib.util
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +10,25 @@ import pytest
 from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 100
 
 
-def run(name, *options):
-    """What the example printed; fails unless it exited with 0."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / name, *options],
-        # One intra-op thread: on a busy machine, two of them wait for each other at every operation of a tiny model.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example and returns what it printed."""
+
+    def run(name, *options):
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        else:
+            code = 0
+        printed = capsys.readouterr().out
+        assert code == 0, printed
+        return printed
+
+    return run
 
 
 @pytest.fixture
@@ -38,22 +40,28 @@ def multi_task_lm():
     return module
 
 
-def test_multi_task_lm_trains_four_models_as_plain_pytorch_does():
-    printed = run("multi_task_lm.py", "--steps", "2", "--verify")
-    tasks = ("base", "fast", "wide", "deep")
+def test_multi_task_lm_trains_four_models_as_plain_pytorch_does(multi_task_lm, capsys, monkeypatch):
+    small = {name: config._replace(width=96, num_blocks=4) for name, config in multi_task_lm.CONFIGS.items()}
+    monkeypatch.setattr(multi_task_lm, "CONFIGS", small)
+    monkeypatch.setattr(multi_task_lm, "CONTEXT", 16)
+    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", "--steps", "2", "--memory", "1.75MiB", "--verify"])
+    with pytest.raises(SystemExit) as ended:
+        multi_task_lm.main()
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0, printed
     lines = printed.splitlines()
-    for name in tasks:
+    for name in small:
         (header,) = [line for line in lines if line.startswith(f"{name}:")]
         times = float(header.rsplit(" = ", 1)[1].split()[0])
         assert times >= 4, header
         (row,) = [line for line in lines if line.split()[:3] == [name, "finished", "2"]]
         assert row.count("->") == 2, row  # training and validation loss
-    assert "plan for EmulatedDevice(12 MiB), EmulatedDevice(12 MiB)" in printed
+    assert "plan for EmulatedDevice(1.8 MiB), EmulatedDevice(1.8 MiB)" in printed
     assert [line for line in lines if " s  base 0/2 | fast 0/2" in line], "no live progress"
     for device in ("emulated:0", "emulated:1"):
-        assert [line for line in lines if line.startswith(device) and line.endswith("MiB of 12 MiB")]
+        assert [line for line in lines if line.startswith(device) and line.endswith("MiB of 1.8 MiB")]
     assert "verify: deep again in plain PyTorch" in printed
-    assert "yes: 138 of 138 weight tensors are bit-equal" in printed
+    assert "yes: 54 of 54 weight tensors are bit-equal" in printed
     assert "yes: losses of 2 steps are identical" in printed
     assert "yes: validation losses of 2 epochs are identical" in printed
 
@@ -87,7 +95,7 @@ def test_multi_task_lm_reads_a_text_of_the_users(multi_task_lm, tmp_path):
         multi_task_lm.Windows(multi_task_lm.read_text(path), 500)
 
 
-def test_single_task_vision_trains_as_plain_pytorch_does():
+def test_single_task_vision_trains_as_plain_pytorch_does(run):
     pytest.importorskip("sklearn")
     printed = run("single_task_vision.py", "--epochs", "1")
     assert "training state 8.6 MiB, 2.2 times the device" in printed
@@ -97,7 +105,7 @@ def test_single_task_vision_trains_as_plain_pytorch_does():
     assert float(ours.removesuffix("%")) > 50
 
 
-def test_plain_and_with_hydra_print_the_same_result():
+def test_plain_and_with_hydra_print_the_same_result(run):
     plain, with_hydra = run("plain.py"), run("with_hydra.py")
     assert plain.startswith("loss ")
     assert plain.splitlines()[-1] == with_hydra.splitlines()[-1]
