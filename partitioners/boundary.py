@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from partitioners.fingerprint import fingerprint
+
 
 class Boundary:
     """A value, its tensors and how to put it together again; a tensor that appears twice is one.
@@ -22,12 +24,17 @@ class Boundary:
                     f"carry from layer to layer; pass tuples, lists and dicts of tensors"
                 )
         self.tensors = list({id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}.values())
-        self._views = [tensor._is_view() for tensor in self.tensors] if views is None else views
+        self.views = [tensor._is_view() for tensor in self.tensors] if views is None else views
 
     @property
     def num_bytes(self) -> int:
         """Bytes between first and last element of each tensor: strides are kept, so gaps travel too."""
         return sum(_extent_bytes(tensor) for tensor in self.tensors)
+
+    @property
+    def signature(self) -> Any:
+        """Hashable; equal for values of the same structure, shapes, strides and types."""
+        return fingerprint(self._leaves), str(self._spec), tuple(self.views)
 
     def detached(self) -> "Boundary":
         """The same values without the graph that made them, requiring grad where they did."""
@@ -46,7 +53,7 @@ class Boundary:
         entered = iter(_Enter.apply(*differentiable) if differentiable else ())  # type: ignore[no-untyped-call]
         copies = [next(entered) if tensor.requires_grad else tensor.detach().clone() for tensor in self.tensors]
         return self._replaced(
-            [copy.view_as(copy) if view else copy for copy, view in zip(copies, self._views, strict=True)]
+            [copy.view_as(copy) if view else copy for copy, view in zip(copies, self.views, strict=True)]
         )
 
     def value(self) -> Any:
@@ -55,7 +62,7 @@ class Boundary:
     def _replaced(self, tensors: Sequence[torch.Tensor]) -> "Boundary":
         others = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
         return Boundary(
-            _pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self._leaves], self._spec), self._views
+            _pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self._leaves], self._spec), self.views
         )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 from partitioners.sizes import format_bytes
@@ -33,11 +33,18 @@ class LayerCost:
     shares_with: tuple[int, ...]  # indices of other layers that hold one of its parameters
     target_bytes: int = 0  # last layer only
     padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
+    forward_peak_bytes: int = 0  # most alive at once of what a forward creates that saves nothing; 0: not known
+    accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
+    forward_flops: int = 0
+    backward_flops: int = 0
+    timed: bool = True  # seconds were measured; False: counted operations and bytes against stated rates
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "index" or field.name.endswith("_bytes"):
+            if field.name == "accumulated_bytes" and value is None:
+                continue
+            if field.name == "index" or field.name.endswith(("_bytes", "_flops")):
                 _check_count(f"LayerCost.{field.name}", value, at_least=0)
             elif field.name.endswith("_s") and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"LayerCost.{field.name}: {value!r}, limit: finite and >= 0; pass seconds")
@@ -47,18 +54,30 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one device offers a task."""
+    """What one device offers a task. The rates matter to `Optimal` and to predicted times only."""
 
     memory_bytes: int
     buffer_bytes: int | None = None  # kept free for the next shard's slab; None: as much as the shard's own slab
     double_buffer: bool = True
     num_micro_batches: int = 1
+    link_bytes_per_s: float = math.inf  # between DRAM and device, each direction on its own
+    update_bytes_per_s: float = math.inf  # bytes of trainable parameters that the host optimizer steps in a second
+    unit_s: float = 0.0  # fixed cost of each unit
 
     def __post_init__(self) -> None:
         _check_count("Budget.memory_bytes", self.memory_bytes, at_least=1)
         _check_count("Budget.num_micro_batches", self.num_micro_batches, at_least=1)
         if self.buffer_bytes is not None:
             _check_count("Budget.buffer_bytes", self.buffer_bytes, at_least=0)
+        for field in ("link_bytes_per_s", "update_bytes_per_s"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"Budget.{field}: {getattr(self, field)!r}, limit: above 0; leave it out for no limit")
+        if not (math.isfinite(self.unit_s) and self.unit_s >= 0):
+            raise ValueError(f"Budget.unit_s: {self.unit_s!r}, limit: finite and >= 0; pass seconds")
+
+    def with_micro_batches(self, number: int) -> "Budget":
+        """The same for a step of so many micro-batches."""
+        return replace(self, num_micro_batches=number)
 
 
 class Partitioner(Protocol):
@@ -132,8 +151,30 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
         input_bytes + output_bytes + shard[-1].target_bytes
     )
     if num_micro_batches > 1:
-        total += sum(cost.grad_bytes for cost in shard) + max(input_bytes, output_bytes)
+        total += sum(accumulated_bytes(cost) for cost in shard) + max(input_bytes, output_bytes)
     return total
+
+
+def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
+    """Most bytes beside the slab while layers ``[first, last)`` run a forward of which nothing is saved.
+
+    A layer's input stays until its output is there. With several micro-batches, the next input is loaded and the
+    output before is stored meanwhile. Where no forward was measured alone, as much as the unit that runs backward too.
+    """
+    _check_shard(costs, first, last)
+    _check_count("num_micro_batches", num_micro_batches, at_least=1)
+    shard = costs[first:last]
+    if any(cost.forward_peak_bytes == 0 for cost in shard):
+        return unit_bytes(costs, first, last, num_micro_batches)
+    entering = [0, *(cost.output_bytes for cost in shard[:-1])]
+    work = max(cost.forward_peak_bytes + num_bytes for cost, num_bytes in zip(shard, entering, strict=True))
+    several = num_micro_batches > 1
+    return work + (1 + several) * shard[0].input_bytes + several * shard[-1].output_bytes
+
+
+def accumulated_bytes(cost: LayerCost) -> int:
+    """Bytes of a layer's gradients while they add up over micro-batches."""
+    return cost.grad_bytes if cost.accumulated_bytes is None else cost.accumulated_bytes
 
 
 def shard_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:

@@ -1,18 +1,30 @@
-"""Runs one layer forward and backward and writes down what it took."""
+"""Runs one layer forward and backward and writes down what it took: bytes and operations counted, seconds timed."""
 
+from __future__ import annotations
+
+import contextlib
 import random
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES
+from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
+from partitioners.rates import Rates
+
+# Timed runs of a layer; their median counts.
+NUM_RUNS = 3
 
 
 class Work:
@@ -45,90 +57,205 @@ class Work:
         return dict(self._modules.named_buffers())
 
 
-def measure(work: Work, boundary: Boundary) -> tuple[dict[str, Any], Boundary]:
-    """Fields of the layer's LayerCost, and the boundary that leaves it."""
-    sizes = _sizes(work.parameters(), work.buffers())
+def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
+    """The layer's bytes, operations and flags, as fields of a LayerCost, and the boundary that leaves it.
+
+    Works on fake tensors as on real ones. Seconds are estimates, from the operations against `rates`.
+    """
     parameters = {name: (parameter, parameter._version) for name, parameter in work.parameters().items()}
-    buffers = {name: (buffer, buffer._version, buffer.clone()) for name, buffer in work.buffers().items()}
+    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
+    sizes = _sizes(work.parameters(), work.buffers())
     handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
     versions = [tensor._version for tensor in handed.tensors]
-    with _Watch() as watch:
-        metered = _run(work, handed, target, watch)
-    again = _run(work, boundary.copied(), work.target.copied())
+    with _Watch(rates) as watch:
+        run = run_once(work, handed, target, watch)
+    changes_buffers = _changed(buffers, work.buffers())
     _check_unchanged(parameters, work.parameters())
+    handed_again, target = boundary.copied(), work.target.copied()
+    with _Watch(rates) as light, saved_tensors_hooks(_drop, _drop):
+        try:
+            work(handed_again.value(), target.value())
+            forward_peak_bytes = light.peak_bytes
+        except (RuntimeError, TypeError):  # a layer that differentiates inside its forward keeps what it saves
+            forward_peak_bytes = 0
     fields = sizes | {
         "input_bytes": boundary.num_bytes,
-        "output_bytes": metered.output.num_bytes,
+        "output_bytes": run.output.num_bytes,
         "target_bytes": work.target.num_bytes,
         "saved_bytes": watch.saved_bytes,
-        "peak_bytes": watch.peak_bytes,
-        "forward_s": min(metered.forward_s, again.forward_s),
-        "backward_s": min(metered.backward_s, again.backward_s),
+        # Backward through a write to a view makes a copy of the whole gradient, but not on fake tensors, for which
+        # autograd goes another way.
+        "peak_bytes": watch.peak_bytes + watch.viewed_bytes,
+        "forward_peak_bytes": forward_peak_bytes,
+        "forward_flops": watch.flops[0],
+        "backward_flops": watch.flops[1],
+        "forward_s": watch.seconds[0],
+        "backward_s": watch.seconds[1],
+        "timed": False,
         "draws_random": watch.drew_in_forward,
         "draws_globally": watch.drew_in_backward or before != _host_generators(),
         "changes_input": versions != [tensor._version for tensor in handed.tensors],
-        "changes_buffers": _changed(buffers, work.buffers()),
+        "changes_buffers": changes_buffers,
     }
-    return fields, metered.output
+    return fields, run.output
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
+def timed(
+    work: Work, boundary: Boundary, synchronize: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], Boundary]:
+    """Seconds of the layer, as fields of a LayerCost, and the boundary that leaves it."""
+    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
+    values = {name: buffer.clone() for name, buffer in work.buffers().items()}
+    parameters = {name: (parameter, parameter._version) for name, parameter in work.parameters().items()}
+    before = _host_generators()
+    runs = []
+    for _ in range(NUM_RUNS):
+        output = None  # the run before this one
+        output, *seconds = run_once(work, boundary.copied(), work.target.copied(), synchronize=synchronize)
+        runs.append(seconds)
+    _check_unchanged(parameters, work.parameters())
+    # Also behind autograd's back, through `.data`, which shows in the values alone.
+    written = any(not torch.equal(values[name], buffer) for name, (buffer, _) in buffers.items())
+    fields = {
+        "forward_s": statistics.median(forward_s for forward_s, _ in runs),
+        "backward_s": statistics.median(backward_s for _, backward_s in runs),
+        "timed": True,
+        "changes_buffers": written or _changed(buffers, work.buffers()),
+        "draws_globally": before != _host_generators(),
+    }
+    assert output is not None
+    return fields, output
+
+
+class Run(NamedTuple):
     output: Boundary
     forward_s: float
     backward_s: float
 
 
-def _run(work: Work, handed: Boundary, target: Boundary, watch: "_Watch | None" = None) -> _Run:
+def run_once(
+    work: Work,
+    handed: Boundary,
+    target: Boundary,
+    watch: _Watch | None = None,
+    synchronize: Callable[[], None] = lambda: None,
+) -> Run:
     """Forward and backward; the gradients and the graph are dropped."""
     arguments = handed.value(), target.value()
     begin_s = time.perf_counter()
     output = Boundary(work(*arguments))
+    synchronize()
     forward_s = time.perf_counter() - begin_s
     if watch is not None:
-        watch.saved_bytes = watch.current_bytes
+        watch.forward_ends()
     leaving = output.detached()
     roots = [tensor for tensor in output.tensors if tensor.requires_grad]
-    grads = [torch.ones_like(root) if work.ends_in_loss else _incoming_gradient(root) for root in roots]
+    # The meter leaves out what comes from the layer above.
+    grads = [torch.ones_like(root) if work.ends_in_loss else _incoming_gradient(root, watch) for root in roots]
     if watch is not None:
-        watch.in_backward = True
+        watch.backward_begins()
+    synchronize()
     begin_s = time.perf_counter()
     if roots:
         torch.autograd.backward(roots, grads)
+    synchronize()
     backward_s = time.perf_counter() - begin_s
     for parameter in work.parameters().values():
         parameter.grad = None  # the copies outlive the run: the whole model's gradients would pile up
-    return _Run(output=leaving, forward_s=forward_s, backward_s=backward_s)
+    return Run(output=leaving, forward_s=forward_s, backward_s=backward_s)
 
 
-def _incoming_gradient(root: torch.Tensor) -> torch.Tensor:
-    """Ones in memory that no operation created: the meter leaves out what comes from the layer above."""
-    strides = torch.empty_like(root, device="meta").stride()
-    storage = torch.UntypedStorage(root.numel() * root.element_size())  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=root.dtype).set_(storage, 0, root.shape, strides).fill_(1)
+def _incoming_gradient(root: torch.Tensor, watch: _Watch | None) -> torch.Tensor:
+    if watch is None:
+        return torch.ones_like(root)
+    with watch.paused():
+        return torch.ones_like(root)
 
 
 class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """A meter that also sees which half of a run draws from torch's generator."""
+    """A meter that also counts operations, and sees which half of a run draws from torch's generator."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Rates) -> None:
         super().__init__()
         self.saved_bytes = 0
         self.drew_in_forward = False
         self.drew_in_backward = False
-        self.in_backward = False
+        self.flops = [0, 0]  # forward, backward
+        self.seconds = [0.0, 0.0]
+        self.viewed_bytes = 0  # of the largest storage of which a view was written to
+        self._rates = rates
+        self._in_backward = False
+        self._is_paused = False
+
+    def forward_ends(self) -> None:
+        """What is alive now was saved for backward, or is the output."""
+        self.saved_bytes = self.current_bytes
+
+    def backward_begins(self) -> None:
+        self._in_backward = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is created meanwhile does not count."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None
-        if self.in_backward:
+        kwargs = kwargs or {}
+        if self._is_paused or func is _DEVICE:
+            return func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        if self._in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
             # generator back and forth for that, also if nothing is drawn: another thread's draws would be repeated.
             self.drew_in_backward |= draws or torch.is_grad_enabled()
         else:
             self.drew_in_forward |= draws
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            if func._schema.is_mutable and isinstance(args[0], FakeTensor) and args[0]._is_view():
+                self.viewed_bytes = max(self.viewed_bytes, args[0].untyped_storage().nbytes())
+        result = super().__torch_dispatch__(as_on_cpu(func, args), types, args, kwargs)
+        flops = _flops(func, args, kwargs, result)
+        self.flops[self._in_backward] += flops
+        self.seconds[self._in_backward] += self._rates.seconds(flops, _traffic_bytes(func, args, kwargs, result))
+        return result
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations by torch's own formulas, for matrix products, convolutions and attention."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet is _FLASH_ON_CPU:
+        return _attention_flops(*args[:3])
+    if packet is _FLASH_ON_CPU_BACKWARD:
+        return _attention_flops(*args[1:4]) * 5 // 2  # the scores are computed again
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+_DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Bytes read and written, each tensor once; a view moves none."""
+    if func.is_view or torch.Tag.inplace_view in func.tags:
+        return 0
+    leaves = pytree.tree_leaves((args, kwargs, result))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _drop(_: Any) -> Any:
+    return None
 
 
 def _sizes(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -138,15 +265,16 @@ def _sizes(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
         "param_bytes": sum(held[: len(parameters)]),
         "buffer_bytes": sum(held[len(parameters) :]),
         "grad_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trainable),
+        # Narrow gradients add up over micro-batches in float32.
+        "accumulated_bytes": sum(p.numel() * max(p.element_size(), 4) for p in trainable),
         "padding_bytes": sum(-num_bytes % ALIGNMENT_BYTES for num_bytes in held),
     }
 
 
-def _changed(before: Mapping[str, tuple[torch.Tensor, int, torch.Tensor]], after: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a buffer was added, rebound or written to, also behind autograd's back (``.data``)."""
+def _changed(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a buffer was added, rebound or written to."""
     return before.keys() != after.keys() or any(
-        after[name] is not buffer or buffer._version != version or not torch.equal(buffer, values)
-        for name, (buffer, version, values) in before.items()
+        after[name] is not buffer or buffer._version != version for name, (buffer, version) in before.items()
     )
 
 

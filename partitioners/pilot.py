@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from partitioners.cost import Budget, LayerCost, LayerTooLarge, shard_bytes, slab_bytes
+from partitioners.cost import Budget, LayerCost, shard_bytes, slab_bytes
+from partitioners.table import ShardTable, fewest_shards, too_large
 
 
 class Pilot:
@@ -15,13 +16,16 @@ class Pilot:
         return "Pilot()"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        """Fewest-shards-first partition; raises LayerTooLarge when a layer does not fit the device even alone."""
-        boundaries = []
+        """Few, large shards; raises LayerTooLarge when no partition fits the device.
+
+        Where packing ends at a layer that does not fit alone, but would in a larger shard (one that keeps its huge
+        output on the device), it is the partition with the fewest shards that each fit.
+        """
+        boundaries: list[int] = []
         first = 0
         while first < len(costs):
-            alone_bytes = shard_bytes(costs, first, first + 1, budget.num_micro_batches)
-            if alone_bytes > budget.memory_bytes:
-                raise LayerTooLarge.of(costs[first], alone_bytes, budget.memory_bytes)
+            if shard_bytes(costs, first, first + 1, budget.num_micro_batches) > budget.memory_bytes:
+                return _any_partition(costs, budget)
             last = first + 1
             while last < len(costs) and _fits(costs, first, last + 1, budget):
                 last += 1
@@ -31,18 +35,36 @@ class Pilot:
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
         """Cuts ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
-        if not 0 <= shard < len(boundaries):
-            raise ValueError(f"shard: {shard}, limit: 0 <= shard < {len(boundaries)}; name a shard of the partition")
-        first, last = boundaries[shard - 1] if shard else 0, boundaries[shard]
-        if last - first == 1:
-            return None
+        return halved(boundaries, shard, costs)
 
-        def difference(cut: int) -> int:
-            if not costs:
-                return abs((cut - first) - (last - cut))
-            return abs(shard_bytes(costs, first, cut) - shard_bytes(costs, cut, last))
 
-        return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
+def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+    """The partition with ``shard`` cut in two where the bytes of its halves differ least; None for a single layer.
+
+    Without ``costs``, halves are compared by their layers.
+    """
+    if not 0 <= shard < len(boundaries):
+        raise ValueError(f"shard: {shard}, limit: 0 <= shard < {len(boundaries)}; name a shard of the partition")
+    first, last = boundaries[shard - 1] if shard else 0, boundaries[shard]
+    if last - first == 1:
+        return None
+
+    def difference(cut: int) -> int:
+        if not costs:
+            return abs((cut - first) - (last - cut))
+        return abs(shard_bytes(costs, first, cut) - shard_bytes(costs, cut, last))
+
+    return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
+
+
+def _any_partition(costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+    table = ShardTable.of(costs, budget.num_micro_batches)
+    error = too_large(costs, table, budget.memory_bytes)
+    if error is not None:
+        raise error
+    found = fewest_shards(table.fits(budget.memory_bytes))
+    assert found is not None
+    return found
 
 
 def _fits(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> bool:

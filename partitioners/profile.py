@@ -1,18 +1,27 @@
-"""Measures what each layer of a model costs, on copies, one layer at a time."""
+"""Measures what each layer of a model costs: bytes on fake tensors, seconds on copies, one layer at a time."""
+
+from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary
+from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import LayerCost
-from partitioners.measure import Work, measure
+from partitioners.fingerprint import fingerprint
+from partitioners.kernels import GpuKernels
+from partitioners.measure import Work, count, timed
+from partitioners.precision import DTYPES
+from partitioners.rates import STATED_RATES, Rates
 
 
 def profile(
@@ -23,53 +32,116 @@ def profile(
     *,
     device: torch.device | str | None = None,
     precision: str = "float32",
+    rates: Rates | None = None,
+    time_layers: bool = True,
 ) -> list[LayerCost]:
-    """Runs every layer forward and backward twice and returns its costs; the last layer's include the loss.
+    """The costs of every layer, forward and backward; the last layer's include the loss.
 
-    model: an ``nn.Sequential``, a module whose children run in order, or the layers themselves.
+    model: an ``nn.Sequential``, a module whose children run in order, or the layers themselves. It may lie on the meta
+        device: then nothing is computed, and a model of any size is profiled in the memory of its structure.
     inputs: what the first layer takes as its one argument: a tensor, or a tuple, list or dict of them.
-    device, precision: only the CPU (None) and "float32" so far.
+    device: None or "cpu": bytes are those of the CPU's kernels. "cuda": estimates, with the kernels of a GPU in mind
+        (flash attention, masks of booleans).
+    precision: "float32", "bfloat16" or "float16": parameters are cast, norms and the loss compute in float32.
+    rates: what operations are counted against where a layer cannot be timed; default `STATED_RATES`.
+    time_layers: run each layer a few times for its seconds, where it has values and the device is here.
+
+    Bytes come from fake tensors and a `MemoryMeter`: no memory is taken and nothing computed. Layers of equal structure
+    are counted once. A layer that fake tensors cannot run, because what it does depends on values, is run metered; if
+    it has no values, it is refused.
 
     Leaves gradients, buffers, generators, flags and grad mode as they were. Parameters are shared, not copied, so a
     layer that changes its own parameters in forward is refused. An exception in a layer comes out as it is, with
     a note that names the layer.
     """
-    _check_place(device, precision)
-    layers = _named_layers(model)
+    place = _place(device)
+    if precision not in DTYPES:
+        raise ValueError(f"precision: {precision!r}, known: {', '.join(map(repr, DTYPES))}")
+    layers = named_layers(model)
+    rates = rates or STATED_RATES[place.type, precision]
+    can_run = _can_run(place, [layers, loss_fn, inputs, target])
     shares = _sharing([layer for _, layer in layers])
-    costs: list[LayerCost] = []
-    memo: dict[int, Any] = {}  # one for all layers: what they share, their copies share
-    with _generators_kept(), torch.enable_grad():
-        boundary = Boundary(inputs).detached()
+
+    def measure(*, runs: bool) -> list[LayerCost]:
+        profiler = _Profiler(place, precision, rates)
+        profiler.begin(inputs, target, runs=runs)
+        costs = []
         for index, (name, layer) in enumerate(layers):
-            is_last = index == len(layers) - 1
             with _naming(index, name):
-                loss = _structure_copy(loss_fn, memo) if is_last else None
-                work = Work(_structure_copy(layer, memo), loss, target)
-                fields, boundary = measure(work, boundary)
+                fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
             costs.append(LayerCost(index=index, name=name, shares_with=shares[index], **fields))
-    return costs
+        return costs
+
+    with _generators_kept(), torch.enable_grad():
+        if time_layers or not can_run:
+            return measure(runs=can_run)
+        try:
+            return measure(runs=False)
+        except _DependsOnValues:
+            return measure(runs=True)
 
 
-def _structure_copy(part: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy that shares the memory of every parameter and owns its buffers; a plain loss function is itself."""
-    if not isinstance(part, nn.Module):
-        return part
-    for module in part.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-            if not isinstance(tensor, torch.Tensor) or id(tensor) in memo:
-                continue
-            if nn.parameter.is_lazy(tensor):
-                raise ValueError("parameter: a lazy layer's, without a shape; run one batch through the model first")
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-            elif not tensor.requires_grad or not tensor.is_leaf:
-                # Also what is no leaf, which deepcopy refuses: the weight that torch's weight_norm recomputes.
-                memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(part, memo)
+class _DependsOnValues(ValueError):
+    """A layer does what only values tell, which fake tensors have not."""
 
 
-def _named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+class _Profiler:
+    """Takes a batch through the layers, in fake tensors and, where it can, in real ones."""
+
+    def __init__(self, place: torch.device, precision: str, rates: Rates) -> None:
+        self._place, self._rates = place, rates
+        self._fakes = FakeCopies(precision)
+        self._reals = Copies(precision, place if place.type != "cpu" else None)
+        self._known: dict[Any, tuple[dict[str, Any], Boundary]] = {}
+
+    def begin(self, inputs: Any, target: Any, *, runs: bool) -> None:
+        """Set the batch that enters the first layer; `runs`: real tensors go along."""
+        self._target = target
+        with self._fakes.mode:
+            self._fake = Boundary(self._fakes.inputs(inputs)).detached()
+        self._real = Boundary(self._reals.inputs(inputs)).detached() if runs else None
+
+    def layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
+        """Costs of the next layer, with the loss if it is the last."""
+        if self._real is None:
+            fields, self._fake = self._count(layer, loss_fn)
+            return fields
+        work = self._work(self._reals, layer, loss_fn)
+        try:
+            fields, self._fake = self._count(layer, loss_fn)
+        except Exception:  # what fake tensors cannot do has many names; what is wrong in earnest raises again here
+            fields, output = count(work, self._real, self._rates)
+            with self._fakes.mode:
+                self._fake = self._fakes.boundary(output).detached()
+        seconds, self._real = timed(work, self._real, self._synchronize)
+        flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
+        return fields | seconds | flags
+
+    def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], Boundary]:
+        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature)
+        if key not in self._known:
+            kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
+            with self._fakes.mode, kernels:
+                try:
+                    self._known[key] = count(self._work(self._fakes, layer, loss_fn), self._fake, self._rates)
+                except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                    raise _DependsOnValues(
+                        f"what the layer does depends on values ({error}), limit: layers without values are profiled "
+                        f"by their shapes; materialise the model on the device that it is profiled for"
+                    ) from error
+        return self._known[key]
+
+    def _work(self, copies: Copies, layer: nn.Module, loss_fn: Any) -> Work:
+        if loss_fn is None:
+            return Work(copies.layer(layer), None, None)
+        return Work(copies.layer(layer), copies.loss(loss_fn), copies.target(self._target))
+
+    def _synchronize(self) -> None:
+        if self._place.type != "cpu":
+            torch.accelerator.synchronize(self._place)
+
+
+def named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Layers in order, by their key in the model, or by their class where that is a mere number."""
     children: Iterable[tuple[str, Any]]
     # Not named_children(): that leaves out a layer's second place in the model.
@@ -90,11 +162,24 @@ def _sharing(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
     return [tuple(j for j, theirs in enumerate(held) if j != i and mine & theirs) for i, mine in enumerate(held)]
 
 
-def _check_place(device: torch.device | str | None, precision: str) -> None:
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"device: {str(device)!r}, limit: the CPU so far; leave it out")
-    if precision != "float32":
-        raise ValueError(f"precision: {precision!r}, limit: 'float32' so far; leave it out")
+def _place(device: torch.device | str | None) -> torch.device:
+    place = torch.device("cpu" if device is None else device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: {str(device)!r}, known: 'cpu' and 'cuda'; leave it out for the CPU")
+    return place
+
+
+def _can_run(place: torch.device, parts: Any) -> bool:
+    """Whether the device is here and everything has values."""
+    if place.type != "cpu":
+        here = torch.accelerator.current_accelerator(check_available=True)
+        if here is None or here.type != place.type:
+            return False
+    leaves = pytree.tree_leaves(parts)
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors += [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return not any(tensor.is_meta for tensor in tensors)
 
 
 @contextlib.contextmanager

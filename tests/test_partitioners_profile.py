@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from partitioners import MemoryMeter, profile
@@ -298,10 +300,20 @@ def test_parameters_are_shared_and_not_copied():
     assert set(seen) == {layer.weight.data_ptr()}
 
 
+class RealMeter(MemoryMeter):
+    """Counts real tensors only: fake ones take no memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs, result))):
+            return result
+        return super().__torch_dispatch__(lambda *_, **__: result, types, args, kwargs)
+
+
 def test_only_one_layers_saved_tensors_are_alive_at_a_time():
     layers = [nn.Sequential(*(nn.Tanh() for _ in range(10))) for _ in range(10)]
     inputs, target = torch.randn(64, 64), torch.zeros(64, 1)
-    with MemoryMeter() as meter:
+    with RealMeter() as meter:
         costs = profile([nn.Linear(64, 64), *layers, nn.Linear(64, 1)], inputs, target, loss_by_mean)
     each = costs[1].saved_bytes
     assert each == 10 * inputs.numel() * FLOAT
@@ -311,7 +323,7 @@ def test_only_one_layers_saved_tensors_are_alive_at_a_time():
 def test_only_one_layers_gradients_are_alive_at_a_time():
     layers = [nn.Linear(64, 64) for _ in range(10)]
     inputs, target = torch.randn(2, 64), torch.zeros(2, 64)
-    with MemoryMeter() as meter:
+    with RealMeter() as meter:
         costs = profile(layers, inputs, target, loss_by_mean)
     assert meter.peak_bytes < 2 * costs[0].grad_bytes
 
@@ -372,9 +384,9 @@ def test_what_is_no_model_is_refused(model, error, text):
         profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
 
 
-@pytest.mark.parametrize(("option", "value"), [("device", "cuda:0"), ("device", "meta"), ("precision", "bfloat16")])
+@pytest.mark.parametrize(("option", "value"), [("device", "meta"), ("device", "xpu"), ("precision", "int8")])
 def test_other_devices_and_precisions_are_refused(option, value):
-    with pytest.raises(ValueError, match=f"{option}: '{value}', limit: "):
+    with pytest.raises(ValueError, match=f"{option}: '{value}', known: "):
         profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean, **{option: value})
 
 

@@ -1,0 +1,180 @@
+"""Predicts how long a step of a partitioned model takes on one device, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from partitioners.cost import Budget, LayerCost
+from partitioners.table import Flags, ShardTable
+
+Seconds: TypeAlias = "npt.NDArray[np.float64]"
+Layers: TypeAlias = "int | npt.NDArray[np.int64]"
+
+COMPUTE, LINK, HOST = "compute", "link", "host optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step of one task alone on a device, and how they come about.
+
+    ``total_s`` is compute and what nothing hides. The resources' totals say what would bound many such tasks together.
+    """
+
+    total_s: float
+    compute_s: float  # forward, recomputed forward, backward, fixed costs of the units
+    exposed_load_s: float  # of parameters, while the device waits for them
+    exposed_boundary_s: float  # of boundaries and gradients
+    exposed_update_s: float  # of the host optimizer
+    link_s: float  # all copies of the busier direction
+    update_s: float  # the whole host optimizer
+
+    @property
+    def bound(self) -> str:
+        """The resource that is busy longest: "compute", "link" or "host optimizer"."""
+        busy = {COMPUTE: self.compute_s, LINK: self.link_s, HOST: self.update_s}
+        return max(busy, key=lambda name: busy[name])
+
+
+class StepModel:
+    """The time of every shard, and of every pair of neighbours, of one model on one device.
+
+    A step of one task alone is a chain of units f0 ... f(n-2), fb(n-1), b(n-2) ... b0, as the engine runs it:
+
+    - unit: its micro-batches pass through load, compute and store like a pipeline: the first one's input and the last
+      one's output are exposed, and so are the gradients of a backward unit;
+    - neighbours: a unit's parameters are loaded while the unit before computes, if both fit the device; what takes
+      longer than that unit is exposed. If they do not fit, all of it is;
+    - the first shard's update and load come after the commit and are exposed; the other updates run under the forwards
+      of the shards below. A step takes no less than the whole optimizer.
+    """
+
+    def __init__(self, costs: Sequence[LayerCost], budget: Budget) -> None:
+        self._budget = budget
+        self._num = num = len(costs)
+        self.table = table = ShardTable.of(costs, budget.num_micro_batches)
+        n, link = budget.num_micro_batches, budget.link_bytes_per_s
+        forward, backward = _sums([c.forward_s for c in costs]), _sums([c.backward_s for c in costs])
+        trainable = [k for k, c in enumerate(costs) if c.grad_bytes]
+        self._lowest = trainable[0] if trainable else num  # below this layer nothing runs backward
+        grads = _sums([float(c.grad_bytes) for c in costs])
+        masters = _sums([float(c.grad_bytes if c.accumulated_bytes is None else c.accumulated_bytes) for c in costs])
+        inputs = np.array([float(c.input_bytes) for c in costs])
+        outputs = np.array([float(c.output_bytes) for c in costs])
+        target = float(costs[-1].target_bytes)
+        above = np.arange(num) > self._lowest  # a gradient leaves through the input of such a layer
+
+        self.load = np.where(table.full < 2**60, table.slab, 0) / link
+        self.update = (masters[None, :] - masters[:, None]).clip(min=0) / budget.update_bytes_per_s
+        self._grads = (grads[None, :] - grads[:, None]).clip(min=0) / link
+        self.forward_s = _between(forward)
+        self.backward_s = _between(forward) + _between(backward)
+
+        enters = np.zeros((num + 1, num + 1))
+        leaves, returns, entry_back = enters.copy(), enters.copy(), enters.copy()
+        enters[:-1, 1:] = inputs[:, None]
+        leaves[:-1, 1:] = outputs[None, :]
+        entry_back[:-1, 1:] = inputs[:, None] + outputs[None, :]
+        entry_back[:-1, num] = inputs + target  # the last shard ends in the loss
+        returns[:-1, 1:] = np.where(above, inputs, 0.0)[:, None]
+        self._moves = {"f": (enters / link, leaves / link), "b": (entry_back / link, returns / link)}
+        self.forward_span = _pipeline(n, self.forward_s, *self._moves["f"])
+        self.backward_span = _pipeline(n, self.backward_s, *self._moves["b"]) + self._grads
+
+    @property
+    def num_layers(self) -> int:
+        return self._num
+
+    def runs_backward(self, last: int) -> bool:
+        """Whether the shard that ends at ``last`` has a backward unit: it or one below holds a trainable parameter."""
+        return last > self._lowest
+
+    def shard_s(self, first: Layers, last: int) -> Seconds:
+        """Seconds of a shard's own units: spans and fixed costs, for one ``first`` or an array of them."""
+        unit_s = self._budget.unit_s
+        if last == self._num:
+            return np.asarray(self.backward_span[first, last] + unit_s)
+        own = self.forward_span[first, last] + unit_s
+        if self.runs_backward(last):
+            own = own + self.backward_span[first, last] + unit_s
+        return np.asarray(own)
+
+    def start_s(self, last: int) -> float:
+        """Seconds between a commit and the first forward: update and load of the shard ``[0, last)``."""
+        return float(self.update[0, last] + self.load[0, last])
+
+    def exposed_loads(self, first: Layers, middle: int, last: int) -> Seconds:
+        """Seconds that loads of two neighbours ``[first, middle) [middle, last)`` hold the device up, by ``first``."""
+        table, memory = self.table, self._budget.memory_bytes
+        span = self.forward_span[first, middle]
+        fits = table.slab[middle, last] + table.forward[first, middle] <= memory
+        up = self._exposed(self.load[middle, last], span, fits)
+        if not self.runs_backward(middle):
+            return up
+        fits = table.slab[first, middle] + table.full[middle, last] <= memory
+        return np.asarray(up + self._exposed(self.load[first, middle], self.backward_span[middle, last], fits))
+
+    def _exposed(self, load: Seconds, span: Seconds, fits: Flags) -> Seconds:
+        hidden = np.minimum(load, span) if self._budget.double_buffer else np.zeros_like(load)
+        return np.asarray(load - np.where(fits, hidden, 0.0))
+
+    def predict(self, boundaries: Sequence[int]) -> StepTime:
+        """The step under a partition."""
+        shards = list(pairwise([0, *boundaries]))
+        budget, unit_s = self._budget, self._budget.unit_s
+        compute = moved = up = down = loads = 0.0
+        n = budget.num_micro_batches
+        for first, last in shards:
+            is_last = last == self._num
+            kinds = ["b"] if is_last else ["f", "b"] if self.runs_backward(last) else ["f"]
+            for kind in kinds:
+                spans, seconds = (
+                    (self.forward_span, self.forward_s) if kind == "f" else (self.backward_span, self.backward_s)
+                )
+                compute += n * float(seconds[first, last]) + unit_s
+                moved += float(spans[first, last]) - n * float(seconds[first, last])
+                enters, leaves = self._moves[kind]
+                up += n * float(enters[first, last]) + float(self.load[first, last])
+                down += n * float(leaves[first, last]) + (float(self._grads[first, last]) if kind == "b" else 0.0)
+        for (first, middle), (_, last) in pairwise(shards):
+            loads += float(self.exposed_loads(first, middle, last))
+        loads += float(self.load[0, shards[0][1]])
+        chain = compute + moved + loads + float(self.update[0, shards[0][1]])
+        update = float(self.update[0, self._num])
+        total = max(chain, update)
+        return StepTime(
+            total_s=total,
+            compute_s=compute,
+            exposed_load_s=loads,
+            exposed_boundary_s=moved,
+            exposed_update_s=total - compute - moved - loads,
+            link_s=max(up, down),
+            update_s=update,
+        )
+
+
+def predict_step(costs: Sequence[LayerCost], boundaries: Sequence[int], budget: Budget) -> StepTime:
+    """Seconds of one step of one task alone on a device of this budget, cut at these cumulative end indices."""
+    if not costs or list(boundaries) != sorted(set(boundaries)) or [0, *boundaries][-1] != len(costs):
+        raise ValueError(
+            f"boundaries: {list(boundaries)}, limit: cumulative end indices that rise to {len(costs)}; pass a partition"
+        )
+    return StepModel(costs, budget).predict(boundaries)
+
+
+def _pipeline(n: int, compute: Seconds, enters: Seconds, leaves: Seconds) -> Seconds:
+    """n micro-batches through load, compute and store, each stage at work on one of them."""
+    return np.asarray(enters + n * compute + leaves + (n - 1) * (np.maximum(enters, leaves) - compute).clip(min=0))
+
+
+def _sums(values: Sequence[float]) -> Seconds:
+    return np.concatenate([np.zeros(1), np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def _between(sums: Seconds) -> Seconds:
+    return (sums[None, :] - sums[:, None]).clip(min=0)

@@ -1,0 +1,126 @@
+"""The bytes of every shard of a model at once: what partitioners search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from partitioners.cost import LayerCost, LayerTooLarge, accumulated_bytes, slab_bytes
+
+Bytes: TypeAlias = "npt.NDArray[np.int64]"
+Flags: TypeAlias = "npt.NDArray[np.bool_]"
+
+_NEVER = np.iinfo(np.int64).max // 4  # entries below the diagonal: no shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTable:
+    """By (first, last): bytes of the shard ``[first, last)``, as the functions of the same names give one by one.
+
+    Square, with one row and column more than layers, so that ``last`` is an index; where ``first >= last``, a number
+    that no device has.
+    """
+
+    slab: Bytes
+    forward: Bytes  # slab and forward unit
+    full: Bytes  # slab and the unit that runs backward too
+
+    @classmethod
+    def of(cls, costs: Sequence[LayerCost], num_micro_batches: int) -> ShardTable:
+        """O(layers^2) in arrays: a thousand layers take a few tens of milliseconds."""
+        num = len(costs)
+        ends = _prefix([slab_bytes(costs, k, k + 1) for k in range(num)])
+        slab = _table(num)
+        work, forward = _table(num), _table(num)
+        column = {
+            name: np.array([getattr(cost, name) for cost in costs], dtype=np.int64)
+            for name in ("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes")
+        }
+        inputs, outputs, peaks = column["input_bytes"], column["output_bytes"], column["peak_bytes"]
+        saved, grads = _prefix(column["saved_bytes"]), _prefix([cost.grad_bytes for cost in costs])
+        forwards = column["forward_peak_bytes"]
+        held = outputs * np.where(np.arange(num) == num - 1, 2, 1)
+        copied = np.array([cost.input_bytes if cost.changes_input else 0 for cost in costs], dtype=np.int64)
+        # What layer k holds while it runs backward, but for what depends on where the shard begins and ends.
+        inner = saved[:-1] + peaks + outputs - grads[1:]
+        last_own = saved[:-1] + peaks
+        for first in range(num):
+            slab[first, first + 1 :] = ends[first + 1 :] - ends[first]
+            most = last_own[first:].copy()
+            below = np.maximum.accumulate(inner[first:-1]) + grads[first + 2 :] + held[first + 1 :]
+            most[1:] = np.maximum(most[1:], below)
+            work[first, first + 1 :] = copied[first] + most - saved[first]
+            passing = forwards[first:].copy()
+            passing[1:] += outputs[first:-1]
+            forward[first, first + 1 :] = np.maximum.accumulate(passing)
+        leaving = outputs.copy()
+        leaving[-1] = 0
+        targets = np.array([cost.target_bytes for cost in costs], dtype=np.int64)
+        upper = np.triu(np.ones((num, num), dtype=bool))  # [first, last - 1]
+        enters = inputs[:, None] + (leaving + targets)[None, :]
+        unit = work[:-1, 1:] + min(num_micro_batches, 2) * enters
+        several = num_micro_batches > 1
+        if several:
+            added = _prefix([accumulated_bytes(cost) for cost in costs])
+            unit += added[None, 1:] - added[:-1, None] + np.maximum(inputs[:, None], leaving[None, :])
+        light = forward[:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
+        unknown = _prefix((forwards == 0).astype(np.int64))
+        light = np.where(unknown[None, 1:] - unknown[:-1, None] > 0, unit, light)
+        tables = {"slab": slab, "forward": _table(num), "full": _table(num)}
+        tables["forward"][:-1, 1:][upper] = (slab[:-1, 1:] + light)[upper]
+        tables["full"][:-1, 1:][upper] = (slab[:-1, 1:] + unit)[upper]
+        return cls(**tables)
+
+    def fits(self, memory_bytes: int) -> Flags:
+        """Which shards a device can run."""
+        return self.full <= memory_bytes
+
+
+def fewest_shards(fits: Flags) -> list[int] | None:
+    """The partition with the fewest shards among those whose shards ``[first, last)`` all fit; None when there is none.
+
+    Of several, the one whose shards are longest from the front.
+    """
+    num = len(fits) - 1
+    # From the back: how many shards layers [first, num) take, and where the first of them ends.
+    count, end = [num + 1] * num + [0], [0] * num
+    for first in range(num - 1, -1, -1):
+        for last in map(int, np.flatnonzero(fits[first])):
+            if count[last] + 1 <= count[first]:
+                count[first], end[first] = count[last] + 1, last
+    boundaries = [0]
+    while boundaries[-1] < num:
+        if count[boundaries[-1]] > num:
+            return None
+        boundaries.append(end[boundaries[-1]])
+    return boundaries[1:]
+
+
+def too_large(costs: Sequence[LayerCost], table: ShardTable, memory_bytes: int) -> LayerTooLarge | None:
+    """Why no partition fits, or None when one does.
+
+    Names the layer at which the furthest of all partitions ends: no shard that begins with it fits.
+    """
+    fits = table.fits(memory_bytes)
+    reached = np.zeros(len(costs) + 1, dtype=bool)
+    reached[0] = True
+    for first in range(len(costs)):
+        if reached[first]:
+            reached |= fits[first]
+    if reached[-1]:
+        return None
+    first = int(np.flatnonzero(reached)[-1])
+    return LayerTooLarge.of(costs[first], int(table.full[first].min()), memory_bytes)
+
+
+def _prefix(values: Sequence[int] | Bytes) -> Bytes:
+    """Sums of the first 0, 1, ... values."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(values, dtype=np.int64))])
+
+
+def _table(num: int) -> Bytes:
+    return np.full((num + 1, num + 1), _NEVER, dtype=np.int64)
