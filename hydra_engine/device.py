@@ -30,6 +30,8 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 # The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
 CHAOS_SHARE = 0.3
 CHAOS_MAX_S = 0.0005
+# Copies that tell the speed of memory.
+PROBE_BYTES, NUM_PROBES = 2**22, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,16 @@ class EmulatedDevice:
 
     def __repr__(self) -> str:
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
+
+    def link_bytes_per_s(self) -> float:
+        """Speed of its link, or of copies in memory, measured now, where none is emulated."""
+        if self.bandwidth is not None:
+            return float(self.bandwidth)
+        source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+        start_s = time.perf_counter()
+        for _ in range(NUM_PROBES):
+            target.copy_(source)
+        return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
 
     def open(self, index: int, trace: Trace, num_threads: int) -> OpenDevice:
         """Start its lanes for one run."""

@@ -26,6 +26,7 @@ class BatchReady(NamedTuple):
     task: str
     step: int
     training: bool
+    new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
 
 
 class DataEnded(NamedTuple):
@@ -69,7 +70,24 @@ class Failed(NamedTuple):
     error: BaseException
     where: str
     unit: Unit | None = None
-    commit: bool = False
+    commit: bool = False  # its commit, or its fit
+
+
+class DidNotFit(NamedTuple):
+    """A device ran out of memory in a unit (after its `Computed`): the step in progress starts again, cut finer."""
+
+    unit: Unit
+
+
+class Fitted(NamedTuple):
+    """The batch in hand fits, with these chains and shards from now on, and is begun from its first unit."""
+
+    task: str
+    training: tuple[tuple[str, int], ...]
+    evaluation: tuple[tuple[str, int], ...]
+    needs: tuple[tuple[int, ...], ...]
+    updates: tuple[int, ...]
+    unit_s: dict[tuple[str, int], float]
 
 
 class DataFailed(NamedTuple):
@@ -92,7 +110,7 @@ class StopRequested(NamedTuple):
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DeviceAdded | StopRequested"
+    " | DidNotFit | Fitted | DeviceAdded | StopRequested"
 )
 
 
@@ -130,6 +148,16 @@ class Begin(NamedTuple):
     step: int
 
 
+class Fit(NamedTuple):
+    """See that the batch in hand fits, cut finer where it does not, and begin it: the one read, or the one in progress.
+
+    `unit`: where a device ran out of memory.
+    """
+
+    task: str
+    unit: Unit | None
+
+
 class Commit(NamedTuple):
     """Take the step in progress over into the task's state."""
 
@@ -150,4 +178,4 @@ class Finish(NamedTuple):
     task: str
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Commit | Update | Finish"
+Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Finish"

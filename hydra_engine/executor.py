@@ -21,7 +21,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
-OnRecomputed: TypeAlias = "Callable[[Shard, Sequence[Tensor]], None]"  # sees each recomputed output
+OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
 
 
 @dataclass(kw_only=True)
@@ -122,12 +122,11 @@ class Executor:
         loss_fn: Callable[[Any, Any], Tensor],
         num_layers: int,
         modes: Modes = nullcontext,
-        on_recomputed: OnRecomputed | None = None,
     ) -> None:
         self.structure = structure
         self._modes = modes
         self.current = ""  # the layer that runs, for messages
-        self._on_recomputed = on_recomputed
+        self._on_recomputed: OnRecomputed | None = None
         self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
@@ -145,6 +144,7 @@ class Executor:
         *,
         locked: bool,
         keep_saved: bool = False,
+        on_recomputed: OnRecomputed | None = None,
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
@@ -152,6 +152,7 @@ class Executor:
         `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
         """
         structure = self.structure
+        self._on_recomputed = on_recomputed
         structure.bind(views, buffers)
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
@@ -159,7 +160,7 @@ class Executor:
         try:
             with self._modes(), self._mode(kind, shard):
                 for micro in inputs:  # not enumerate, which holds on to the micro-batch before
-                    emit(m, self._micro(kind, shard, micro, locked))
+                    emit(m, self._micro(kind, shard, m, micro, locked))
                     m += 1
                     del micro
             gradients = {}
@@ -191,7 +192,7 @@ class Executor:
             for module, training in flags:
                 module.training = training
 
-    def _micro(self, kind: str, shard: Shard, micro: MicroInput, locked: bool) -> MicroOutput:
+    def _micro(self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool) -> MicroOutput:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
@@ -210,9 +211,10 @@ class Executor:
             if kind == EVALUATE:
                 return MicroOutput(random=drawing.state, loss=loss.item() if loss is not None else None)
             if loss is not None:
+                del value  # logits are large, and the plain loop does not hold them either
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
-                self._backward(value, micro, shard)
+                self._backward(value, micro, shard, m)
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
@@ -257,10 +259,10 @@ class Executor:
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
         return loss if micro.weight is None else loss * micro.weight
 
-    def _backward(self, value: Any, micro: MicroInput, shard: Shard) -> None:
+    def _backward(self, value: Any, micro: MicroInput, shard: Shard, m: int) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
         if self._on_recomputed is not None:
-            self._on_recomputed(shard, tensors)
+            self._on_recomputed(shard, m, tensors)
         roots = [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
         # autograd's order in the whole model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
+
+NUM_TIMED_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,18 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
                 grows = value.shape == parameter.shape and value.dim() > 0
                 total += value.element_size() * slot.parameter.numel() if grows else value.nbytes
     return total
+
+
+def update_bytes_per_s(task: ModelTask) -> float:
+    """Bytes of parameters that the task's optimizer steps in a second on this thread, measured on one of 1 MiB."""
+    parameter = nn.Parameter(torch.zeros(2**9, 2**9))
+    optimizer = make_optimizer(task, [parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes its state
+    start_s = time.perf_counter()
+    for _ in range(NUM_TIMED_STEPS):
+        optimizer.step()
+    return NUM_TIMED_STEPS * parameter.nbytes / (time.perf_counter() - start_s)
 
 
 def _check_scheduler(task: ModelTask, optimizer: torch.optim.Optimizer) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
+
 from hydra_engine import memory
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
-from hydra_engine.optimizer import trial_state_bytes
+from hydra_engine.optimizer import trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Reader
@@ -14,6 +17,9 @@ from hydra_engine.report import TaskPlan
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, shard_bytes
+
+# What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
+UNIT_S = 450e-6
 
 
 class PlannedTask:
@@ -35,6 +41,11 @@ class PlannedTask:
             check_own_forward(self.task.model, self.layout, self.reader.sample_inputs)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
+        if hasattr(self.task.partitioner, "choose"):  # it weighs times, not only bytes
+            budget = self._with_rates(budget, device)
+            if wanted == "auto":
+                with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
+                    number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
         while True:
             try:
                 costs = self._cut(number, device, budget, num_threads)
@@ -52,19 +63,11 @@ class PlannedTask:
 
     def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> list[LayerCost]:
         state = self.state
-        state.accumulation_steps = self.reader.accumulation_steps = number
+        costs = self._costs(number)
         batch = self.reader.sample()
         evaluation = self.reader.sample(training=False) if self.task.validation is not None else None
-        inputs, target, _ = batch.micro_batches[0]
-        with installed(Stream(capture())):
-            costs = profile(self.task.model, inputs, target, self.task.loss_fn)
-        budget = Budget(
-            memory_bytes=budget.memory_bytes,
-            buffer_bytes=budget.buffer_bytes,
-            double_buffer=budget.double_buffer,
-            num_micro_batches=len(batch.micro_batches),
-        )
-        boundaries = self.task.partitioner.partition(costs, budget)
+        budget = budget.with_micro_batches(len(batch.micro_batches))
+        boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
             state.cut(boundaries)
@@ -73,8 +76,11 @@ class PlannedTask:
             draws = any(cost.draws_random for cost in costs)
             try:
                 self.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
+                state.fitting = {each.signature for each in (batch, evaluation) if each is not None}
                 return costs
             except TooLarge as error:
+                if refused is not None:
+                    raise refused from error
                 finer = self.task.partitioner.revise(boundaries, error.shard, costs)
                 if finer is None:
                     first, last = state.shards[error.shard].first, state.shards[error.shard].last
@@ -87,6 +93,36 @@ class PlannedTask:
                     ) from error
                 boundaries = finer
 
+    def _costs(self, number: int) -> list[LayerCost]:
+        """Costs of the layers for the first of so many micro-batches."""
+        self.state.accumulation_steps = self.reader.accumulation_steps = number
+        inputs, target, _ = self.reader.sample().micro_batches[0]
+        with installed(Stream(capture())):
+            return profile(self.task.model, inputs, target, self.task.loss_fn)
+
+    def _with_rates(self, budget: Budget, device: EmulatedDevice) -> Budget:
+        return replace(
+            budget,
+            link_bytes_per_s=device.link_bytes_per_s(),
+            update_bytes_per_s=update_bytes_per_s(self.task),
+            unit_s=UNIT_S,
+        )
+
+    def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
+        """The partitioner's boundaries, and why it refuses the model, if it does.
+
+        Then it is tried all the same, one layer per shard: a lone layer's bytes are exact for one micro-batch, but an
+        upper bound for several.
+        """
+        partitioner, number = self.task.partitioner, len(costs)
+        try:
+            return partitioner.partition(costs, budget), None
+        except LayerTooLarge as error:
+            may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
+            if budget.num_micro_batches == 1 or not may_cut:
+                raise
+            return list(range(1, number + 1)), error
+
     def _plan(self, costs: list[LayerCost], number: int) -> TaskPlan:
         state = self.state
         boundary_bytes = sum(cost.input_bytes + cost.output_bytes for cost in costs) * number
@@ -98,6 +134,11 @@ class PlannedTask:
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
         )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**k for k in range(most.bit_length())]
 
 
 def check_dram(planned: list[PlannedTask]) -> None:

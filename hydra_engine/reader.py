@@ -37,6 +37,13 @@ class Batch:
     start: list[RandomState]  # by micro-batch, before its forward
     num_samples: int
     weight: float  # of an evaluation batch among those of its epoch
+    whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
+    accumulation_steps: int  # micro-batches asked for
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What decides the memory of every unit of its step."""
+        return tuple((inputs.signature, target.signature) for inputs, target in self.boundaries)
 
 
 class _Item(NamedTuple):
@@ -61,6 +68,7 @@ class Reader:
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state()))
         self._items = self._sequence()
         self._first: _Item | None = None
+        self._largest: _Item | None = None
         self._broken: BaseException | None = None
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
@@ -79,13 +87,40 @@ class Reader:
                 raise
         if self._first is None or not self._first.training:
             raise ValueError(f"{self._name}: the loader is empty; training needs at least one batch")
-        return self._batch(self._first._replace(training=training))
+        if self._task.scan_batches and self._largest is None:
+            self._largest = self._scan()
+        return self._batch((self._largest or self._first)._replace(training=training))
+
+    def _scan(self) -> _Item:
+        """The batch with most bytes of an epoch that is read apart, on copies of the random streams that it draws from.
+
+        A loader's own generators are put back, so that training reads what it would have read.
+        """
+        assert self._first is not None
+        loader = self._task.dataloader
+        holders = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+        found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
+        states = [(generator, generator.get_state()) for generator in found.values()]
+        stream = Stream(self._stream.state)
+        kept = _own_pair(self._first.inputs, self._first.target)  # the loader may read on into the same memory
+        self._first = largest = self._first._replace(inputs=_built(kept[0]), target=_built(kept[1]))
+        most = _num_bytes(largest.inputs, largest.target)
+        try:
+            for inputs, target in self._iterate(loader, stream):
+                if (size := _num_bytes(inputs, target)) > most:
+                    boundaries = _own_pair(inputs, target)
+                    largest = largest._replace(inputs=_built(boundaries[0]), target=_built(boundaries[1]))
+                    most = size
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+        return largest
 
     @property
     def sample_inputs(self) -> Any:
         """The first batch's inputs as the loader gave them, for a forward that takes whole batches."""
         assert self._first is not None
-        return self._first.inputs
+        return (self._largest or self._first).inputs
 
     def start(self, report: Callable[[Event], None], num_threads: int) -> None:
         """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
@@ -143,11 +178,12 @@ class Reader:
                     num_evaluations += 1
                 self._stream.state = self._stream.state._replace(torch=outside)
 
-    def _iterate(self, loader: Any) -> Iterator[Any]:
-        with installed(self._stream):
+    def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:
+        stream = self._stream if stream is None else stream
+        with installed(stream):
             iterator = iter(loader)
         while True:
-            with installed(self._stream):
+            with installed(stream):
                 item = next(iterator, _END)
                 if item is not _END:
                     item = self._task.unpack(item)
@@ -155,13 +191,24 @@ class Reader:
                 return
             yield item
 
+    def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
+        """The same batch in another number of micro-batches."""
+        inputs, target = map(_built, batch.whole)
+        item = _Item(inputs, target, batch.step, batch.epoch, batch.training)
+        return self._split(item, batch.main, accumulation_steps)
+
     def _batch(self, item: _Item) -> Batch:
+        return self._split(item, self._stream.state, self.accumulation_steps)
+
+    def _split(self, item: _Item, main: RandomState, accumulation_steps: int) -> Batch:
         inputs, target, step, epoch, training = item
-        main, seed = self._stream.state, self._task.seed
+        seed = self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
-        if training and self.accumulation_steps > 1:
-            micro_batches = [_triple(each) for each in self._task.split(inputs, target, self.accumulation_steps)]
+        boundaries = [whole] = [_own_pair(inputs, target)]
+        if training and accumulation_steps > 1:
+            micro_batches = [_triple(each) for each in self._task.split(inputs, target, accumulation_steps)]
+            boundaries = [_own_pair(x, y) for x, y, _ in micro_batches]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
             start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
@@ -171,12 +218,26 @@ class Reader:
             epoch=epoch,
             training=training,
             micro_batches=micro_batches,
-            boundaries=[(_own(x, "a batch"), _own(y, "a target")) for x, y, _ in micro_batches],
+            boundaries=boundaries,
             main=main,
             start=start,
             num_samples=batch_size(inputs),
             weight=float(reduction(target)) if callable(reduction) else float(batch_size(inputs)),
+            whole=whole,
+            accumulation_steps=accumulation_steps if training else 1,
         )
+
+
+def _built(boundary: Boundary) -> Any:
+    return boundary.build(boundary.tensors)
+
+
+def _num_bytes(inputs: Any, target: Any) -> int:
+    return sum(each.num_bytes for each in (Boundary.of(inputs, "a batch"), Boundary.of(target, "a target")))
+
+
+def _own_pair(inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
+    return _own(inputs, "a batch"), _own(target, "a target")
 
 
 def _own(value: Any, where: str) -> Boundary:

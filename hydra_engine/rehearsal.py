@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any
 
@@ -61,10 +61,6 @@ class _UsesOriginals(Exception):
     """An operation took a tensor of the user's model instead of the device's copy."""
 
 
-class _NotRepeatable(Exception):
-    """A recomputed forward gave another output."""
-
-
 class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
 
@@ -92,16 +88,14 @@ class _Stage:
         trace = Trace()
         opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
         self._worker = Worker(0, opened, trace, self._events.put)
-        self._recomputed = 0  # micro-batches of the unit that runs
         state.pool.open()
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
-        self._worker.admit(state, lambda: _OriginalsGuard(storages), self._check_recomputed)
+        self._worker.admit(state, lambda: _OriginalsGuard(storages))
 
     def close(self) -> None:
         self._worker.close()
         self._state.close()
-        del self._worker  # it refers back to this stage, and would be freed only when the cyclic collector comes by
 
     def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
         """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""
@@ -120,7 +114,6 @@ class _Stage:
         return seconds, [self._digests(shard) for shard in state.shards]
 
     def _unit(self, unit: Unit) -> float | Failed:
-        self._recomputed = 0
         self._worker.load(unit, self._state)
         self._worker.run(unit)
         computed, stored = self._events.get(), self._events.get()
@@ -154,12 +147,6 @@ class _Stage:
             state.locked.add(next(j for j, (a, b) in enumerate(zip(outputs, expected, strict=True)) if a != b))
             _, outputs = self.run(batch)
 
-    def _check_recomputed(self, shard: Shard, tensors: Sequence[Tensor]) -> None:
-        stored = self._state.staging.entering(shard.index + 1, self._recomputed).tensors
-        self._recomputed += 1
-        if _digest(tensors) != _digest(stored):
-            raise _NotRepeatable
-
     def _raise(self, failed: Failed, shard: Shard) -> None:
         error, name = failed.error, self._state.name
         if isinstance(error, DeviceOutOfMemory):
@@ -168,13 +155,6 @@ class _Stage:
             raise ValueError(
                 f"{name}: {failed.where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
-            ) from error
-        if isinstance(error, _NotRepeatable):
-            layers = ", ".join(self._state.layout.names[shard.first : shard.last])
-            raise ValueError(
-                f"{name}: run again on the same input, layers {layers} gave another output, so a backward could not "
-                f"repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "
-                f"generator instead of one of the layer"
             ) from error
         raise error
 

@@ -48,6 +48,22 @@ class Plan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Revision:
+    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short."""
+
+    step: int  # training steps committed before it took effect
+    boundaries: list[int]  # cumulative end indices from then on
+    accumulation_steps: int  # micro-batches per step from then on
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"from step {self.step} on {len(self.boundaries)} shards, {self.accumulation_steps} micro-batches: "
+            f"{self.reason}"
+        )
+
+
 @dataclass(kw_only=True)
 class TaskReport:
     """What became of one task."""
@@ -58,6 +74,7 @@ class TaskReport:
     steps: int = 0  # committed
     losses: list[float] = field(default_factory=list)  # one per step
     validation_losses: list[float] = field(default_factory=list)  # one per epoch
+    revisions: list[Revision] = field(default_factory=list)
     error: str | None = None  # with its traceback
     exception: BaseException | None = None
 
@@ -105,7 +122,9 @@ class Report:
                     peak,
                 )
             )
-        return "\n".join([*table(rows), "", *table(columns), f"makespan {self.makespan_s:.1f} s"])
+        revisions = [f"{task.name}: {revision}" for task in self.tasks.values() for revision in task.revisions]
+        end = f"makespan {self.makespan_s:.1f} s"
+        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), end])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

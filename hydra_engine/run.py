@@ -17,15 +17,20 @@ from queue import SimpleQueue
 import torch
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
+from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
+    BatchReady,
     Begin,
     Commit,
     DataFailed,
     DeviceAdded,
+    DidNotFit,
     Drop,
     Event,
     Failed,
     Finish,
+    Fit,
+    Fitted,
     Load,
     Read,
     Run,
@@ -41,7 +46,8 @@ from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress, TaskProgress
 from hydra_engine.reader import Batch
-from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, TaskReport
+from hydra_engine.refit import refit, shared_out
+from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, Revision, TaskReport
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
@@ -56,7 +62,10 @@ class _Training:
     report: TaskReport
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
+    next_batch: Batch | None = None  # read, not begun
     batch: Batch | None = None
+    layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
+    out_of_memory: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
     evaluations: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # epoch -> (loss, weight)
 
@@ -90,6 +99,8 @@ class TrainingRun:
             initializer=torch.set_num_threads,
             initargs=(num_threads,),
         )
+        # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
+        self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
         self._makespan_s = 0.0
         self._interrupted = False
         self._actions: dict[type, Callable[..., None]] = {
@@ -98,6 +109,7 @@ class TrainingRun:
             Run: lambda i: self._workers[i.device].run(i.unit),
             Read: self._read,
             Begin: self._begin,
+            Fit: self._start_fit,
             Commit: lambda i: self._submit(i.task, "its commit", partial(self._commit, i)),
             Update: lambda i: self._submit(i.task, "its optimizer", partial(self._update, i)),
             Finish: lambda i: self._submit(i.task, "its end", partial(self._finish, i)),
@@ -187,11 +199,27 @@ class TrainingRun:
             self._handle(self._events.get())
 
     def _handle(self, event: Event) -> None:
+        event = self._made_fit(event)
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
         self._interrupted |= isinstance(event, StopRequested)
         for instruction in self._scheduler.handle(event):
             self._actions[type(instruction)](instruction)
+
+    def _made_fit(self, event: Event) -> Event:
+        """What of an event has to do with memory, put as the scheduler needs it."""
+        if isinstance(event, BatchReady):
+            training = self._tasks[event.task]
+            batch = training.next_batch = training.planned.reader.take()
+            state = training.planned.state
+            split_otherwise = batch.training and batch.accumulation_steps != state.accumulation_steps
+            return event._replace(new_shapes=split_otherwise or not state.fits_like_another(batch.signature))
+        if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
+            training = self._tasks[event.task]
+            if training.report.exception is None and not self._interrupted:
+                training.out_of_memory = event.error
+                return DidNotFit(event.unit)
+        return event
 
     def _note_failure(self, event: Failed | DataFailed) -> None:
         report = self._tasks[event.task].report
@@ -203,6 +231,7 @@ class TrainingRun:
             report.error = f"{event.task} failed{where}\n{text}"
 
     def _close(self) -> None:
+        self._planner.shutdown()
         self._pool.shutdown()
         while not self._events.empty():  # a task's very end may fail after the scheduler is through
             event = self._events.get()
@@ -222,7 +251,9 @@ class TrainingRun:
 
     # -- instructions
 
-    def _submit(self, task: str, where: str, job: Callable[[], Event | None]) -> None:
+    def _submit(
+        self, task: str, where: str, job: Callable[[], Event | None], pool: ThreadPoolExecutor | None = None
+    ) -> None:
         def run() -> None:
             try:
                 event = job()
@@ -231,7 +262,7 @@ class TrainingRun:
             if event is not None:
                 self._events.put(event)
 
-        self._pool.submit(run)
+        (self._pool if pool is None else pool).submit(run)
 
     def _read(self, instruction: Read) -> None:
         training = self._tasks[instruction.task]
@@ -240,13 +271,64 @@ class TrainingRun:
         main = None
         if batch is not None and state.draws and _draws_from_main(state, batch):
             main = state.end_of_forward()
+            training.layers_moved_reader = True
         training.planned.reader.request(main)
 
     def _begin(self, instruction: Begin) -> None:
         training = self._tasks[instruction.task]
-        training.batch = training.planned.reader.take()
+        self._take(training)
+        self._stage(training)
+
+    def _take(self, training: _Training) -> None:
+        training.batch, training.next_batch = training.next_batch, None
+        training.layers_moved_reader = False
+
+    def _stage(self, training: _Training) -> None:
         batch = training.batch
+        assert batch is not None
         training.planned.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+
+    def _start_fit(self, instruction: Fit) -> None:
+        training = self._tasks[instruction.task]
+        if instruction.unit is None:
+            self._take(training)
+        self._submit(instruction.task, "its fit", partial(self._fit, instruction), self._planner)
+
+    def _fit(self, instruction: Fit) -> Event:
+        training = self._tasks[instruction.task]
+        state, batch = training.planned.state, training.batch
+        assert batch is not None
+        before = (state.boundaries, state.accumulation_steps)
+        old, old_s = state.shards, dict(training.planned.unit_s)
+        training.batch = refit(
+            state,
+            training.planned.reader,
+            batch,
+            min(spec.memory_bytes for spec in self._specs),
+            misfit=instruction.unit,
+            error=training.out_of_memory,
+            may_split=not training.layers_moved_reader,
+        )
+        if (state.boundaries, state.accumulation_steps) != before:
+            training.planned.unit_s = shared_out(old_s, old, state.shards)
+            reason = str(training.out_of_memory) if instruction.unit is not None else "a batch of a larger shape came"
+            training.report.revisions.append(
+                Revision(
+                    step=training.report.steps,
+                    boundaries=state.boundaries,
+                    accumulation_steps=state.accumulation_steps,
+                    reason=reason,
+                )
+            )
+        self._stage(training)
+        return Fitted(
+            task=instruction.task,
+            training=state.chains[True],
+            evaluation=state.chains[False],
+            needs=tuple(shard.needs for shard in state.shards),
+            updates=tuple(shard.index for shard in state.shards if shard.owned),
+            unit_s=training.planned.unit_s,
+        )
 
     def _commit(self, instruction: Commit) -> Event:
         training = self._tasks[instruction.task]

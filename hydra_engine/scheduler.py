@@ -5,6 +5,9 @@ A task works through its batches; a batch is a chain of units, then a commit, th
     Read -> BatchReady -> Begin -> f0 ... fb(n-1) ... b0 -> Commit -> StepCommitted -> Update 0, 1, ... -> ShardUpdated
                                    each: Load, Run, Computed, Stored
 
+Where a batch has new shapes, Fit -> Fitted stands for Begin; and a unit that does not fit, DidNotFit -> Fit -> Fitted,
+starts the step again, on a finer partition.
+
 A unit is load-ready when its shard's weights are up to date, run-ready when its input is in DRAM as well. A device runs
 one unit and holds at most one claim: the next unit, whose shard it loads meanwhile. Claims bind nobody: an idle device
 takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
@@ -23,10 +26,13 @@ from hydra_engine.events import (
     DataEnded,
     DataFailed,
     DeviceAdded,
+    DidNotFit,
     Drop,
     Event,
     Failed,
     Finish,
+    Fit,
+    Fitted,
     Instruction,
     Load,
     Read,
@@ -55,6 +61,9 @@ class _Task:
     training: bool = True
     running: bool = False  # unit `position` is on a device, or on its way to DRAM
     committing: bool = False
+    fitting: bool = False
+    misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
+    has_read: bool = False  # the batch after this one was asked for
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
     next_batch: BatchReady | None = None
     ended: bool = False  # no more batches
@@ -117,6 +126,8 @@ class Scheduler:
             DataFailed: self._data_ended,
             Computed: self._computed,
             Stored: self._stored,
+            DidNotFit: self._did_not_fit,
+            Fitted: self._fitted,
             StepCommitted: self._step_committed,
             ShardUpdated: self._shard_updated,
             Failed: self._failed,
@@ -170,12 +181,41 @@ class Scheduler:
         task.position += 1
         self._mark_ready(task)
         through = event.unit.kind == FUSED or (event.unit.kind == EVALUATE and task.position == len(task.chain))
-        if through and not task.added.reads_ahead and not task.over:
-            self._out.append(Read(task.added.task))
+        if through and not task.over:
+            self._read(task)
         if task.position == len(task.chain) and not task.over:
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))
         self._advance(task)
+
+    def _read(self, task: _Task) -> None:
+        """Ask for the next batch, once."""
+        if not task.has_read:
+            task.has_read = True
+            self._out.append(Read(task.added.task))
+
+    def _did_not_fit(self, event: DidNotFit) -> None:
+        task = self._tasks[event.unit.task]
+        task.running = False
+        task.chain = ()
+        task.misfit = event.unit
+        self._revoke(task)
+        self._advance(task)
+
+    def _fitted(self, event: Fitted) -> None:
+        task = self._tasks[event.task]
+        task.fitting = False
+        task.added = task.added._replace(
+            training=event.training, evaluation=event.evaluation, needs=event.needs, updates=event.updates
+        )
+        task.unit_s = dict(event.unit_s)
+        task.step_s = sum(task.unit_s.get(node, 0.0) for node in event.training)
+        if task.next_batch is not None:  # read before this
+            task.next_batch = task.next_batch._replace(new_shapes=True)
+        if task.over:
+            self._advance(task)
+        else:
+            self._begin_chain(task)
 
     def _step_committed(self, event: StepCommitted) -> None:
         task = self._tasks[event.task]
@@ -196,7 +236,8 @@ class Scheduler:
     def _failed(self, event: Failed) -> None:
         task = self._tasks[event.task]
         task.running = task.running and event.unit is None
-        task.committing = task.committing and not event.commit
+        if event.commit:
+            task.committing = task.fitting = False
         self._end(task)
 
     def _stop_requested(self, _: StopRequested) -> None:
@@ -206,28 +247,47 @@ class Scheduler:
     def _end(self, task: _Task) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""
         task.over = True
+        task.misfit = None
+        self._revoke(task)
+        self._advance(task)
+
+    def _revoke(self, task: _Task) -> None:
         for index, device in self._devices.items():
             if device.claim is not None and device.claim.task == task.added.task:
                 self._drop(index, device)
-        self._advance(task)
 
     def _advance(self, task: _Task) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
-        if task.finished or task.committing or task.running or (task.chain and not task.over):
+        if task.finished or task.committing or task.fitting or task.running or (task.chain and not task.over):
             return
-        if task.over or (task.ended and task.next_batch is None):
+        if task.over or (task.ended and task.next_batch is None and task.misfit is None):
             if not task.stale:
                 task.finished = True
                 self._out.append(Finish(task.added.task))
             return
-        if task.next_batch is not None:
+        has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.new_shapes)
+        # Shards may be numbered anew: no update of the old ones may be under way.
+        if has_to_fit and task.stale:
+            return
+        if task.misfit is None:
+            if task.next_batch is None:
+                return
             batch, task.next_batch = task.next_batch, None
-            task.step, task.training, task.position = batch.step, batch.training, 0
-            task.chain = task.added.training if batch.training else task.added.evaluation
-            self._mark_ready(task)
-            self._out.append(Begin(task.added.task, batch.step))
-            if task.added.reads_ahead:
-                self._out.append(Read(task.added.task))
+            task.step, task.training, task.has_read = batch.step, batch.training, False
+        if has_to_fit:
+            task.fitting = True
+            self._out.append(Fit(task.added.task, task.misfit))
+            task.misfit = None
+        else:
+            self._out.append(Begin(task.added.task, task.step))
+            self._begin_chain(task)
+
+    def _begin_chain(self, task: _Task) -> None:
+        task.position = 0
+        task.chain = task.added.training if task.training else task.added.evaluation
+        self._mark_ready(task)
+        if task.added.reads_ahead:
+            self._read(task)
 
     def _mark_ready(self, task: _Task) -> None:
         self._ready_count += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.batches import LossReduction, Split, split, unpack_pair
-from partitioners import Partitioner, Pilot
+from partitioners import Partitioner, Pilot, make_partitioner
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
@@ -89,9 +89,11 @@ class ModelTask:
             from that parameter's own gradient and state.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
         lr_scheduler_interval: "step" or "epoch".
-        partitioner: cuts the layers into shards; default `partitioners.Pilot()`.
+        partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
+            `partitioners.Pilot()`.
         precision: "float32".
-        accumulation_steps: micro-batches per step, or "auto": the least power of two with which the model fits.
+        accumulation_steps: micro-batches per step, or "auto": the least power of two with which the model fits; with
+            the partitioner "optimal", the one with the least predicted step time.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
@@ -99,6 +101,8 @@ class ModelTask:
         unpack: batch -> (inputs, target); default: the batch is that pair.
         split: (inputs, target, n) -> sequence of (inputs, target, weight); default `hydra_engine.split`.
         validation: a loader evaluated after every epoch.
+        scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
+            Without it, the first batch is the sample, and a larger one is made room for when it comes.
 
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
@@ -115,7 +119,7 @@ class ModelTask:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
-        partitioner: Partitioner | None = None,
+        partitioner: Partitioner | str | None = None,
         precision: str = "float32",
         accumulation_steps: int | str = 1,
         loss_reduction: LossReduction = "mean",
@@ -124,6 +128,7 @@ class ModelTask:
         unpack: Callable[[Any], tuple[Any, Any]] | None = None,
         split: Split | None = None,
         validation: Iterable[Any] | None = None,
+        scan_batches: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
         _check_choice("precision", precision, ("float32",))
@@ -142,6 +147,7 @@ class ModelTask:
                 raise TypeError(f"{field}: {value!r} is not callable; give a function")
         if isinstance(loss_fn, type):
             raise TypeError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+        partitioner = make_partitioner(partitioner) if isinstance(partitioner, str) else partitioner
         for method in ("partition", "revise"):
             if partitioner is not None and (isinstance(partitioner, type) or not hasattr(partitioner, method)):
                 raise TypeError(f"partitioner: {partitioner!r} is not a partitioner; give Pilot() or Presharded([...])")
@@ -165,6 +171,12 @@ class ModelTask:
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
         self.validation = validation
+        if scan_batches and isinstance(dataloader, Iterator):
+            raise ValueError(
+                f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "
+                f"that starts anew at each iter(), or leave scan_batches out"
+            )
+        self.scan_batches = scan_batches
         self._check_parameters()
 
     def _check_parameters(self) -> None:

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from hydra_engine.boundary import extent, flat
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
 from hydra_engine.schedule import evaluation_chain, training_chain
@@ -47,6 +49,8 @@ class TaskState:
         self.shards: list[Shard] = []
         self.locked: set[int] = set()  # shards that draw from process-wide generators
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
+        self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
+        self.fitting: set[tuple[Any, ...]] = set()  # signatures of batches that were seen to fit
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
@@ -58,10 +62,23 @@ class TaskState:
         self.staging = StepStaging()
 
     def cut(self, boundaries: Sequence[int]) -> None:
-        """Set the partition."""
+        """Set the partition. A shard that is part of an old one draws and differentiates as that one did."""
+        old, locked, keep_saved = self.shards, self.locked, self.keep_saved
+        proven = {(s.first, s.last) for s in old[:-1] if s.index not in self.unproven}
         self.boundaries = list(boundaries)
         self.shards = self.layout.shards(boundaries)
         self._unit_bytes = {}
+        self.locked = _inside(self.shards, old, locked)
+        self.keep_saved = _inside(self.shards, old, keep_saved)
+        self.unproven = {s.index for s in self.shards if (s.first, s.last) not in proven}
+
+    def forget_units(self) -> None:
+        """Forget what units take: it differs with the number of micro-batches."""
+        self._unit_bytes = {}
+
+    def fits_like_another(self, signature: tuple[Any, ...]) -> bool:
+        """Whether a batch is no larger, in any dimension, than one that was seen to fit."""
+        return signature in self.fitting or any(_no_larger(signature, known) for known in self.fitting)
 
     @property
     def lowest_backward(self) -> int:
@@ -98,9 +115,22 @@ class TaskState:
         last = self.staging.num_micro_batches - 1
         return self.staging.random[len(self.shards), last]
 
+    def check_repeated(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
+        """Refuse layers whose recomputed forward gives another output than the one that was stored."""
+        stored = self.staging.entering(shard.index + 1, m).tensors
+        if len(stored) != len(tensors) or not all(map(_same_bits, stored, tensors)):
+            layers = ", ".join(self.layout.names[shard.first : shard.last])
+            raise ValueError(
+                f"{self.name}: run again on the same input, layers {layers} gave another output, so a backward could "
+                f"not repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "
+                f"generator instead of one of the layer"
+            )
+        if m == self.staging.num_micro_batches - 1:
+            self.unproven.discard(shard.index)
+
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""
-        changed = self.staging.buffers.keys()
+        changed = self.changed_buffers
         holders = Counter(index for shard in self.shards for index in shard.buffers if index in changed)
         if self.accumulation_steps > 1 and max(holders.values(), default=0) > 1:
             raise ValueError(
@@ -119,3 +149,36 @@ class TaskState:
                         f"{self.accumulation_steps}; draw from torch, whose stream each micro-batch has its own of, or "
                         f"set accumulation_steps=1"
                     )
+
+
+def _inside(shards: Sequence[Shard], old: Sequence[Shard], marked: set[int]) -> set[int]:
+    """The shards that hold layers of a marked old shard."""
+    layers = {layer for shard in old if shard.index in marked for layer in range(shard.first, shard.last)}
+    return {shard.index for shard in shards if not layers.isdisjoint(range(shard.first, shard.last))}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    return same_kind and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As bytes, so that NaN equals NaN; a view where no gaps lie between the elements, which may hold anything."""
+    is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
+    return (flat(tensor) if is_dense else tensor.detach().reshape(-1)).view(torch.uint8).cpu()
+
+
+def _no_larger(signature: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
+    """Whether every micro-batch has the tensors of one that is known, of the same types, in no dimension larger."""
+    if len(signature) > len(known):
+        return False
+    for micro_batch, other in zip(signature, known, strict=False):
+        for (tensors, leaves), (known_tensors, known_leaves) in zip(micro_batch, other, strict=True):
+            if len(tensors) != len(known_tensors) or leaves != known_leaves:
+                return False
+            for (shape, _, dtype), (known_shape, _, known_dtype) in zip(tensors, known_tensors, strict=True):
+                if dtype != known_dtype or len(shape) != len(known_shape):
+                    return False
+                if any(size > most for size, most in zip(shape, known_shape, strict=True)):
+                    return False
+    return True

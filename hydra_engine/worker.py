@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
-from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, OnRecomputed, UnitOutput
+from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
 from hydra_engine.ledger import Ticket
 from hydra_engine.schedule import Unit
 from hydra_engine.shard import Structure
@@ -85,10 +85,10 @@ class Worker:
         self._outstanding: set[_Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
-    def admit(self, state: TaskState, modes: Modes = nullcontext, on_recomputed: OnRecomputed | None = None) -> None:
+    def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
-        executor = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes, on_recomputed)
+        executor = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes)
         self._executors[state.name] = executor
 
     def dismiss(self, name: str) -> None:
@@ -227,6 +227,9 @@ class Worker:
         work.stores.append(Future())
         kind, shard = work.unit.kind, work.shard
         self._submit(STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
+        if work.known is None:
+            # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
+            work.stores[m].result()
 
     @contextmanager
     def _metered(self, work: _Work) -> Iterator[None]:
@@ -272,6 +275,7 @@ class Worker:
                     partial(self._emit, work),
                     locked=work.shard.index in work.state.locked,
                     keep_saved=work.shard.index in work.state.keep_saved,
+                    on_recomputed=work.state.check_repeated if work.shard.index in work.state.unproven else None,
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")

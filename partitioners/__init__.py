@@ -16,13 +16,14 @@ from partitioners.optimal import Optimal
 from partitioners.pilot import Pilot, halved
 from partitioners.presharded import Presharded
 from partitioners.profile import profile
-from partitioners.rates import STATED_RATES, Rates
+from partitioners.rates import GPU, STATED_RATES, Rates
 from partitioners.registry import make_partitioner, register_partitioner
 from partitioners.reserve import LayerPeak, layer_peaks
 from partitioners.sizes import format_bytes, parse_bytes
 from partitioners.steptime import StepTime, predict_step
 
 __all__ = [
+    "GPU",
     "STATED_RATES",
     "Balanced",
     "Budget",

@@ -34,6 +34,7 @@ class LayerCost:
     target_bytes: int = 0  # last layer only
     padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
     forward_peak_bytes: int = 0  # most alive at once of what a forward creates that saves nothing; 0: not known
+    shared_bytes: int = 0  # of its trainable parameters that other layers hold too
     accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
     forward_flops: int = 0
     backward_flops: int = 0
@@ -134,17 +135,22 @@ def slab_bytes(costs: Sequence[LayerCost], first: int, last: int) -> int:
 def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
     """Most bytes beside the slab while layers ``[first, last)`` run forward and backward over the micro-batches.
 
-    A forward-only unit needs less. With n micro-batches, the sum of
+    Where neither these layers nor any below hold a trainable parameter, they run forward only, and take less. Else,
+    with n micro-batches, the sum of
 
     - work: the worst moment of one micro-batch (``_work_bytes``);
     - n > 1: every gradient of the shard, accumulated over the micro-batches before this one;
     - min(n, 2) times what enters: input, incoming gradient of the shard's output (none for the last shard, which
       ends in the loss), target. The next micro-batch's is loaded while this one computes;
-    - n > 1: one thing that leaves, output or input gradient of the micro-batch before, still being stored.
+    - n > 1: one thing that leaves, output or input gradient of the micro-batch before, still being stored;
+    - parameters that a shard above holds too: their gradient from there enters and is added to; n > 1: what goes to a
+      shard below is being stored.
     """
     _check_shard(costs, first, last)
     _check_count("num_micro_batches", num_micro_batches, at_least=1)
     shard = costs[first:last]
+    if last < len(costs) and not any(cost.grad_bytes for cost in costs[:last]) and _knows_forward(shard):
+        return forward_unit_bytes(costs, first, last, num_micro_batches)
     input_bytes = shard[0].input_bytes
     output_bytes = shard[-1].output_bytes if last < len(costs) else 0
     total = _work_bytes(shard, last == len(costs)) + min(num_micro_batches, 2) * (
@@ -152,6 +158,9 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
     )
     if num_micro_batches > 1:
         total += sum(accumulated_bytes(cost) for cost in shard) + max(input_bytes, output_bytes)
+    for cost in shard:
+        handed_down = (1 + min(num_micro_batches, 2)) * any(other >= last for other in cost.shares_with)
+        total += (handed_down + (num_micro_batches > 1) * any(k < first for k in cost.shares_with)) * cost.shared_bytes
     return total
 
 
@@ -164,12 +173,16 @@ def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_mi
     _check_shard(costs, first, last)
     _check_count("num_micro_batches", num_micro_batches, at_least=1)
     shard = costs[first:last]
-    if any(cost.forward_peak_bytes == 0 for cost in shard):
+    if not _knows_forward(shard):
         return unit_bytes(costs, first, last, num_micro_batches)
     entering = [0, *(cost.output_bytes for cost in shard[:-1])]
     work = max(cost.forward_peak_bytes + num_bytes for cost, num_bytes in zip(shard, entering, strict=True))
     several = num_micro_batches > 1
     return work + (1 + several) * shard[0].input_bytes + several * shard[-1].output_bytes
+
+
+def _knows_forward(shard: Sequence[LayerCost]) -> bool:
+    return all(cost.forward_peak_bytes for cost in shard)
 
 
 def accumulated_bytes(cost: LayerCost) -> int:
@@ -192,18 +205,16 @@ def _work_bytes(shard: Sequence[LayerCost], ends_in_loss: bool) -> int:
 
     and, unless k is the last layer, what k's peak leaves out: the gradient of its output, which layer k+1 made, and
     what the caller of backward holds until it returns: the shard's output, and the loss's gradient if it is one (the
-    gradient of another output is among what enters). A first layer that works in place does so on a copy of the
-    input, because autograd allows it on no leaf.
+    gradient of another output is among what enters).
     """
     held = shard[-1].output_bytes * (2 if ends_in_loss else 1)
-    entering = shard[0].input_bytes if shard[0].changes_input else 0
     saved, grads, most = 0, sum(cost.grad_bytes for cost in shard), 0
     for k, cost in enumerate(shard):
         grads -= cost.grad_bytes
         passing = cost.output_bytes + held if k < len(shard) - 1 else 0
         most = max(most, saved + cost.peak_bytes + passing + grads)
         saved += cost.saved_bytes
-    return entering + most
+    return most
 
 
 def _aligned(num_bytes: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -61,6 +62,7 @@ def profile(
     rates = rates or STATED_RATES[place.type, precision]
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
     shares = _sharing([layer for _, layer in layers])
+    shared_bytes = _shared_bytes([layer for _, layer in layers])
 
     def measure(*, runs: bool) -> list[LayerCost]:
         profiler = _Profiler(place, precision, rates)
@@ -69,7 +71,8 @@ def profile(
         for index, (name, layer) in enumerate(layers):
             with _naming(index, name):
                 fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
-            costs.append(LayerCost(index=index, name=name, shares_with=shares[index], **fields))
+            fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
+            costs.append(LayerCost(index=index, name=name, **fields))
         return costs
 
     with _generators_kept(), torch.enable_grad():
@@ -160,6 +163,13 @@ def _sharing(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
     """For each layer, the other layers that hold one of its parameters."""
     held = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     return [tuple(j for j, theirs in enumerate(held) if j != i and mine & theirs) for i, mine in enumerate(held)]
+
+
+def _shared_bytes(layers: Sequence[nn.Module]) -> list[int]:
+    """For each layer, bytes of its trainable parameters that other layers hold too."""
+    trainable = [{id(p): p for p in layer.parameters() if p.requires_grad} for layer in layers]
+    holders = Counter(key for held in trainable for key in held)
+    return [sum(p.numel() * p.element_size() for key, p in held.items() if holders[key] > 1) for held in trainable]
 
 
 def _place(device: torch.device | str | None) -> torch.device:

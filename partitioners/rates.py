@@ -28,6 +28,9 @@ class Rates:
         return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 
+# The kind of device whose kernels `profile` has in mind for estimates.
+GPU = "cuda"
+
 # One core of a current server CPU; one current workstation GPU of 24 GB (its peaks: 83 TFLOP/s in float32, 165 in
 # bfloat16 and float16 with float32 sums, 1,008 GB/s).
 STATED_RATES = {

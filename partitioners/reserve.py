@@ -61,7 +61,7 @@ def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
     handed, target = boundary.copied(), work.target.copied()
     with profiler(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         output = run_once(work, handed, target).output
-    events = trace.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = trace.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
     current = most = 0
     for _, num_bytes in changes:

@@ -44,7 +44,6 @@ class ShardTable:
         saved, grads = _prefix(column["saved_bytes"]), _prefix([cost.grad_bytes for cost in costs])
         forwards = column["forward_peak_bytes"]
         held = outputs * np.where(np.arange(num) == num - 1, 2, 1)
-        copied = np.array([cost.input_bytes if cost.changes_input else 0 for cost in costs], dtype=np.int64)
         # What layer k holds while it runs backward, but for what depends on where the shard begins and ends.
         inner = saved[:-1] + peaks + outputs - grads[1:]
         last_own = saved[:-1] + peaks
@@ -53,7 +52,7 @@ class ShardTable:
             most = last_own[first:].copy()
             below = np.maximum.accumulate(inner[first:-1]) + grads[first + 2 :] + held[first + 1 :]
             most[1:] = np.maximum(most[1:], below)
-            work[first, first + 1 :] = copied[first] + most - saved[first]
+            work[first, first + 1 :] = most - saved[first]
             passing = forwards[first:].copy()
             passing[1:] += outputs[first:-1]
             forward[first, first + 1 :] = np.maximum.accumulate(passing)
@@ -67,9 +66,17 @@ class ShardTable:
         if several:
             added = _prefix([accumulated_bytes(cost) for cost in costs])
             unit += added[None, 1:] - added[:-1, None] + np.maximum(inputs[:, None], leaving[None, :])
+        for k, cost in enumerate(costs):
+            if cost.shared_bytes and cost.shares_with:
+                highest, deepest = max(cost.shares_with), min(cost.shares_with)
+                unit[: k + 1, k:highest] += (1 + min(num_micro_batches, 2)) * cost.shared_bytes
+                unit[deepest + 1 : k + 1, k:] += several * cost.shared_bytes
         light = forward[:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
         unknown = _prefix((forwards == 0).astype(np.int64))
         light = np.where(unknown[None, 1:] - unknown[:-1, None] > 0, unit, light)
+        trainable = next((k for k, cost in enumerate(costs) if cost.grad_bytes), num)
+        # Shards that end at or before it run forward only, but for the last one, which ends in the loss.
+        unit[:, : min(trainable, num - 1)] = light[:, : min(trainable, num - 1)]
         tables = {"slab": slab, "forward": _table(num), "full": _table(num)}
         tables["forward"][:-1, 1:][upper] = (slab[:-1, 1:] + light)[upper]
         tables["full"][:-1, 1:][upper] = (slab[:-1, 1:] + unit)[upper]

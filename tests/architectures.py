@@ -59,11 +59,8 @@ def gpt():
 
 
 def lstm():
-    return (
-        nn.Sequential(nn.Linear(5, 16), Lstm(16, 16), Lstm(16, 16, num_layers=2, dropout=0.2), nn.Linear(16, 3)),
-        *sequences(5),
-        F.mse_loss,
-    )
+    model = nn.Sequential(nn.Linear(5, 16), Lstm(16, 16), Lstm(16, 16, num_layers=2, dropout=0.2), nn.Linear(16, 3))
+    return model, *sequences(5), F.mse_loss
 
 
 def sequences(width):

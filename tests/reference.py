@@ -34,8 +34,10 @@ def train(
     unpack=None,
     max_steps=None,
 ):
-    """Train `model` in place, on the CPU in float32, and stop after `max_steps` steps if given."""
-    n = accumulation_steps
+    """Train `model` in place, on the CPU in float32, and stop after `max_steps` steps if given.
+
+    `accumulation_steps` may be a function of the step.
+    """
     unpack = unpack or _pair
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer, lr = (torch.optim.SGD, 1e-3 if lr is None else lr) if optimizer is None else (optimizer, lr)
@@ -50,6 +52,7 @@ def train(
         for batch in loader:  # iter() and the sampler draw too
             inputs, target = unpack(batch)
             optimizer.zero_grad(set_to_none=True)
+            n = accumulation_steps(len(result.losses)) if callable(accumulation_steps) else accumulation_steps
             if n == 1:
                 loss = loss_fn(model(inputs), target)
                 loss.backward()

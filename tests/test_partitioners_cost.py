@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from partitioners import Budget, LayerCost, LayerTooLarge, MemoryMeter, profile, shard_bytes, slab_bytes, unit_bytes
+from partitioners import (
+    Budget,
+    LayerCost,
+    LayerTooLarge,
+    MemoryMeter,
+    forward_unit_bytes,
+    profile,
+    shard_bytes,
+    slab_bytes,
+    unit_bytes,
+)
 
 ZERO = LayerCost(
     index=0,
@@ -72,10 +82,32 @@ def test_several_micro_batches_add_gradients_the_next_input_and_what_is_being_st
     assert unit_bytes(THREE, 2, 3, 2) == unit_bytes(THREE, 2, 3, 1) + 4 + (10**8 + 10**9) + 10**8
 
 
-def test_a_first_layer_that_works_in_place_gets_a_copy_of_its_input():
-    changing = (replace(THREE[0], changes_input=True), *THREE[1:])
-    assert unit_bytes(changing, 0, 1) == unit_bytes(THREE, 0, 1) + 10**6
-    assert unit_bytes((THREE[0], replace(THREE[1], changes_input=True)), 0, 2) == unit_bytes(THREE[:2], 0, 2)
+def test_shards_below_which_nothing_trains_run_forward_only():
+    costs = [replace(cost, grad_bytes=0, forward_peak_bytes=5) for cost in THREE]
+    assert unit_bytes(costs, 0, 2) == forward_unit_bytes(costs, 0, 2)
+    trainable = [replace(costs[0], grad_bytes=1), *costs[1:]]
+    assert unit_bytes(trainable, 1, 2) > forward_unit_bytes(trainable, 1, 2)
+    assert unit_bytes(costs, 2, 3) > forward_unit_bytes(costs, 2, 3)  # ends in the loss
+
+
+def test_forward_holds_a_layers_input_until_its_output_is_there():
+    costs = [replace(cost, forward_peak_bytes=peak) for cost, peak in zip(THREE, (70, 20, 60), strict=True)]
+    first, second, third = (cost.output_bytes for cost in costs)
+    entering = costs[0].input_bytes
+    assert forward_unit_bytes(costs, 0, 3) == entering + max(70, first + 20, second + 60)
+    assert forward_unit_bytes(costs, 0, 3, 2) == 2 * entering + max(70, first + 20, second + 60) + third
+    unknown = [replace(costs[0], forward_peak_bytes=0), *costs[1:]]
+    assert forward_unit_bytes(unknown, 0, 3) == unit_bytes(unknown, 0, 3)
+
+
+def test_a_parameter_that_a_shard_above_holds_too_brings_its_gradient():
+    low, high = replace(THREE[0], shares_with=(2,), shared_bytes=7), replace(THREE[2], shares_with=(0,), shared_bytes=7)
+    costs = [low, THREE[1], high]
+    assert unit_bytes(costs, 0, 1) == unit_bytes(THREE, 0, 1) + 2 * 7  # it enters, and a sum is made
+    assert unit_bytes(costs, 0, 1, 2) == unit_bytes(THREE, 0, 1, 2) + 3 * 7
+    assert unit_bytes(costs, 2, 3) == unit_bytes(THREE, 2, 3)
+    assert unit_bytes(costs, 2, 3, 2) == unit_bytes(THREE, 2, 3, 2) + 7  # one is being stored
+    assert unit_bytes(costs, 0, 3, 2) == unit_bytes(THREE, 0, 3, 2)
 
 
 def test_shard_is_slab_and_unit():
@@ -108,7 +140,15 @@ def test_a_cost_that_cannot_be_is_refused(field, value):
         replace(ZERO, **{field: value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("memory_bytes", 0), ("memory_bytes", "1GiB"), ("buffer_bytes", -1)])
+BAD_BUDGETS = (
+    *(("memory_bytes", value) for value in (0, -1, 1.5, True, "1GiB")),
+    ("buffer_bytes", -1),
+    *((rate, value) for rate in ("link_bytes_per_s", "update_bytes_per_s") for value in (0, -1.0, float("nan"))),
+    *(("unit_s", value) for value in (-0.1, float("inf"), float("nan"))),
+)
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_BUDGETS)
 def test_a_budget_that_cannot_be_is_refused(field, value):
     with pytest.raises(ValueError, match=rf"Budget\.{field}: "):
         Budget(**({"memory_bytes": 1} | {field: value}))
@@ -163,16 +203,16 @@ def run_metered(model, first, last, inputs, target, num_micro_batches):
         x = layer(x)
     incoming = None if last == len(model) else torch.ones_like(model[first:last](x.detach().clone()))
     model.zero_grad()
-    copied = isinstance(model[first], nn.ReLU)
+    # No leaves, which a layer could not work on in place; copied before, as what enters a device is.
+    entering = [x.detach().requires_grad_(x.requires_grad).clone() for _ in range(num_micro_batches)]
     with MemoryMeter() as meter:
-        for _ in range(num_micro_batches):
-            leaf = x.detach().requires_grad_(x.requires_grad)
-            output = model[first:last](leaf.clone() if copied else leaf)
+        while entering:
+            output = model[first:last](entering.pop())
             if last == len(model):
                 output = nn.functional.cross_entropy(output, target)
             if output.requires_grad:
                 output.backward(incoming)
-            del output, leaf
+            del output
         return meter.peak_bytes
 
 
@@ -192,7 +232,7 @@ def test_unit_bytes_bounds_the_measured_peak_of_every_shard(num_micro_batches):
         peak_bytes = run_metered(model, first, last, inputs, target, num_micro_batches)
         inside_bytes = unit_bytes(costs, first, last, num_micro_batches)
         inside_bytes -= made_outside(costs, first, last, num_micro_batches)
-        assert inside_bytes / 3 <= peak_bytes <= inside_bytes, (first, last)
+        assert inside_bytes / 5 <= peak_bytes <= inside_bytes, (first, last)
 
 
 def test_a_lone_layer_takes_exactly_its_peak():

@@ -1,0 +1,123 @@
+"""Makes room when a batch does not fit: finer shards first, more micro-batches where a single layer is too large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hydra_engine.batches import batch_size
+from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.randomness import Stream, capture, installed
+from hydra_engine.reader import Batch, Reader
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
+from hydra_engine.shard import Shard
+from hydra_engine.task_state import TaskState
+from partitioners import LayerCost, format_bytes, halved, profile, shard_bytes
+
+
+def refit(
+    state: TaskState,
+    reader: Reader,
+    batch: Batch,
+    memory_bytes: int,
+    *,
+    misfit: Unit | None = None,
+    error: Exception | None = None,
+    may_split: bool = True,
+) -> Batch:
+    """Cut the task so that this batch fits a device of `memory_bytes`; returns the batch, split as it then has to be.
+
+    Shapes are measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`.
+    `may_split`: whether the number of micro-batches may still change for this batch. It changes for good: for the
+    batches to come as well.
+
+    Raises ShardDoesNotFit when one layer is too large for one sample.
+    """
+    if batch.training and batch.accumulation_steps != state.accumulation_steps:
+        batch = reader.split_again(batch, state.accumulation_steps)
+    costs: Sequence[LayerCost] | None = _measure(state, batch)
+    if misfit is not None:
+        batch, costs = _make_room(state, reader, batch, costs, misfit.shard, error, may_split)
+    while costs is not None:
+        number = len(batch.micro_batches)
+        wide = [s for s in state.shards if shard_bytes(costs, s.first, s.last, number) > memory_bytes]
+        # A lone layer's figure is exact for one micro-batch, else an upper bound: then the device itself has to say.
+        wide = [s for s in wide if s.last - s.first > 1 or (batch.training and number == 1)]
+        if not wide:
+            break
+        batch, costs = _make_room(state, reader, batch, costs, wide[0].index, None, may_split)
+    state.check_buffers()
+    state.fitting.add(batch.signature)
+    return batch
+
+
+def _make_room(
+    state: TaskState,
+    reader: Reader,
+    batch: Batch,
+    costs: Sequence[LayerCost] | None,
+    shard: int,
+    error: Exception | None,
+    may_split: bool,
+) -> tuple[Batch, Sequence[LayerCost] | None]:
+    finer = halved(state.boundaries, shard, costs or ())
+    if finer is not None:
+        state.cut(finer)
+        return batch, costs
+    number = 2 * len(batch.micro_batches)
+    if not may_split or not batch.training or number > batch.num_samples:
+        raise ShardDoesNotFit(_why(state, batch, costs, shard, may_split)) from error
+    state.accumulation_steps = reader.accumulation_steps = number
+    batch = reader.split_again(batch, number)
+    state.forget_units()
+    return batch, _measure(state, batch)
+
+
+def _measure(state: TaskState, batch: Batch) -> list[LayerCost] | None:
+    """Costs of the largest micro-batch; None where only a run can tell."""
+    inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
+    with installed(Stream(capture())):
+        try:
+            return profile(state.task.model, inputs, target, state.task.loss_fn, time_layers=False)
+        except Exception:  # the layer's own mistake shows when the step runs
+            return None
+
+
+def _why(state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, shard: int, may_split: bool) -> str:
+    first = state.shards[shard].first
+    needed = ""
+    if costs is not None:
+        num_bytes = shard_bytes(costs, first, first + 1, len(batch.micro_batches))
+        needed = f" needs {format_bytes(num_bytes)} ({num_bytes} bytes) and"
+    if not batch.training:
+        limit = "evaluation batches are not split; give the validation loader a smaller batch size"
+    elif not may_split:
+        limit = (
+            "the next batch is read already, so this one cannot be split any more; set accumulation_steps to more "
+            "than 1 from the start"
+        )
+    else:
+        limit = f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already"
+    return (
+        f"{state.name}: layer {first} ({state.layout.names[first]}){needed} does not fit a device alone at step "
+        f"{batch.step}: {limit}, or use a device with more memory"
+    )
+
+
+def shared_out(
+    unit_s: Mapping[tuple[str, int], float], old: Sequence[Shard], shards: Sequence[Shard]
+) -> dict[tuple[str, int], float]:
+    """Estimates for the units of finer shards: an old unit's seconds in equal parts for its layers.
+
+    Only the last shard runs forward and backward as one unit; what it takes is what its parts' backward units take.
+    """
+    found: dict[tuple[str, int], float] = {}
+    last = len(shards) - 1
+    for shard in shards:
+        whole = next(each for each in old if each.first <= shard.first < each.last)
+        share = (shard.last - shard.first) / (whole.last - whole.first)
+        backward_s = share * unit_s.get((FUSED if whole is old[-1] else BACKWARD, whole.index), 0.0)
+        forward_s = share * unit_s.get((FORWARD, whole.index), 0.0) or backward_s / 3
+        kinds = {FUSED: backward_s} if shard.index == last else {FORWARD: forward_s, BACKWARD: backward_s}
+        found |= {(kind, shard.index): seconds for kind, seconds in kinds.items()}
+        found[EVALUATE, shard.index] = share * unit_s.get((EVALUATE, whole.index), 0.0)
+    return found

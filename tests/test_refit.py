@@ -1,0 +1,229 @@
+"""When a batch does not fit: finer shards, then more micro-batches, and the bits of plain PyTorch all along."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hydra_engine.refit
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Balanced, Presharded
+from tests import reference
+
+SEED = 5
+WIDTH = 32
+NUM_BATCHES = 6
+
+
+def dense(*, draws=False, norm=False):
+    """Ten layers, or more with those that draw or have buffers; activations weigh as much as weights at 32 samples."""
+    torch.manual_seed(1)
+    layers = []
+    for _ in range(5):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2) if draws else nn.Tanh()]
+        if norm:
+            layers.append(nn.BatchNorm1d(WIDTH))
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def batches(*sizes):
+    """A loader: batches of these sizes."""
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(n, WIDTH, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+
+
+def train(model, loader, memory, *, num_devices=1, epochs=2, **options):
+    """The task's report; its devices never held more than their budget."""
+    devices = [EmulatedDevice(memory, meter_every_unit=True) for _ in range(num_devices)]
+    task = ModelTask(
+        model, F.cross_entropy, loader, 1e-3, epochs, optimizer=torch.optim.AdamW, seed=SEED, name="a", **options
+    )
+    orchestra = ModelOrchestrator([task], devices=devices)
+    orchestra.verbose = 0
+    orchestra.generate()
+    report = orchestra.train_models()
+    for device in report.devices:
+        assert device.peak_bytes <= device.memory_bytes
+    return report.tasks["a"]
+
+
+def number_at(report, start=1):
+    """The micro-batches of a step, as the report tells them."""
+
+    def number(step):
+        return next((r.accumulation_steps for r in reversed(report.revisions) if r.step <= step), start)
+
+    return number
+
+
+def assert_as_plain(model, original, loader, report, *, start=1, epochs=2, **options):
+    assert report.status == "finished", report.error
+    plain = copy.deepcopy(original)
+    result = reference.train(
+        plain,
+        F.cross_entropy,
+        loader,
+        lr=1e-3,
+        epochs=epochs,
+        optimizer=torch.optim.AdamW,
+        seed=SEED,
+        accumulation_steps=number_at(report, start),
+        **options,
+    )
+    assert report.losses == result.losses
+    assert report.validation_losses == result.validation_losses
+    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.fixture(params=["fake tensors", "the device alone"])
+def warned_by(request, monkeypatch):
+    """Who finds that a batch does not fit: the measurement before its step, or a device that runs out in it."""
+    if request.param == "the device alone":
+        monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+    return request.param
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"draws": True}, {"norm": True}], ids=str)
+def test_a_batch_four_times_larger_in_mid_epoch_is_trained_on_finer_shards(warned_by, options, num_devices):
+    model = dense(**options)
+    original, loader = copy.deepcopy(model), batches(32, 32, 128, 32, 32, 32)
+    report = train(model, loader, "80KiB", num_devices=num_devices)
+    assert report.revisions
+    assert {revision.accumulation_steps for revision in report.revisions} == {1}
+    assert report.revisions[0].step == 2
+    ends = [revision.boundaries for revision in report.revisions]
+    assert all(set(few) < set(more) for few, more in pairwise(ends))
+    assert_as_plain(model, original, loader, report)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"norm": True}], ids=str)
+def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, options, num_devices):
+    model = dense(**options)
+    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
+    report = train(model, loader, "120KiB", num_devices=num_devices)
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+def test_layers_that_draw_get_the_streams_of_their_micro_batches():
+    model = dense(draws=True)
+    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
+    report = train(model, loader, "120KiB")
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+def test_a_number_above_one_grows_from_there(warned_by):
+    model = dense(norm=True)
+    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
+    report = train(model, loader, "120KiB", accumulation_steps=3)
+    assert report.revisions[-1].accumulation_steps in (6, 12)
+    assert_as_plain(model, original, loader, report, start=3)
+
+
+@pytest.mark.parametrize("partitioner", [Presharded([5, 11]), Balanced(2)], ids=repr)
+def test_a_partition_that_the_user_fixed_is_cut_all_the_same(warned_by, partitioner):
+    model = dense()
+    original, loader = copy.deepcopy(model), batches(32, 128, 32)
+    report = train(model, loader, "110KiB", partitioner=partitioner)
+    assert report.revisions
+    assert_as_plain(model, original, loader, report)
+
+
+def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
+    model = dense(norm=True)
+    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 256)
+    report = train(model, loader, "70KiB", validation=validation)
+    assert report.revisions
+    assert_as_plain(model, original, loader, report, validation=validation)
+
+
+def test_a_validation_batch_that_no_layer_has_room_for_fails_the_task_by_name():
+    model = dense()
+    report = None
+    with pytest.raises(
+        ValueError, match=r"a: layer 0 \(0\) .*does not fit a device alone at step 1: evaluation batches"
+    ):
+        report = train(model, batches(32, 32), "70KiB", validation=batches(32, 2048))
+    assert report is None
+
+
+def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_commit():
+    model = dense()
+    original, loader = copy.deepcopy(model), batches(32, 32)
+    large = (torch.randn(1, 4096, WIDTH), torch.randint(3, (1, 4096)))
+    devices = [EmulatedDevice("80KiB")]
+    task = ModelTask(
+        model, lambda output, y: F.cross_entropy(output.flatten(0, -2), y.flatten()), [*loader, large], seed=SEED
+    )
+    orchestra = ModelOrchestrator([task], devices=devices)
+    orchestra.verbose = 0
+    with pytest.raises(
+        ValueError, match=r"layer \d+ \(\d+\) needs .* does not fit a device alone at step 2: a batch of 1"
+    ):
+        orchestra.train_models()
+    report = orchestra.report.tasks["task-0"]
+    assert (report.status, report.steps) == ("failed", 2)
+    plain = copy.deepcopy(original)
+    reference.train(plain, F.cross_entropy, loader, seed=SEED)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
+    """The next batch was read from where the layers, in one micro-batch, had left the random stream."""
+    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+    model = dense(draws=True)
+    loader = batches(32, 600, 32)  # forward takes three activations of 75 KiB, backward of a lone Linear four
+    with pytest.raises(ValueError, match="the next batch is read already"):
+        train(model, loader, "260KiB")
+
+
+def test_no_larger_shapes_are_not_measured_again(monkeypatch):
+    measured = []
+    measure = hydra_engine.refit._measure
+    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda *args: measured.append(1) or measure(*args))
+    train(dense(), batches(32, 31, 1, 32, 33, 33, 20), "1MiB")
+    assert len(measured) == 1
+
+
+def test_a_layer_that_does_not_repeat_is_found_in_a_shard_that_was_never_recomputed():
+    """It was in the last shard, which runs forward and backward as one; cut, it would be recomputed."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    model = dense()
+    model = nn.Sequential(*model[:6], Counting(), *model[6:])
+    with pytest.raises(ValueError, match="gave another output, so a backward could not repeat their forward"):
+        train(model, batches(32, 128), "110KiB", partitioner=Presharded([5, 12]))
+
+
+def test_other_tasks_go_on_as_if_alone():
+    models = [dense(), dense(norm=True)]
+    originals = copy.deepcopy(models)
+    loaders = [batches(32, 128, 32, 512, 32), batches(32, 32, 32)]
+    tasks = [
+        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED)
+        for model, loader in zip(models, loaders, strict=True)
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("120KiB", chaos=1) for _ in range(2)])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    assert report.tasks["task-0"].revisions
+    assert not report.tasks["task-1"].revisions
+    assert "task-0: from step 1 on" in str(report)
+    for name, model, original, loader in zip(report.tasks, models, originals, loaders, strict=True):
+        assert_as_plain(model, original, loader, report.tasks[name])
