@@ -55,9 +55,11 @@ class Balanced:
         if not np.isfinite(least[num]):
             fewest = fewest_shards(table.fits(budget.memory_bytes))
             assert fewest is not None
+            few = self.num_shards < len(fewest)
             raise ValueError(
-                f"num_shards: {self.num_shards} shards do not fit {budget.memory_bytes} bytes, limit: at least "
-                f"{len(fewest)} shards; ask for more, or give the device more memory"
+                f"num_shards: {self.num_shards} shards do not fit {budget.memory_bytes} bytes, limit: "
+                + (f"at least {len(fewest)} shards; ask for more" if few else f"{len(fewest)} do; ask for those")
+                + ", or give the device more memory"
             )
         boundaries = [num]
         for starts in before[:0:-1]:

@@ -32,6 +32,12 @@ class Boundary:
         return sum(_extent_bytes(tensor) for tensor in self.tensors)
 
     @property
+    def storage_bytes(self) -> int:
+        """Bytes of the storages behind its tensors, each once: what they keep alive."""
+        storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in self.tensors)}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    @property
     def signature(self) -> Any:
         """Hashable; equal for values of the same structure, shapes, strides and types."""
         return fingerprint(self._leaves), str(self._spec), tuple(self.views)

@@ -34,6 +34,7 @@ class LayerCost:
     target_bytes: int = 0  # last layer only
     padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
     forward_peak_bytes: int = 0  # most alive at once of what a forward creates that saves nothing; 0: not known
+    held_bytes: int = 0  # storage behind its output, where that is more than output_bytes
     shared_bytes: int = 0  # of its trainable parameters that other layers hold too
     accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
     forward_flops: int = 0
@@ -185,6 +186,11 @@ def _knows_forward(shard: Sequence[LayerCost]) -> bool:
     return all(cost.forward_peak_bytes for cost in shard)
 
 
+def kept_output_bytes(cost: LayerCost) -> int:
+    """Bytes that a layer's output keeps alive: a view keeps all of what it views."""
+    return max(cost.held_bytes, cost.output_bytes)
+
+
 def accumulated_bytes(cost: LayerCost) -> int:
     """Bytes of a layer's gradients while they add up over micro-batches."""
     return cost.grad_bytes if cost.accumulated_bytes is None else cost.accumulated_bytes
@@ -207,7 +213,7 @@ def _work_bytes(shard: Sequence[LayerCost], ends_in_loss: bool) -> int:
     what the caller of backward holds until it returns: the shard's output, and the loss's gradient if it is one (the
     gradient of another output is among what enters).
     """
-    held = shard[-1].output_bytes * (2 if ends_in_loss else 1)
+    held = kept_output_bytes(shard[-1]) + (shard[-1].output_bytes if ends_in_loss else 0)
     saved, grads, most = 0, sum(cost.grad_bytes for cost in shard), 0
     for k, cost in enumerate(shard):
         grads -= cost.grad_bytes

@@ -25,7 +25,9 @@ def fingerprint(part: Any) -> Any:
             if id(value) in seen:
                 return ("again", seen[id(value)])
             seen[id(value)] = len(seen)
-            strides = value.stride() if value.layout is torch.strided else id(value)
+            if nn.parameter.is_lazy(value) or value.layout is not torch.strided:
+                return ("object", id(value))
+            strides = value.stride()
             return (type(value), value.shape, strides, value.dtype, value.requires_grad, value.is_leaf)
         if isinstance(value, dict):
             return (type(value), tuple((of(k), of(v)) for k, v in value.items()))

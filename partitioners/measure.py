@@ -81,6 +81,7 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
     fields = sizes | {
         "input_bytes": boundary.num_bytes,
         "output_bytes": run.output.num_bytes,
+        "held_bytes": run.output.storage_bytes,
         "target_bytes": work.target.num_bytes,
         "saved_bytes": watch.saved_bytes,
         # Backward through a write to a view makes a copy of the whole gradient, but not on fake tensors, for which

@@ -32,8 +32,8 @@ class Optimal:
         """The number of micro-batches with the least predicted step, and its partition.
 
         costs_of: the layers' costs for one micro-batch, given the number of micro-batches in a step. It is asked for
-        each of `numbers`, in order, until a larger number that fits makes the step longer. Raises LayerTooLarge when
-        none fits.
+        each of `numbers`, in order, until a larger number that fits makes the step no shorter. Raises LayerTooLarge
+        when none fits.
         """
         least_s, found, error = np.inf, None, None
         for number in numbers:

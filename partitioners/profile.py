@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from partitioners.kernels import GpuKernels
 from partitioners.measure import Work, count, timed
 from partitioners.precision import DTYPES
 from partitioners.rates import STATED_RATES, Rates
+
+_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def profile(
@@ -84,6 +87,16 @@ def profile(
             return measure(runs=True)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of fake tensors, which prints the traceback of what is raised and reported anyway."""
+    disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
+    try:
+        yield
+    finally:
+        _FAKE_LOGGER.disabled = disabled
+
+
 class _DependsOnValues(ValueError):
     """A layer does what only values tell, which fake tensors have not."""
 
@@ -124,7 +137,7 @@ class _Profiler:
         key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature)
         if key not in self._known:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
-            with self._fakes.mode, kernels:
+            with self._fakes.mode, kernels, _quiet():
                 try:
                     self._known[key] = count(self._work(self._fakes, layer, loss_fn), self._fake, self._rates)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -152,7 +152,7 @@ class StepModel:
             compute_s=compute,
             exposed_load_s=loads,
             exposed_boundary_s=moved,
-            exposed_update_s=total - compute - moved - loads,
+            exposed_update_s=max(0.0, total - compute - moved - loads),
             link_s=max(up, down),
             update_s=update,
         )
@@ -160,7 +160,8 @@ class StepModel:
 
 def predict_step(costs: Sequence[LayerCost], boundaries: Sequence[int], budget: Budget) -> StepTime:
     """Seconds of one step of one task alone on a device of this budget, cut at these cumulative end indices."""
-    if not costs or list(boundaries) != sorted(set(boundaries)) or [0, *boundaries][-1] != len(costs):
+    starts = [0, *boundaries]
+    if not costs or any(first >= last for first, last in pairwise(starts)) or starts[-1] != len(costs):
         raise ValueError(
             f"boundaries: {list(boundaries)}, limit: cumulative end indices that rise to {len(costs)}; pass a partition"
         )

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from partitioners.cost import LayerCost, LayerTooLarge, accumulated_bytes, slab_bytes
+from partitioners.cost import LayerCost, LayerTooLarge, accumulated_bytes, kept_output_bytes, slab_bytes
 
 Bytes: TypeAlias = "npt.NDArray[np.int64]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
@@ -33,6 +33,8 @@ class ShardTable:
     def of(cls, costs: Sequence[LayerCost], num_micro_batches: int) -> ShardTable:
         """O(layers^2) in arrays: a thousand layers take a few tens of milliseconds."""
         num = len(costs)
+        if num == 0:
+            raise ValueError("costs: no layers, limit: at least 1; profile a model first")
         ends = _prefix([slab_bytes(costs, k, k + 1) for k in range(num)])
         slab = _table(num)
         work, forward = _table(num), _table(num)
@@ -43,7 +45,8 @@ class ShardTable:
         inputs, outputs, peaks = column["input_bytes"], column["output_bytes"], column["peak_bytes"]
         saved, grads = _prefix(column["saved_bytes"]), _prefix([cost.grad_bytes for cost in costs])
         forwards = column["forward_peak_bytes"]
-        held = outputs * np.where(np.arange(num) == num - 1, 2, 1)
+        held = np.array([kept_output_bytes(cost) for cost in costs], dtype=np.int64)
+        held[-1] += outputs[-1]
         # What layer k holds while it runs backward, but for what depends on where the shard begins and ends.
         inner = saved[:-1] + peaks + outputs - grads[1:]
         last_own = saved[:-1] + peaks
@@ -84,7 +87,7 @@ class ShardTable:
 
     def fits(self, memory_bytes: int) -> Flags:
         """Which shards a device can run."""
-        return self.full <= memory_bytes
+        return np.triu(self.full <= memory_bytes, k=1)
 
 
 def fewest_shards(fits: Flags) -> list[int] | None:

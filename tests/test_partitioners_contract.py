@@ -4,7 +4,17 @@ import random
 
 import pytest
 
-from partitioners import Budget, LayerCost, LayerTooLarge, Partitioner, Pilot, Presharded, shard_bytes
+from partitioners import (
+    Balanced,
+    Budget,
+    LayerCost,
+    LayerTooLarge,
+    Optimal,
+    Partitioner,
+    Pilot,
+    Presharded,
+    shard_bytes,
+)
 
 
 def random_costs(rng):
@@ -45,9 +55,9 @@ def random_budget(rng, costs):
 
 
 class PartitionerContract:
-    """Subclasses say which partitioner to try on which costs."""
+    """Subclasses say which partitioner to try on which costs and budget."""
 
-    def partitioner(self, rng, costs) -> Partitioner:
+    def partitioner(self, rng, costs, budget) -> Partitioner:
         raise NotImplementedError
 
     @pytest.fixture(params=range(40))
@@ -56,7 +66,8 @@ class PartitionerContract:
 
     def test_every_layer_is_in_exactly_one_shard_in_order(self, rng):
         costs = random_costs(rng)
-        boundaries = self.partitioner(rng, costs).partition(costs, random_budget(rng, costs))
+        budget = random_budget(rng, costs)
+        boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
         layers = [i for first, last in zip([0, *boundaries], boundaries, strict=False) for i in range(first, last)]
         assert layers == list(range(len(costs)))
         assert all(isinstance(end, int) for end in boundaries)
@@ -64,15 +75,17 @@ class PartitionerContract:
 
     def test_the_same_question_has_the_same_answer(self, rng):
         costs = random_costs(rng)
-        partitioner, budget = self.partitioner(rng, costs), random_budget(rng, costs)
+        budget = random_budget(rng, costs)
+        partitioner = self.partitioner(rng, costs, budget)
         first = partitioner.partition(costs, budget)
         partitioner.revise(first, 0, costs)
         assert partitioner.partition(tuple(costs), budget) == first
 
     def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, rng):
         costs = random_costs(rng)
-        partitioner = self.partitioner(rng, costs)
-        boundaries = partitioner.partition(costs, random_budget(rng, costs))
+        budget = random_budget(rng, costs)
+        partitioner = self.partitioner(rng, costs, budget)
+        boundaries = partitioner.partition(costs, budget)
         for with_costs in ((), (costs,)):
             for shard in range(len(boundaries)):
                 asked = list(boundaries)
@@ -86,7 +99,8 @@ class PartitionerContract:
                 assert all(first < end < last for end in set(revised) - set(boundaries))
 
     def test_its_repr_names_it(self, rng):
-        partitioner = self.partitioner(rng, random_costs(rng))
+        costs = random_costs(rng)
+        partitioner = self.partitioner(rng, costs, random_budget(rng, costs))
         assert repr(partitioner).startswith(f"{type(partitioner).__name__}(")
 
 
@@ -96,7 +110,7 @@ class KeepsBudget:
     def test_every_shard_fits_the_budget(self, rng):
         costs = random_costs(rng)
         budget = random_budget(rng, costs)
-        boundaries = self.partitioner(rng, costs).partition(costs, budget)
+        boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
         for first, last in zip([0, *boundaries], boundaries, strict=False):
             assert shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes
 
@@ -105,25 +119,50 @@ class KeepsBudget:
         needs = [shard_bytes(costs, i, i + 1) for i in range(len(costs))]
         budget = Budget(memory_bytes=max(1, max(needs) - 1))
         with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
-            self.partitioner(rng, costs).partition(costs, budget)
+            self.partitioner(rng, costs, budget).partition(costs, budget)
         assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
         assert caught.value.needed_bytes == needs[int(caught.value.layer.removeprefix("layer-"))]
 
+
+class CutsFiner:
+    """For partitioners that choose how many shards there are."""
+
     def test_revisions_end_with_lone_layers(self, rng):
         costs = random_costs(rng)
-        partitioner, boundaries = self.partitioner(rng, costs), [len(costs)]
+        partitioner, boundaries = self.partitioner(rng, costs, random_budget(rng, costs)), [len(costs)]
         while len(boundaries) < len(costs):
             shard = rng.randrange(len(boundaries))
             boundaries = partitioner.revise(boundaries, shard, costs) or boundaries
         assert [partitioner.revise(boundaries, shard) for shard in range(len(costs))] == [None] * len(costs)
 
 
-class TestPilot(KeepsBudget, PartitionerContract):
-    def partitioner(self, rng, costs):
+def possible_numbers(costs, budget):
+    """How many shards that each fit the budget a partition may have."""
+    numbers = [{0}] + [set() for _ in costs]  # by last: of the partitions of layers [0, last)
+    for last in range(1, len(costs) + 1):
+        for first in range(last):
+            if shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes:
+                numbers[last] |= {number + 1 for number in numbers[first]}
+    return sorted(numbers[-1])
+
+
+class TestPilot(KeepsBudget, CutsFiner, PartitionerContract):
+    def partitioner(self, rng, costs, budget):
         return Pilot()
 
 
+class TestOptimal(KeepsBudget, CutsFiner, PartitionerContract):
+    def partitioner(self, rng, costs, budget):
+        return Optimal()
+
+
+class TestBalanced(KeepsBudget, PartitionerContract):
+    def partitioner(self, rng, costs, budget):
+        numbers = possible_numbers(costs, budget) or range(1, len(costs) + 1)
+        return Balanced(rng.choice(numbers), by=rng.choice(["time", "bytes"]))
+
+
 class TestPresharded(PartitionerContract):
-    def partitioner(self, rng, costs):
+    def partitioner(self, rng, costs, budget):
         ends = rng.sample(range(1, len(costs)), rng.randrange(len(costs)))
         return Presharded([*sorted(ends), len(costs)])

@@ -30,6 +30,7 @@ COUNTED = (
     "forward_peak_bytes",
     "input_bytes",
     "output_bytes",
+    "held_bytes",
     "forward_flops",
     "backward_flops",
     "draws_random",

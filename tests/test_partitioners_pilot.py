@@ -1,8 +1,11 @@
 """The pilot packs front to back, keeps room for the next slab, and cuts in two what did not fit."""
 
+import random
+
 import pytest
 
 from partitioners import Budget, LayerCost, LayerTooLarge, Pilot, shard_bytes
+from tests.partitions import fitting_partitions, random_device, random_layers
 
 
 def layer(index, param_bytes, work_bytes=0):
@@ -74,6 +77,41 @@ def test_the_layer_that_does_not_fit_is_named_with_its_bytes():
     with pytest.raises(LayerTooLarge, match=r"layer 1 \(layer-1\): needs 750 B \(750 bytes\)") as caught:
         Pilot().partition(layers(64, 640, work_bytes=110), Budget(memory_bytes=749))
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (750, 749)
+
+
+def with_a_huge_output_after_layer_2():
+    costs = layers(64, 64, 64, 64, 64)
+    costs[2] = LayerCost(**{**vars(costs[2]), "output_bytes": 1000})
+    costs[3] = LayerCost(**{**vars(costs[3]), "input_bytes": 1000})
+    return costs
+
+
+def test_a_layer_that_fits_only_with_the_next_one_is_packed_with_it():
+    costs = with_a_huge_output_after_layer_2()
+    for memory_bytes, boundaries in ((1128, [2, 4, 5]), (1192, [2, 5])):  # two or three slabs, and the output once
+        assert shard_bytes(costs, 2, 3, 2) > memory_bytes >= shard_bytes(costs, 2, 4, 2)
+        assert Pilot().partition(costs, Budget(memory_bytes=memory_bytes, num_micro_batches=2)) == boundaries
+
+
+def test_where_no_larger_shard_fits_either_the_layer_is_named():
+    costs = with_a_huge_output_after_layer_2()
+    with pytest.raises(LayerTooLarge, match=r"layer 2 \(layer-2\): needs .* \(1128 bytes\)") as caught:
+        Pilot().partition(costs, Budget(memory_bytes=1127, num_micro_batches=2))
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (1128, 1127)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_refuses_only_what_no_partition_fits(seed):
+    rng = random.Random(seed)
+    for _ in range(30):
+        costs = random_layers(rng)
+        budget = random_device(rng, costs)
+        fitting = fitting_partitions(costs, budget)
+        if fitting:
+            assert Pilot().partition(costs, budget) in fitting
+        else:
+            with pytest.raises(LayerTooLarge):
+                Pilot().partition(costs, budget)
 
 
 def test_a_revision_cuts_where_the_bytes_differ_least():

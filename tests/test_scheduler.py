@@ -19,9 +19,12 @@ from hydra_engine.events import (
     DataEnded,
     DataFailed,
     DeviceAdded,
+    DidNotFit,
     Drop,
     Failed,
     Finish,
+    Fit,
+    Fitted,
     Load,
     Read,
     Run,
@@ -55,6 +58,8 @@ class FakeTask:
         self.reading = False
         self.ended = False
         self.committing = False
+        self.misfit = None  # the unit in which a device ran out of memory, until the task is fitted
+        self.fitting = False
         self.updating = []  # shards, in the order of their instructions
         self.over = False  # failed or stopped
         self.finished = False
@@ -103,7 +108,7 @@ class World:
         self.running[device] = self.claims[device] = None
         return self.send(DeviceAdded(device))
 
-    def read(self, task):
+    def read(self, task, *, new_shapes=False):
         """The reader is through with what was asked for."""
         task.reading = False
         what = task.batches.pop(0) if task.batches else None
@@ -115,7 +120,7 @@ class World:
             return self.send(DataEnded(task.name))
         task.ready = (task.num_read[what], what)
         task.num_read[what] += 1
-        return self.send(BatchReady(task.name, *task.ready))
+        return self.send(BatchReady(task.name, *task.ready, new_shapes))
 
     def compute(self, device, seconds=1.0):
         unit, self.running[device] = self.running[device], None
@@ -130,6 +135,30 @@ class World:
             return self.send(Failed(task.name, error, "a layer", unit))
         task.position += 1
         return self.send(Stored(unit))
+
+    def misfit(self, task):
+        """A device ran out of memory in the task's unit."""
+        task.misfit, task.unit, task.computed = task.unit, None, False
+        task.chain, task.position = (), 0
+        return self.send(DidNotFit(task.misfit))
+
+    def fit(self, task, error=None, num_shards=None):
+        """The batch in hand fits, cut in so many shards, and is begun."""
+        task.fitting = False
+        if error is not None:
+            task.over = True
+            return self.send(Failed(task.name, error, "its fit", commit=True))
+        if num_shards is not None:
+            other = task_added(task.name, num_shards)
+            task.added = task.added._replace(
+                training=other.training, evaluation=other.evaluation, needs=other.needs, updates=other.updates
+            )
+        if not task.over:
+            task.chain = task.added.training if task.training else task.added.evaluation
+        added = task.added
+        return self.send(
+            Fitted(task.name, added.training, added.evaluation, added.needs, added.updates, dict(added.unit_s))
+        )
 
     def commit(self, task, error=None):
         task.committing = False
@@ -210,6 +239,21 @@ class World:
         task.chain = task.added.training if task.training else task.added.evaluation
         task.num_begun[task.training] += 1
 
+    def _fit(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert not task.over
+        assert not task.fitting
+        assert not task.chain, "the batch before it is committed, or the step starts again"
+        assert not task.updating, "shards are numbered anew: no update of the old ones is under way"
+        held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
+        assert not held, "nothing of the old shards is claimed"
+        assert instruction.unit == task.misfit
+        if instruction.unit is None:
+            assert task.ready is not None
+            (task.step, task.training), task.ready = task.ready, None
+            task.num_begun[task.training] += 1
+        task.misfit, task.fitting = None, True
+
     def _commit(self, instruction, _):
         task = self.tasks[instruction.task]
         assert instruction.training == task.training
@@ -228,6 +272,7 @@ class World:
         assert not task.finished, "a task finishes once"
         assert task.unit is None
         assert not task.committing
+        assert not task.fitting
         assert not task.updating
         assert task.over or (task.ended and not task.chain and task.ready is None)
         held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
@@ -264,6 +309,11 @@ class World:
                 yield "read", lambda task=task: self.read(task)
             if task.unit is not None and task.computed:
                 yield "store", lambda error=None, task=task: self.store(task, error)
+                yield "misfit", lambda task=task: self.misfit(task)
+            if task.reading:
+                yield "read anew", lambda task=task: self.read(task, new_shapes=True)
+            if task.fitting:
+                yield "fit", lambda error=None, task=task: self.fit(task, error, random.Random(task.step).randint(1, 5))
             if task.committing:
                 yield "commit", lambda error=None, task=task: self.commit(task, error)
             for shard in task.updating:
@@ -314,7 +364,7 @@ def random_task(rng, name):
     return added, batches
 
 
-def walk(seed, *, failures=False, stops=False):
+def walk(seed, *, failures=False, stops=False, misfits=False):
     """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs."""
     rng = random.Random(seed)
     world = World(rng.choice(sorted(POLICIES)), double_buffer=rng.random() < 0.7)
@@ -325,6 +375,7 @@ def walk(seed, *, failures=False, stops=False):
     num_at_once = rng.choice([1, len(arrivals)])  # the others come while the first are at work
     failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
     stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
+    misfit_share = rng.choice([0.05, 0.5]) if misfits else 0.0
     try:
         while arrivals or not world.scheduler.finished:
             if arrivals and (num_at_once > 0 or rng.random() < 0.1 or not any(world.under_way())):
@@ -345,14 +396,17 @@ def walk(seed, *, failures=False, stops=False):
             choices = list(world.under_way())
             assert choices, "nothing is under way and tasks are unfinished: the run hangs"
             what, happens = rng.choice(choices)
-            if what in ("store", "commit", "update") and rng.random() < failure_share:
+            if what in ("misfit", "read anew") and rng.random() >= misfit_share:
+                continue
+            if what in ("store", "commit", "update", "fit") and rng.random() < failure_share:
                 happens(RuntimeError(what))
             else:
                 happens()
         # What was asked of a reader may still come in.
         for what, happens in list(world.under_way()):
-            assert what == "read", "when all is finished nothing is under way but a read"
-            assert happens() == []
+            assert what in ("read", "read anew"), "when all is finished nothing is under way but a read"
+            if what == "read":
+                assert happens() == []
     except AssertionError as error:
         tail = "\n".join(map(str, world.story[-12:]))
         raise AssertionError(f"seed {seed}: {error}\nthe last events and instructions:\n{tail}") from error
@@ -384,12 +438,22 @@ def test_walk_with_stop_requests_ends(first_seed):
                 assert task.num_committed == task.num_begun == task.num_read
 
 
+@pytest.mark.parametrize("first_seed", range(3000, 3200, 50))
+def test_walk_with_batches_that_do_not_fit_trains_every_batch(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        world = walk(seed, failures=seed % 3 == 0, stops=seed % 5 == 0, misfits=True)
+        for task in world.tasks.values():
+            if not task.over:
+                assert task.num_committed == task.num_begun == task.num_read
+
+
 def test_walks_reach_what_they_are_for():
     seen = Counter()
     for seed in range(1000, 1030):
-        seen.update(type(each).__name__ for each in walk(seed, failures=True, stops=seed % 2 == 0).story)
+        seen.update(type(each).__name__ for each in walk(seed, failures=True, stops=seed % 2 == 0, misfits=True).story)
     names = (TaskAdded, BatchReady, DataEnded, DataFailed, Computed, Stored, StepCommitted, ShardUpdated, Failed)
     names += (DeviceAdded, StopRequested, Load, Drop, Run, Read, Begin, Commit, Update, Finish)
+    names += (DidNotFit, Fit, Fitted)
     assert all(seen[name.__name__] > 0 for name in names), seen
 
 

@@ -1,0 +1,157 @@
+"""What a user's function gives to plan with, and what went wrong with it in words."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import partitioners
+from partitioners import LayerTooLarge
+
+_OURS = (Path(__file__).parent, Path(partitioners.__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
+# How torch says that a tensor on the meta device has no values.
+_META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+class Mistake(Exception):
+    """What the user can correct, in words."""
+
+
+class Sample(NamedTuple):
+    """What the function returns, as `plan_ahead` takes it."""
+
+    model: Any
+    inputs: Any
+    target: Any
+    loss_fn: Any
+
+
+@contextlib.contextmanager
+def here_importable() -> Iterator[None]:
+    """The current directory comes first among those that modules are imported from."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def sample_of(name: str) -> Sample:
+    """Calls the function that `name` names, where nothing is allocated; raises Mistake."""
+    function = _function(name)
+    try:
+        with torch.device("meta"):  # shapes only: a model of any size
+            returned = function()
+    except Exception as error:
+        without_values = isinstance(error, (RuntimeError, TypeError)) and re.search(_META, str(error))
+        if without_values:
+            raise Mistake(
+                f"{name}: {_said(error)}: the function reads values, limit: it is called under torch.device('meta'), "
+                f"where tensors have shapes but no values; build the model and the batch from shapes alone, and load "
+                f"weights and data elsewhere"
+            ) from error
+        raise Mistake(
+            f"{name}: {_said(error)}, limit: the function is called without arguments and returns (model, "
+            f"(inputs, target), loss_fn); correct it"
+        ) from error
+    return _unpacked(name, returned)
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise Mistake(f"function: {name!r}, limit: PACKAGE.MODULE:FUNCTION; write for example my_models:gpt")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        said = "is not there" if missing else f"cannot be imported: {_said(error)}"
+        raise Mistake(
+            f"module: {module_name!r} {said}, limit: found from {os.getcwd()} or installed; run the command in the "
+            f"folder that holds it, and without .py in the name"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        found = "not there" if function is None else f"a {type(function).__name__}"
+        known = [key for key, value in vars(module).items() if _is_function_of(value, module_name)]
+        raise Mistake(
+            f"function: {attribute!r} of module {module_name!r} is {found}, limit: a function; the module defines "
+            f"{', '.join(known) or 'none'}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _is_function_of(value: object, module_name: str) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module_name and not isinstance(value, type)
+
+
+def _unpacked(name: str, returned: Any) -> Sample:
+    rule = "limit: (model, (inputs, target), loss_fn); return these three"
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        raise Mistake(f"{name}: returned {_kind(returned)}, {rule}")
+    model, batch, loss_fn = returned
+    if not isinstance(model, (nn.Module, tuple, list)):
+        raise Mistake(f"{name}: its model is {_kind(model)}, limit: a module or a list of modules; return one of these")
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise Mistake(f"{name}: its sample batch is {_kind(batch)}, {rule}")
+    if not callable(loss_fn):
+        raise Mistake(f"{name}: its loss_fn is {_kind(loss_fn)}, limit: callable with (output, target); return such")
+    inputs, target = batch
+    return Sample(model if isinstance(model, nn.Module) else list(model), inputs, target, loss_fn)
+
+
+def _kind(value: object) -> str:
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def refusal(error: Exception) -> Mistake | None:
+    """What the user can correct about a plan that failed; None for a bug of this package, which keeps its traceback."""
+    if isinstance(error, LayerTooLarge):
+        return Mistake(f"{error} (here: --memory less --reserve, --batch, --micro-batches)")
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    in_layer = bool(notes) or "while it was profiled" in str(error)  # as Python 3.10 carries a note
+    if not _is_ours(_origin(error)) or (_is_library(last) and (in_layer or isinstance(error, RuntimeError))):
+        return Mistake(f"model: {_said(error)}{notes}; correct the layer, or the sample batch")
+    if _is_ours(last) and (last.line or "").startswith("raise "):  # what the package refuses; not what it trips over
+        return Mistake(f"{error}{notes}")
+    return None
+
+
+def _said(error: Exception) -> str:
+    """The exception's type and text, and its place in the user's code."""
+    frame = _origin(error)
+    place = "" if _is_ours(frame) else f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return f"{type(error).__name__}: {str(error).rstrip('. ')}{place}"
+
+
+def _origin(error: Exception) -> traceback.FrameSummary:
+    """The user's last line on the way to the error, or else this package's: operations pass through its meters."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame)]
+    return ([frame for frame in frames if not _is_ours(frame)] or frames)[-1]
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return any(folder in Path(frame.filename).parents for folder in _OURS)
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    if frame.filename.startswith("<frozen") or _LIBRARIES[0] in path.parents:
+        return True
+    return _LIBRARIES[1] in path.parents and not set(_INSTALLED) & set(path.parts)
