@@ -25,7 +25,8 @@ from hydra_engine.planner import UNIT_S
 from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks, predict_step, profile, shard_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.extend([str(ROOT / "benchmarks"), str(ROOT)])
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpt import gpt, token_batches
 
 from tests.architectures import ARCHITECTURES
