@@ -24,9 +24,8 @@ from hydra_engine.optimizer import update_bytes_per_s
 from hydra_engine.planner import UNIT_S
 from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks, predict_step, profile, shard_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import gpt, token_batches
 
 from tests.architectures import ARCHITECTURES
