@@ -11,7 +11,7 @@ from hydra_engine.reader import Batch, Reader
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
-from partitioners import LayerCost, format_bytes, halved, profile, shard_bytes
+from partitioners import LayerCost, format_bytes, forward_unit_bytes, halved, profile, shard_bytes, slab_bytes
 
 
 def refit(
@@ -39,7 +39,7 @@ def refit(
         batch, costs = _make_room(state, reader, batch, costs, misfit.shard, error, may_split)
     while costs is not None:
         number = len(batch.micro_batches)
-        wide = [s for s in state.shards if shard_bytes(costs, s.first, s.last, number) > memory_bytes]
+        wide = [s for s in state.shards if _needed_bytes(costs, s.first, s.last, batch) > memory_bytes]
         # A lone layer's figure is exact for one micro-batch, else an upper bound: then the device itself has to say.
         wide = [s for s in wide if s.last - s.first > 1 or (batch.training and number == 1)]
         if not wide:
@@ -82,11 +82,19 @@ def _measure(state: TaskState, batch: Batch) -> list[LayerCost] | None:
             return None
 
 
+def _needed_bytes(costs: Sequence[LayerCost], first: int, last: int, batch: Batch) -> int:
+    """Bytes of a device for layers `[first, last)` and this batch."""
+    if batch.training:
+        return shard_bytes(costs, first, last, len(batch.micro_batches))
+    target_bytes = costs[last - 1].target_bytes
+    return slab_bytes(costs, first, last) + forward_unit_bytes(costs, first, last) + target_bytes
+
+
 def _why(state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, shard: int, may_split: bool) -> str:
     first = state.shards[shard].first
     needed = ""
     if costs is not None:
-        num_bytes = shard_bytes(costs, first, first + 1, len(batch.micro_batches))
+        num_bytes = _needed_bytes(costs, first, first + 1, batch)
         needed = f" needs {format_bytes(num_bytes)} ({num_bytes} bytes) and"
     if not batch.training:
         limit = "evaluation batches are not split; give the validation loader a smaller batch size"

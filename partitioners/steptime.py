@@ -144,15 +144,14 @@ class StepModel:
         for (first, middle), (_, last) in pairwise(shards):
             loads += float(self.exposed_loads(first, middle, last))
         loads += float(self.load[0, shards[0][1]])
-        chain = compute + moved + loads + float(self.update[0, shards[0][1]])
-        update = float(self.update[0, self._num])
-        total = max(chain, update)
+        waited, update = float(self.update[0, shards[0][1]]), float(self.update[0, self._num])
+        waited = max(waited, update - compute - moved - loads)
         return StepTime(
-            total_s=total,
+            total_s=compute + moved + loads + waited,
             compute_s=compute,
             exposed_load_s=loads,
             exposed_boundary_s=moved,
-            exposed_update_s=max(0.0, total - compute - moved - loads),
+            exposed_update_s=waited,
             link_s=max(up, down),
             update_s=update,
         )
