@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class TaskOptimizer:
     def __init__(self, task: ModelTask, layout: ModelLayout) -> None:
         self._task = task
         self._slots = layout.trainable_slots()
-        self.optimizer = make_optimizer(task, [slot.parameter for slot in self._slots])
+        self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._epoch = 0
 
@@ -40,7 +41,9 @@ class TaskOptimizer:
         """Record a step, and move the scheduler past it."""
         self.reach_epoch(epoch)
         total_norm = None
-        if self._task.max_grad_norm is not None:
+        if self._task.optimizer_scope == "task":
+            self._step_all(pool, staging.has_gradient)
+        elif self._task.max_grad_norm is not None:
             gradients = [pool.gradients[s.index] for s in self._slots if staging.has_gradient.get(s.index)]
             total_norm = nn.utils.get_total_norm([g for g in gradients if g is not None])
         groups = [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
@@ -50,6 +53,19 @@ class TaskOptimizer:
         if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
             self.scheduler.step()
         return record
+
+    def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool]) -> None:
+        """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
+        slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
+        for slot in slots:
+            slot.parameter.grad = pool.gradients[slot.index]
+        try:
+            if self._task.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_([slot.parameter for slot in slots], self._task.max_grad_norm)
+            self.optimizer.step()
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
@@ -76,14 +92,31 @@ class TaskOptimizer:
                 slot.parameter.grad = None
 
 
-def make_optimizer(task: ModelTask, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's optimizer over these parameters."""
+def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer over these parameters, by name in the model's order, in the groups that are asked for."""
     options = {} if task.lr is None else {"lr": task.lr}
-    optimizer = task.optimizer(parameters, **options)
+    optimizer = task.optimizer(_groups(task, parameters), **options)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_optimizer_needs_no_closure(optimizer)
     return optimizer
+
+
+def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    """Parameters, or one dict for each set of options."""
+    if task.param_groups is None:
+        return list(parameters.values())
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters.items():
+        options = task.param_groups(name)
+        if not isinstance(options, dict) or "params" in options:
+            raise TypeError(f"param_groups: {options!r} for parameter {name}; return a dict of the optimizer's options")
+        group = next((each for each in groups if {k: v for k, v in each.items() if k != "params"} == options), None)
+        if group is None:
+            groups.append({**options, "params": [parameter]})
+        else:
+            group["params"].append(parameter)
+    return groups
 
 
 def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
@@ -95,21 +128,21 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
     """
     slots = layout.trainable_slots()
     tiny = [nn.Parameter(torch.zeros([min(size, 2) for size in slot.shape], dtype=slot.dtype)) for slot in slots]
-    optimizer = make_optimizer(task, tiny)
+    optimizer = make_optimizer(task, {slot.name: parameter for slot, parameter in zip(slots, tiny, strict=True)})
     _check_scheduler(task, optimizer)
     mine = {id(parameter) for parameter in tiny}
     if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
         # The factory builds groups of its own from the model. They are never stepped on trial; Adam's two moments.
         return 2 * layout.num_bytes[True]
     for parameter in tiny:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.ones_like(parameter)  # of zeros, an optimizer that scales by them makes nothing
     before = _beside_state(optimizer)
     optimizer.step()
-    if _beside_state(optimizer) != before:
+    if task.optimizer_scope == "shard" and _beside_state(optimizer) != before:
         raise ValueError(
             f"optimizer: {type(optimizer).__name__} keeps state in its groups or attributes instead of in "
             f"optimizer.state, and would lose it when shards are stepped one by one; choose one that keeps state per "
-            f"parameter"
+            f"parameter, or set optimizer_scope='task'"
         )
     total = 0
     for slot, parameter in zip(slots, tiny, strict=True):
@@ -123,7 +156,8 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
 def update_bytes_per_s(task: ModelTask) -> float:
     """Bytes of parameters that the task's optimizer steps in a second on this thread, measured on one of 1 MiB."""
     parameter = nn.Parameter(torch.zeros(2**9, 2**9))
-    optimizer = make_optimizer(task, [parameter])
+    name = next(name for name, each in task.model.named_parameters() if each.requires_grad)
+    optimizer = make_optimizer(task, {name: parameter})
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes its state
     start_s = time.perf_counter()

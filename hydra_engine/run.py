@@ -180,7 +180,7 @@ class TrainingRun:
                 training=state.chains[True],
                 evaluation=state.chains[False],
                 needs=tuple(shard.needs for shard in state.shards),
-                updates=tuple(shard.index for shard in state.shards if shard.owned),
+                updates=_updates(state),
                 unit_s=planned.unit_s,
                 num_steps=training.num_steps,
                 reads_ahead=not state.draws,
@@ -326,7 +326,7 @@ class TrainingRun:
             training=state.chains[True],
             evaluation=state.chains[False],
             needs=tuple(shard.needs for shard in state.shards),
-            updates=tuple(shard.index for shard in state.shards if shard.owned),
+            updates=_updates(state),
             unit_s=training.planned.unit_s,
         )
 
@@ -387,6 +387,13 @@ class TrainingRun:
             worker.dismiss(instruction.task)
         training.planned.state.close()
         training.record = training.optimizer = None
+
+
+def _updates(state: TaskState) -> tuple[int, ...]:
+    """The shards that have an update of their own; none where the whole task is stepped at its commit."""
+    if state.task.optimizer_scope == "task":
+        return ()
+    return tuple(shard.index for shard in state.shards if shard.owned)
 
 
 def _progress(training: _Training) -> TaskProgress:

@@ -85,8 +85,13 @@ class ModelTask:
         lr: learning rate handed to the optimizer factory; 1e-3 where neither lr nor optimizer is given.
         epochs: passes over the loader, at least 1.
         name: unique within an orchestrator; default "task-0", "task-1", ...
-        optimizer: (params, lr=...) -> torch.optim.Optimizer; default torch.optim.SGD. It must update each parameter
-            from that parameter's own gradient and state.
+        optimizer: (params, lr=...) -> torch.optim.Optimizer; default torch.optim.SGD.
+        param_groups: (name) -> options of the optimizer for the parameter of that name in `model.named_parameters()`:
+            `lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}`. Parameters of equal options are one
+            group, in the order in which the first of each comes.
+        optimizer_scope: "shard": the optimizer updates each parameter from that parameter's own gradient and state,
+            shard by shard, under the next step's forward. "task": it couples parameters (Prodigy, say), so all are
+            stepped at once at the commit.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
         lr_scheduler_interval: "step" or "epoch".
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
@@ -117,6 +122,8 @@ class ModelTask:
         *,
         name: str | None = None,
         optimizer: OptimizerFactory | None = None,
+        param_groups: Callable[[str], dict[str, Any]] | None = None,
+        optimizer_scope: str = "shard",
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
         partitioner: Partitioner | str | None = None,
@@ -131,6 +138,7 @@ class ModelTask:
         scan_batches: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
+        _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
         _check_choice("precision", precision, ("float32",))
         _check_int("epochs", epochs)
         if accumulation_steps != "auto":
@@ -142,7 +150,7 @@ class ModelTask:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm: {max_grad_norm}, limit: above 0; leave it out to clip nothing")
         functions = {"loss_fn": loss_fn, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        for field, value in {**functions, "unpack": unpack, "split": split}.items():
+        for field, value in {**functions, "param_groups": param_groups, "unpack": unpack, "split": split}.items():
             if value is not None and not callable(value):
                 raise TypeError(f"{field}: {value!r} is not callable; give a function")
         if isinstance(loss_fn, type):
@@ -160,6 +168,8 @@ class ModelTask:
         self.epochs = epochs
         self.name = name
         self.optimizer: OptimizerFactory = optimizer if optimizer is not None else torch.optim.SGD
+        self.param_groups = param_groups
+        self.optimizer_scope = optimizer_scope
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()

@@ -1,0 +1,174 @@
+"""Every optimizer and LR schedule that people train with gives, shard by shard, the bits of the plain loop."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+from tests import reference
+
+SEED, LR, EPOCHS = 7, 1e-2, 2
+
+PER_PARAMETER = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor")
+PER_PARAMETER += ("ASGD", "Rprop")
+VARIANTS = {
+    "SGD with momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True),
+    "Adam with amsgrad": lambda params, lr: torch.optim.Adam(params, lr=lr, amsgrad=True, weight_decay=0.1),
+    "RMSprop centered": lambda params, lr: torch.optim.RMSprop(params, lr=lr, momentum=0.9, centered=True),
+    "SGD fused": lambda params, lr: torch.optim.SGD(params, lr=lr, fused=True),
+    "Adam fused": lambda params, lr: torch.optim.Adam(params, lr=lr, fused=True),
+    "AdamW fused": lambda params, lr: torch.optim.AdamW(params, lr=lr, fused=True),
+    "Adagrad fused": lambda params, lr: torch.optim.Adagrad(params, lr=lr, fused=True),
+    "AdamW foreach": lambda params, lr: torch.optim.AdamW(params, lr=lr, foreach=True),
+}
+SCHEDULES = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 12),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12),
+    "warm-up": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4)),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-1, step_size_up=2, cycle_momentum=False),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[3],
+    ),
+}
+
+
+def model(*, bias=True):
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(8, 3, bias=bias))
+
+
+def loader():
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(6, 8, generator=generator), torch.randint(3, (6,), generator=generator)) for _ in range(6)]
+
+
+def plain_groups(network, param_groups):
+    """What a plain loop passes to its optimizer for the same groups."""
+    if param_groups is None:
+        return list(network.parameters())
+    groups = []
+    for name, parameter in network.named_parameters():
+        options = param_groups(name)
+        for group in groups:
+            if {key: value for key, value in group.items() if key != "params"} == options:
+                group["params"].append(parameter)
+                break
+        else:
+            groups.append({**options, "params": [parameter]})
+    return groups
+
+
+def assert_bits_are_plain(network, optimizer, *, param_groups=None, **options):
+    plain = copy.deepcopy(network)
+    scope = {"optimizer_scope": options.pop("optimizer_scope", "shard")}
+    task = ModelTask(
+        network,
+        F.cross_entropy,
+        loader(),
+        LR,
+        EPOCHS,
+        name="a",
+        optimizer=optimizer,
+        param_groups=param_groups,
+        partitioner=Presharded([2, 4, 5]),
+        seed=SEED,
+        **scope,
+        **options,
+    )
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models().tasks["a"]
+    result = reference.train(
+        plain,
+        F.cross_entropy,
+        loader(),
+        seed=SEED,
+        lr=LR,
+        epochs=EPOCHS,
+        optimizer=lambda _, lr: optimizer(plain_groups(plain, param_groups), lr=lr),
+        **options,
+    )
+    assert report.losses == result.losses
+    for (name, ours), theirs in zip(network.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("name", PER_PARAMETER)
+def test_optimizers_that_step_per_parameter(name, max_grad_norm):
+    assert_bits_are_plain(model(), getattr(torch.optim, name), max_grad_norm=max_grad_norm)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_their_variants(name):
+    assert_bits_are_plain(model(), VARIANTS[name], max_grad_norm=0.5)
+
+
+def test_muon_which_takes_matrices_only():
+    assert_bits_are_plain(model(bias=False), torch.optim.Muon)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name, interval):
+    options = {"lr_scheduler": SCHEDULES[name], "lr_scheduler_interval": interval}
+    assert_bits_are_plain(model(), torch.optim.AdamW, **options)
+
+
+def no_decay_on_biases(name):
+    return {"weight_decay": 0.0} if name.endswith("bias") else {"weight_decay": 0.5}
+
+
+def slower_at_the_bottom(name):
+    return {"lr": LR / 10} if name.startswith(("0.", "1.")) else {}
+
+
+@pytest.mark.parametrize("optimizer_scope", ["shard", "task"])
+@pytest.mark.parametrize("param_groups", [no_decay_on_biases, slower_at_the_bottom])
+def test_parameter_groups_by_name(param_groups, optimizer_scope):
+    options = {"lr_scheduler": SCHEDULES["cosine"], "max_grad_norm": 0.5, "optimizer_scope": optimizer_scope}
+    assert_bits_are_plain(model(), torch.optim.AdamW, param_groups=param_groups, **options)
+
+
+class Coupled(torch.optim.Optimizer):
+    """Steps every parameter by what all gradients together say, and keeps that in its group, as Prodigy does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "scale": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["scale"] += sum(p.grad.abs().sum().item() for p in group["params"])
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["scale"])
+
+
+def test_an_optimizer_that_couples_parameters_steps_the_whole_task():
+    assert_bits_are_plain(model(), Coupled, optimizer_scope="task", max_grad_norm=1.0)
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_shard_by_shard():
+    with pytest.raises(ValueError, match=r"Coupled keeps state in its groups .* optimizer_scope='task'"):
+        assert_bits_are_plain(model(), Coupled)
+
+
+@pytest.mark.parametrize("returned", [None, {"params": []}, 0.1])
+def test_groups_that_are_no_options_are_refused(returned):
+    with pytest.raises(TypeError, match=r"param_groups: .* for parameter 0\.0\.weight; return a dict"):
+        assert_bits_are_plain(model(), torch.optim.SGD, param_groups=lambda name: returned)
+
+
+def test_an_unknown_scope_is_refused():
+    with pytest.raises(ValueError, match="optimizer_scope: 'model', known: 'shard', 'task'"):
+        ModelTask(model(), F.cross_entropy, loader(), optimizer_scope="model")
