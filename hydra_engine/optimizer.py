@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.memory import HostPool, StepStaging
-from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
 
 NUM_TIMED_STEPS = 5
@@ -25,6 +25,7 @@ class StepRecord:
     groups: list[dict[str, Any]]  # hyperparameters and parameters of each group
     has_gradient: dict[int, bool]
     total_norm: Tensor | None
+    is_first: bool = False
 
 
 class TaskOptimizer:
@@ -36,6 +37,9 @@ class TaskOptimizer:
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._epoch = 0
+        self._num_steps = 0
+        averaged = self._slots if task.ema_decay is not None else []
+        self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step, and move the scheduler past it."""
@@ -47,7 +51,15 @@ class TaskOptimizer:
             gradients = [pool.gradients[s.index] for s in self._slots if staging.has_gradient.get(s.index)]
             total_norm = nn.utils.get_total_norm([g for g in gradients if g is not None])
         groups = [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
-        record = StepRecord(groups=groups, has_gradient=dict(staging.has_gradient), total_norm=total_norm)
+        record = StepRecord(
+            groups=groups,
+            has_gradient=dict(staging.has_gradient),
+            total_norm=total_norm,
+            is_first=self._num_steps == 0,
+        )
+        if self._task.optimizer_scope == "task":
+            self._average(self._slots, record)
+        self._num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
@@ -90,6 +102,29 @@ class TaskOptimizer:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+        self._average(pool.owned(shard), record)
+
+    @torch.no_grad()
+    def _average(self, slots: Iterable[Slot], record: StepRecord) -> None:
+        """Move the averages towards the weights, also of those that received no gradient."""
+        if self._task.ema_decay is None:
+            return
+        for slot in slots:
+            average = self._averages[slot.index]
+            if record.is_first:
+                average.copy_(slot.parameter)
+            else:
+                average.lerp_(slot.parameter, 1 - self._task.ema_decay)
+
+    def ema_state(self) -> dict[str, Tensor] | None:
+        """The model's state dict with the averages in the place of the weights; None before the first step."""
+        if self._task.ema_decay is None or self._num_steps == 0:
+            return None
+        model = self._task.model
+        averages = {id(slot.parameter): self._averages[slot.index] for slot in self._slots}
+        own = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        state = model.state_dict()
+        return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
 
 
 def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -58,8 +58,9 @@ class PlannedTask:
 
     @property
     def training_bytes(self) -> int:
-        """DRAM that training takes beside the weights: gradients and optimizer state."""
-        return self.layout.num_bytes[True] + self.optimizer_bytes
+        """DRAM that training takes beside the weights: gradients, optimizer state, averages of the weights."""
+        copies = 1 if self.task.ema_decay is None else 2
+        return copies * self.layout.num_bytes[True] + self.optimizer_bytes
 
     def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> list[LayerCost]:
         state = self.state

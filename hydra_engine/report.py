@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from partitioners import format_bytes
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
@@ -75,6 +77,7 @@ class TaskReport:
     losses: list[float] = field(default_factory=list)  # one per step
     validation_losses: list[float] = field(default_factory=list)  # one per epoch
     revisions: list[Revision] = field(default_factory=list)
+    ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None  # with its traceback
     exception: BaseException | None = None
 

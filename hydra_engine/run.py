@@ -386,6 +386,8 @@ class TrainingRun:
             worker.settle(instruction.task)  # a claim that was revoked may still be loading
             worker.dismiss(instruction.task)
         training.planned.state.close()
+        if training.optimizer is not None:
+            training.report.ema_state = training.optimizer.ema_state()
         training.record = training.optimizer = None
 
 

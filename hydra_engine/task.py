@@ -92,6 +92,8 @@ class ModelTask:
         optimizer_scope: "shard": the optimizer updates each parameter from that parameter's own gradient and state,
             shard by shard, under the next step's forward. "task": it couples parameters (Prodigy, say), so all are
             stepped at once at the commit.
+        ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
+            `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
         lr_scheduler_interval: "step" or "epoch".
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
@@ -124,6 +126,7 @@ class ModelTask:
         optimizer: OptimizerFactory | None = None,
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
+        ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
         partitioner: Partitioner | str | None = None,
@@ -149,6 +152,8 @@ class ModelTask:
             raise TypeError(f"max_grad_norm: {max_grad_norm!r} is not a number")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm: {max_grad_norm}, limit: above 0; leave it out to clip nothing")
+        if ema_decay is not None and not (isinstance(ema_decay, (int, float)) and 0 <= ema_decay < 1):
+            raise ValueError(f"ema_decay: {ema_decay!r}, limit: 0 <= ema_decay < 1; 0.999 is common")
         functions = {"loss_fn": loss_fn, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         for field, value in {**functions, "param_groups": param_groups, "unpack": unpack, "split": split}.items():
             if value is not None and not callable(value):
@@ -170,6 +175,7 @@ class ModelTask:
         self.optimizer: OptimizerFactory = optimizer if optimizer is not None else torch.optim.SGD
         self.param_groups = param_groups
         self.optimizer_scope = optimizer_scope
+        self.ema_decay = ema_decay
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()

@@ -33,6 +33,7 @@ def train(
     validation=None,
     unpack=None,
     max_steps=None,
+    on_step=lambda: None,
 ):
     """Train `model` in place, on the CPU in float32, and stop after `max_steps` steps if given.
 
@@ -70,6 +71,7 @@ def train(
             if max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
             optimizer.step()
+            on_step()
             if scheduler and lr_scheduler_interval == "step":
                 scheduler.step()
             if len(result.losses) == max_steps:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
@@ -138,6 +139,53 @@ def slower_at_the_bottom(name):
 def test_parameter_groups_by_name(param_groups, optimizer_scope):
     options = {"lr_scheduler": SCHEDULES["cosine"], "max_grad_norm": 0.5, "optimizer_scope": optimizer_scope}
     assert_bits_are_plain(model(), torch.optim.AdamW, param_groups=param_groups, **options)
+
+
+class Tied(nn.Module):
+    """A layer that may hold another's parameter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("optimizer_scope", ["shard", "task"])
+@pytest.mark.parametrize("decay", [0.9, 0.0])
+def test_a_moving_average_is_that_of_torchs_averaged_model(decay, optimizer_scope):
+    network = model()
+    network = nn.Sequential(*network[:4], nn.BatchNorm1d(8), Tied(network[0][0].weight), network[4])
+    network[1].requires_grad_(False)
+    plain = copy.deepcopy(network)
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    options = {"optimizer": torch.optim.AdamW, "lr": LR, "epochs": EPOCHS, "seed": SEED}
+    reference.train(plain, F.cross_entropy, loader(), on_step=lambda: averaged.update_parameters(plain), **options)
+    task = ModelTask(
+        network,
+        F.cross_entropy,
+        loader(),
+        name="a",
+        ema_decay=decay,
+        optimizer_scope=optimizer_scope,
+        partitioner=Presharded([2, 4, 7]),
+        **options,
+    )
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    state = orchestra.train_models().tasks["a"].ema_state
+    plain.load_state_dict(state)
+    for (name, ours), theirs in zip(plain.named_parameters(), averaged.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert state.keys() == network.state_dict().keys()
+    assert torch.equal(state["4.running_mean"], network[4].running_mean)
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, "0.9"])
+def test_a_decay_outside_its_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"ema_decay: .* limit: 0 <= ema_decay < 1"):
+        ModelTask(model(), F.cross_entropy, loader(), ema_decay=decay)
 
 
 class Coupled(torch.optim.Optimizer):
