@@ -5,7 +5,7 @@ Nothing here copies, waits for a device or touches the host's state, so a unit c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ class MicroOutput:
     gradients: list[Tensor | None] | None = None  # backward: of what entered this shard
     tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
     loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
 
     @property
     def num_bytes(self) -> int:
@@ -122,9 +123,11 @@ class Executor:
         loss_fn: Callable[[Any, Any], Tensor],
         num_layers: int,
         modes: Modes = nullcontext,
+        metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
     ) -> None:
         self.structure = structure
         self._modes = modes
+        self._metrics = metrics or {}
         self.current = ""  # the layer that runs, for messages
         self._on_recomputed: OnRecomputed | None = None
         self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
@@ -209,7 +212,8 @@ class Executor:
                 apart = [t for tensor in out.tensors if (t := self._apart(tensor)) is not None]
                 return MicroOutput(random=drawing.state, value=out.around(apart))
             if kind == EVALUATE:
-                return MicroOutput(random=drawing.state, loss=loss.item() if loss is not None else None)
+                assert loss is not None
+                return MicroOutput(random=drawing.state, loss=loss.item(), metrics=self._measured(value, micro))
             if loss is not None:
                 del value  # logits are large, and the plain loop does not hold them either
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -258,6 +262,14 @@ class Executor:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
         return loss if micro.weight is None else loss * micro.weight
+
+    def _measured(self, value: Any, micro: MicroInput) -> dict[str, float]:
+        assert micro.target is not None
+        target, found = micro.target, {}
+        for name, metric in self._metrics.items():
+            self.current = f"metric {name}"
+            found[name] = float(metric(value, target.build(target.tensors)))
+        return found
 
     def _backward(self, value: Any, micro: MicroInput, shard: Shard, m: int) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors

@@ -76,6 +76,7 @@ class TaskReport:
     steps: int = 0  # committed
     losses: list[float] = field(default_factory=list)  # one per step
     validation_losses: list[float] = field(default_factory=list)  # one per epoch
+    validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per epoch
     revisions: list[Revision] = field(default_factory=list)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None  # with its traceback

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +55,15 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
 
+class _Evaluated(NamedTuple):
+    """One evaluation batch."""
+
+    loss: float
+    weight: float  # of its loss among those of its epoch
+    metrics: dict[str, float]
+    num_samples: int
+
+
 @dataclass(eq=False, kw_only=True)
 class _Training:
     """A task in this run, beside what was planned for it."""
@@ -67,7 +77,7 @@ class _Training:
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     out_of_memory: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
-    evaluations: dict[int, list[tuple[float, float]]] = field(default_factory=dict)  # epoch -> (loss, weight)
+    evaluations: dict[int, list[_Evaluated]] = field(default_factory=dict)  # by epoch
 
 
 class TrainingRun:
@@ -356,13 +366,18 @@ class TrainingRun:
 
     def _commit_evaluation(self, training: _Training, batch: Batch, loss: float) -> None:
         seen = training.evaluations.setdefault(batch.epoch, [])
-        seen.append((loss, batch.weight))
+        metrics = training.planned.state.staging.metrics
+        seen.append(_Evaluated(loss, batch.weight, metrics, batch.num_samples))
         if training.planned.task.loss_reduction == "sum":
-            mean = sum(each for each, _ in seen)
+            mean = sum(each.loss for each in seen)
         else:
-            mean = sum(each * w for each, w in seen) / (sum(w for _, w in seen) or 1.0)
-        done = training.report.validation_losses
-        done[len(training.evaluations) - 1 :] = [mean]
+            mean = sum(each.loss * each.weight for each in seen) / (sum(each.weight for each in seen) or 1.0)
+        report, last = training.report, len(training.evaluations) - 1
+        report.validation_losses[last:] = [mean]
+        num_samples = sum(each.num_samples for each in seen) or 1
+        for name in metrics:
+            total = sum(each.metrics[name] * each.num_samples for each in seen)
+            report.validation_metrics.setdefault(name, [])[last:] = [total / num_samples]
 
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]

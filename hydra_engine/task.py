@@ -108,6 +108,8 @@ class ModelTask:
         unpack: batch -> (inputs, target); default: the batch is that pair.
         split: (inputs, target, n) -> sequence of (inputs, target, weight); default `hydra_engine.split`.
         validation: a loader evaluated after every epoch.
+        metrics: name -> function (output, target) -> number, of each validation batch; an epoch's figure is their mean,
+            weighted by samples. In `TaskReport.validation_metrics`.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Without it, the first batch is the sample, and a larger one is made room for when it comes.
 
@@ -138,6 +140,7 @@ class ModelTask:
         unpack: Callable[[Any], tuple[Any, Any]] | None = None,
         split: Split | None = None,
         validation: Iterable[Any] | None = None,
+        metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
         scan_batches: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -187,6 +190,7 @@ class ModelTask:
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
         self.validation = validation
+        self.metrics = _checked_metrics(metrics or {}, validation)
         if scan_batches and isinstance(dataloader, Iterator):
             raise ValueError(
                 f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "
@@ -234,6 +238,14 @@ class ModelTask:
 
     def __repr__(self) -> str:
         return f"ModelTask({self.name or 'unnamed'}: {len(self.model)} layers, {self.epochs} epochs)"
+
+
+def _checked_metrics(metrics: Any, validation: object) -> dict[str, Callable[[Any, Any], float | Tensor]]:
+    if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
+        raise TypeError(f"metrics: {metrics!r} does not map names to functions; give {{'accuracy': accuracy}}")
+    if metrics and validation is None:
+        raise ValueError(f"metrics: {', '.join(metrics)} without a validation loader; give validation=")
+    return dict(metrics)
 
 
 def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:

@@ -88,7 +88,8 @@ class Worker:
     def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
-        executor = Executor(structure, state.task.loss_fn, state.layout.num_layers, modes)
+        task = state.task
+        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics)
         self._executors[state.name] = executor
 
     def dismiss(self, name: str) -> None:
