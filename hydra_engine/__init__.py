@@ -2,14 +2,16 @@
 
 from hydra_engine._version import __version__
 from hydra_engine.batches import split
+from hydra_engine.callbacks import Callback
 from hydra_engine.device import CudaDevice, EmulatedDevice
-from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
-from hydra_engine.report import DeviceReport, Plan, Report, TaskPlan, TaskReport
+from hydra_engine.report import DeviceReport, Plan, Report, Revision, TaskPlan, TaskReport
 from hydra_engine.task import Model, ModelTask
 
 __all__ = [
+    "Callback",
     "CudaDevice",
     "DeviceOutOfMemory",
     "DeviceReport",
@@ -20,7 +22,9 @@ __all__ = [
     "ModelTask",
     "Plan",
     "Report",
+    "Revision",
     "ShardDoesNotFit",
+    "StopTask",
     "TaskPlan",
     "TaskReport",
     "__version__",

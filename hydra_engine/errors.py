@@ -20,5 +20,9 @@ class ShardDoesNotFit(ValueError):
     """A shard cannot run within a device's budget, and the partitioner has no smaller one to offer."""
 
 
+class StopTask(Exception):
+    """Raised by a callback: the task ends with what it has committed, and its status is "stopped"."""
+
+
 class HostOutOfMemory(RuntimeError):
     """The machine's DRAM cannot hold the training state of the tasks."""

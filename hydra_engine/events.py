@@ -104,13 +104,20 @@ class DeviceAdded(NamedTuple):
     device: int
 
 
+class TaskStopped(NamedTuple):
+    """One task shall begin nothing new."""
+
+    task: str
+    uncommitted: bool = False  # said instead of `StepCommitted`
+
+
 class StopRequested(NamedTuple):
     """Nothing new shall begin; what was committed is finished."""
 
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DidNotFit | Fitted | DeviceAdded | StopRequested"
+    " | DidNotFit | Fitted | DeviceAdded | TaskStopped | StopRequested"
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from hydra_engine.callbacks import Callback
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
-from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.errors import DeviceOutOfMemory, StopTask
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -39,6 +40,7 @@ from hydra_engine.events import (
     StepCommitted,
     StopRequested,
     TaskAdded,
+    TaskStopped,
     Update,
 )
 from hydra_engine.interrupt import interrupts
@@ -77,6 +79,8 @@ class _Training:
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     out_of_memory: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
+    calling: Future[None] | None = None  # the last callback that was asked for
+    is_stopped: bool = False  # by a callback: nothing more is committed
     evaluations: dict[int, list[_Evaluated]] = field(default_factory=dict)  # by epoch
 
 
@@ -111,6 +115,7 @@ class TrainingRun:
         )
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
+        self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
         self._makespan_s = 0.0
         self._interrupted = False
         self._actions: dict[type, Callable[..., None]] = {
@@ -120,7 +125,7 @@ class TrainingRun:
             Read: self._read,
             Begin: self._begin,
             Fit: self._start_fit,
-            Commit: lambda i: self._submit(i.task, "its commit", partial(self._commit, i)),
+            Commit: self._start_commit,
             Update: lambda i: self._submit(i.task, "its optimizer", partial(self._update, i)),
             Finish: lambda i: self._submit(i.task, "its end", partial(self._finish, i)),
         }
@@ -213,6 +218,8 @@ class TrainingRun:
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
         self._interrupted |= isinstance(event, StopRequested)
+        if isinstance(event, StepCommitted) and event.training:
+            self._call(self._tasks[event.task], lambda callback, report: callback.on_step(report))
         for instruction in self._scheduler.handle(event):
             self._actions[type(instruction)](instruction)
 
@@ -243,6 +250,7 @@ class TrainingRun:
     def _close(self) -> None:
         self._planner.shutdown()
         self._pool.shutdown()
+        self._callbacks.shutdown()
         while not self._events.empty():  # a task's very end may fail after the scheduler is through
             event = self._events.get()
             if isinstance(event, (Failed, DataFailed)):
@@ -289,7 +297,40 @@ class TrainingRun:
         self._take(training)
         self._stage(training)
 
+    def _call(self, training: _Training, what: Callable[[Callback, TaskReport], None]) -> None:
+        """Call every callback of a task, after all that were asked for before."""
+        report = training.report
+        if not training.planned.task.callbacks or training.is_stopped:
+            return
+
+        def run() -> None:
+            try:
+                for callback in training.planned.task.callbacks:
+                    what(callback, report)
+            except StopTask:
+                training.is_stopped = True
+                self._events.put(TaskStopped(report.name))
+            except BaseException as error:
+                training.is_stopped = True
+                self._events.put(Failed(report.name, error, "its callback"))
+
+        training.calling = self._callbacks.submit(run)
+
+    def _start_commit(self, instruction: Commit) -> None:
+        calling = self._tasks[instruction.task].calling
+        commit = partial(self._submit, instruction.task, "its commit", partial(self._commit, instruction))
+        if calling is None:
+            commit()
+        else:  # the report stays as it is until the callbacks have seen it
+            calling.add_done_callback(lambda _: commit())
+
+    def _end_epoch(self, training: _Training, epoch: int) -> None:
+        self._call(training, lambda callback, report: callback.on_epoch(report, epoch))
+
     def _take(self, training: _Training) -> None:
+        batch, following = training.batch, training.next_batch
+        if batch is not None and following is not None and following.epoch > batch.epoch:
+            self._end_epoch(training, batch.epoch)
         training.batch, training.next_batch = training.next_batch, None
         training.layers_moved_reader = False
 
@@ -342,6 +383,8 @@ class TrainingRun:
 
     def _commit(self, instruction: Commit) -> Event:
         training = self._tasks[instruction.task]
+        if training.is_stopped:
+            return TaskStopped(instruction.task, uncommitted=True)
         state, batch, report = training.planned.state, training.batch, training.report
         assert batch is not None
         staging = state.staging
@@ -393,10 +436,14 @@ class TrainingRun:
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
-        if training.report.status == STOPPED and not self._interrupted:
+        if training.calling is not None:
+            training.calling.result()
+        if training.report.status == STOPPED and not self._interrupted and not training.is_stopped:
             assert training.optimizer is not None
             training.optimizer.reach_epoch(training.planned.task.epochs)
             training.report.status = FINISHED
+            if training.batch is not None:
+                self._end_epoch(training, training.batch.epoch)
         for worker in self._workers:
             worker.settle(instruction.task)  # a claim that was revoked may still be loading
             worker.dismiss(instruction.task)
@@ -404,6 +451,8 @@ class TrainingRun:
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()
         training.record = training.optimizer = None
+        training.is_stopped = False  # the end is told to all
+        self._call(training, lambda callback, report: callback.on_task_end(report))
 
 
 def _updates(state: TaskState) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ from hydra_engine.events import (
     StopRequested,
     Stored,
     TaskAdded,
+    TaskStopped,
     Update,
 )
 from hydra_engine.policies import Candidate, Policy
@@ -132,6 +133,7 @@ class Scheduler:
             ShardUpdated: self._shard_updated,
             Failed: self._failed,
             DeviceAdded: self._device_added,
+            TaskStopped: self._task_stopped,
             StopRequested: self._stop_requested,
         }
 
@@ -238,6 +240,11 @@ class Scheduler:
         task.running = task.running and event.unit is None
         if event.commit:
             task.committing = task.fitting = False
+        self._end(task)
+
+    def _task_stopped(self, event: TaskStopped) -> None:
+        task = self._tasks[event.task]
+        task.committing = task.committing and not event.uncommitted
         self._end(task)
 
     def _stop_requested(self, _: StopRequested) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.batches import LossReduction, Split, split, unpack_pair
+from hydra_engine.callbacks import Callback
 from partitioners import Partitioner, Pilot, make_partitioner
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
@@ -110,6 +111,7 @@ class ModelTask:
         validation: a loader evaluated after every epoch.
         metrics: name -> function (output, target) -> number, of each validation batch; an epoch's figure is their mean,
             weighted by samples. In `TaskReport.validation_metrics`.
+        callbacks: `hydra_engine.Callback` objects, called after steps and epochs and at the end.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Without it, the first batch is the sample, and a larger one is made room for when it comes.
 
@@ -141,6 +143,7 @@ class ModelTask:
         split: Split | None = None,
         validation: Iterable[Any] | None = None,
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
+        callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -191,6 +194,10 @@ class ModelTask:
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
         self.validation = validation
         self.metrics = _checked_metrics(metrics or {}, validation)
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
+        self.callbacks = tuple(callbacks)
         if scan_batches and isinstance(dataloader, Iterator):
             raise ValueError(
                 f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "

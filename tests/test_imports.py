@@ -14,6 +14,7 @@ import partitioners
 GROUPS = (
     ("_version", "errors", "trace"),
     ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample", "schedule"),
+    ("callbacks",),
     ("device", "events", "plan_ahead", "progress", "shard", "task"),
     ("checkpoint", "interrupt", "memory", "own_forward", "plan_text", "pool"),
     ("executor", "optimizer", "reader", "task_state"),
