@@ -115,7 +115,7 @@ class StepStaging:
         self.buffers_before: dict[int, dict[int, Tensor]] = {}  # by shard: what its forward began with
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
-        self.metrics: dict[str, float] = {}  # of an evaluation batch
+        self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
 
     def begin(
         self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]

@@ -77,7 +77,10 @@ class PlannedTask:
             draws = any(cost.draws_random for cost in costs)
             try:
                 self.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
-                state.fitting = {each.signature for each in (batch, evaluation) if each is not None}
+                state.fitting = frozenset()
+                for each in (batch, evaluation):
+                    if each is not None:
+                        state.note_fitting(each.training, each.signature)
                 return costs
             except TooLarge as error:
                 if refused is not None:
@@ -112,15 +115,15 @@ class PlannedTask:
     def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
         """The partitioner's boundaries, and why it refuses the model, if it does.
 
-        Then it is tried all the same, one layer per shard: a lone layer's bytes are exact for one micro-batch, but an
-        upper bound for several.
+        Then it is tried all the same, one layer per shard: a lone layer's bytes are exact for one micro-batch in almost
+        all layers, but an upper bound in the others, and for several micro-batches.
         """
         partitioner, number = self.task.partitioner, len(costs)
         try:
             return partitioner.partition(costs, budget), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
-            if budget.num_micro_batches == 1 or not may_cut:
+            if not may_cut:
                 raise
             return list(range(1, number + 1)), error
 

@@ -6,11 +6,14 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_of
@@ -81,39 +84,33 @@ class Reader:
             raise self._broken
         if self._first is None:
             try:
+                if self._task.scan_batches:
+                    self._largest = self._scan()
                 self._first = next(self._items, None)
             except BaseException as error:
                 self._broken = error  # the iterator is gone with it
                 raise
         if self._first is None or not self._first.training:
             raise ValueError(f"{self._name}: the loader is empty; training needs at least one batch")
-        if self._task.scan_batches and self._largest is None:
-            self._largest = self._scan()
         return self._batch((self._largest or self._first)._replace(training=training))
 
-    def _scan(self) -> _Item:
-        """The batch with most bytes of an epoch that is read apart, on copies of the random streams that it draws from.
+    def _scan(self) -> _Item | None:
+        """The batch with most bytes of an epoch that is read apart, before the first epoch begins.
 
-        A loader's own generators are put back, so that training reads what it would have read.
+        On a copy of the task's random stream; generators of the loader's own are put back, so that training reads what
+        it would have read.
         """
-        assert self._first is not None
         loader = self._task.dataloader
-        holders = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-        found = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
-        states = [(generator, generator.get_state()) for generator in found.values()]
-        stream = Stream(self._stream.state)
-        kept = _own_pair(self._first.inputs, self._first.target)  # the loader may read on into the same memory
-        self._first = largest = self._first._replace(inputs=_built(kept[0]), target=_built(kept[1]))
-        most = _num_bytes(largest.inputs, largest.target)
+        largest, most = None, -1
+        restore = [keep(found) for found in _generators(loader) for kind, keep in _KEEP if isinstance(found, kind)]
         try:
-            for inputs, target in self._iterate(loader, stream):
+            for inputs, target in self._iterate(loader, Stream(self._stream.state)):
                 if (size := _num_bytes(inputs, target)) > most:
-                    boundaries = _own_pair(inputs, target)
-                    largest = largest._replace(inputs=_built(boundaries[0]), target=_built(boundaries[1]))
-                    most = size
+                    kept = _own_pair(inputs, target)  # the loader may read on into the same memory
+                    largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True), size
         finally:
-            for generator, state in states:
-                generator.set_state(state)
+            for put_back in restore:
+                put_back()
         return largest
 
     @property
@@ -198,7 +195,7 @@ class Reader:
         return self._split(item, batch.main, accumulation_steps)
 
     def _batch(self, item: _Item) -> Batch:
-        return self._split(item, self._stream.state, self.accumulation_steps)
+        return self._split(item, self._stream.state, self.accumulation_steps if item.training else 1)
 
     def _split(self, item: _Item, main: RandomState, accumulation_steps: int) -> Batch:
         inputs, target, step, epoch, training = item
@@ -206,12 +203,15 @@ class Reader:
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
         boundaries = [whole] = [_own_pair(inputs, target)]
-        if training and accumulation_steps > 1:
+        if accumulation_steps > 1:
             micro_batches = [_triple(each) for each in self._task.split(inputs, target, accumulation_steps)]
             boundaries = [_own_pair(x, y) for x, y, _ in micro_batches]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
-            start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
+            if training:
+                start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
+            else:
+                start = [main] * len(micro_batches)
         reduction = self._task.loss_reduction
         return Batch(
             step=step,
@@ -224,7 +224,7 @@ class Reader:
             num_samples=batch_size(inputs),
             weight=float(reduction(target)) if callable(reduction) else float(batch_size(inputs)),
             whole=whole,
-            accumulation_steps=accumulation_steps if training else 1,
+            accumulation_steps=accumulation_steps,
         )
 
 
@@ -234,6 +234,50 @@ def _built(boundary: Boundary) -> Any:
 
 def _num_bytes(inputs: Any, target: Any) -> int:
     return sum(each.num_bytes for each in (Boundary.of(inputs, "a batch"), Boundary.of(target, "a target")))
+
+
+def _generators(loader: Any) -> list[Any]:
+    """The random generators that a loader, its samplers and its data set hold."""
+    seen: dict[int, Any] = {}
+    wanted = tuple(kind for kind, _ in _KEEP)
+
+    def walk(holder: Any, depth: int) -> None:
+        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
+            if id(value) in seen or isinstance(value, Tensor):
+                continue
+            if isinstance(value, wanted):
+                seen[id(value)] = value
+            elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+                seen[id(value)] = None
+                walk(value, depth - 1)
+
+    walk(loader, 4)  # loader, batch sampler, sampler, a sampler inside that
+    return [value for value in seen.values() if value is not None]
+
+
+def _keep_torch(generator: torch.Generator) -> Callable[[], object]:
+    return partial(generator.set_state, generator.get_state())
+
+
+def _keep_numpy(generator: np.random.Generator) -> Callable[[], object]:
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+
+
+def _keep_legacy_numpy(generator: np.random.RandomState) -> Callable[[], object]:
+    return partial(generator.set_state, generator.get_state())
+
+
+def _keep_python(generator: random.Random) -> Callable[[], object]:
+    return partial(generator.setstate, generator.getstate())
+
+
+# How to put each kind of generator back where it stood.
+_KEEP: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
+    (torch.Generator, _keep_torch),
+    (np.random.Generator, _keep_numpy),
+    (np.random.RandomState, _keep_legacy_numpy),
+    (random.Random, _keep_python),
+)
 
 
 def _own_pair(inputs: Any, target: Any) -> tuple[Boundary, Boundary]:

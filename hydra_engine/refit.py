@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from hydra_engine.batches import batch_size
 from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.randomness import Stream, capture, installed
+from hydra_engine.randomness import Stream, TaskGenerator, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
-from partitioners import LayerCost, format_bytes, forward_unit_bytes, halved, profile, shard_bytes, slab_bytes
+from partitioners import LayerCost, format_bytes, forward_unit_bytes, halved, profile_shapes, shard_bytes, slab_bytes
 
 
 def refit(
@@ -27,10 +29,10 @@ def refit(
     """Cut the task so that this batch fits a device of `memory_bytes`; returns the batch, split as it then has to be.
 
     Shapes are measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`.
-    `may_split`: whether the number of micro-batches may still change for this batch. It changes for good: for the
-    batches to come as well.
+    `may_split`: whether the number of micro-batches may still change for this batch. That of training batches changes
+    for good: for those to come as well. An evaluation batch is split for itself.
 
-    Raises ShardDoesNotFit when one layer is too large for one sample.
+    Raises ShardDoesNotFit when one layer is too large for one sample, or the batch cannot be split.
     """
     if batch.training and batch.accumulation_steps != state.accumulation_steps:
         batch = reader.split_again(batch, state.accumulation_steps)
@@ -38,15 +40,15 @@ def refit(
     if misfit is not None:
         batch, costs = _make_room(state, reader, batch, costs, misfit.shard, error, may_split)
     while costs is not None:
-        number = len(batch.micro_batches)
         wide = [s for s in state.shards if _needed_bytes(costs, s.first, s.last, batch) > memory_bytes]
-        # A lone layer's figure is exact for one micro-batch, else an upper bound: then the device itself has to say.
-        wide = [s for s in wide if s.last - s.first > 1 or (batch.training and number == 1)]
+        # A lone layer's figure is an upper bound, exact for one training micro-batch in almost all layers. A larger
+        # number of micro-batches changes bits, so the device itself has to say, unless it would say so too late.
+        wide = [s for s in wide if s.last - s.first > 1 or (state.draws and batch.training)]
         if not wide:
             break
         batch, costs = _make_room(state, reader, batch, costs, wide[0].index, None, may_split)
     state.check_buffers()
-    state.fitting.add(batch.signature)
+    state.note_fitting(batch.training, batch.signature)
     return batch
 
 
@@ -63,21 +65,25 @@ def _make_room(
     if finer is not None:
         state.cut(finer)
         return batch, costs
-    number = 2 * len(batch.micro_batches)
-    if not may_split or not batch.training or number > batch.num_samples:
-        raise ShardDoesNotFit(_why(state, batch, costs, shard, may_split)) from error
-    state.accumulation_steps = reader.accumulation_steps = number
+    why_not = _why_not_split(state, batch, may_split)
+    if why_not is not None:
+        raise ShardDoesNotFit(_message(state, batch, costs, shard, why_not)) from error
+    number = min(2 * len(batch.micro_batches), batch.num_samples)
+    if batch.training:
+        state.accumulation_steps = reader.accumulation_steps = number
+        state.forget_units()
     batch = reader.split_again(batch, number)
-    state.forget_units()
     return batch, _measure(state, batch)
 
 
-def _measure(state: TaskState, batch: Batch) -> list[LayerCost] | None:
+def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
     """Costs of the largest micro-batch; None where only a run can tell."""
     inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
-    with installed(Stream(capture())):
+    # Other tasks' loaders and layers draw meanwhile. Draws from torch go elsewhere; others need the lock.
+    apart = installed(Stream(capture())) if state.locked else TaskGenerator(torch.Generator())
+    with apart:
         try:
-            return profile(state.task.model, inputs, target, state.task.loss_fn, time_layers=False)
+            return profile_shapes(state.task.model, inputs, target, state.task.loss_fn)
         except Exception:  # the layer's own mistake shows when the step runs
             return None
 
@@ -86,28 +92,39 @@ def _needed_bytes(costs: Sequence[LayerCost], first: int, last: int, batch: Batc
     """Bytes of a device for layers `[first, last)` and this batch."""
     if batch.training:
         return shard_bytes(costs, first, last, len(batch.micro_batches))
-    target_bytes = costs[last - 1].target_bytes
-    return slab_bytes(costs, first, last) + forward_unit_bytes(costs, first, last) + target_bytes
+    number = len(batch.micro_batches)
+    target_bytes = costs[last - 1].target_bytes * min(number, 2)
+    return slab_bytes(costs, first, last) + forward_unit_bytes(costs, first, last, number) + target_bytes
 
 
-def _why(state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, shard: int, may_split: bool) -> str:
+def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> str | None:
+    """Why a batch cannot be in more micro-batches, or None when it can."""
+    if len(batch.micro_batches) >= batch.num_samples:
+        return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already"
+    if not batch.training:
+        return None
+    if not may_split:
+        return (
+            "the next batch is read already, from where the layers left the random stream, so this one cannot be split "
+            "any more; set accumulation_steps to more than 1 from the start"
+        )
+    if state.draws_outside_torch:
+        return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order"
+    if state.shares_changed_buffer():
+        return "layers of several shards share a buffer that changes, which micro-batches would do in another order"
+    return None
+
+
+def _message(state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, shard: int, why_not: str) -> str:
     first = state.shards[shard].first
     needed = ""
     if costs is not None:
         num_bytes = _needed_bytes(costs, first, first + 1, batch)
         needed = f" needs {format_bytes(num_bytes)} ({num_bytes} bytes) and"
-    if not batch.training:
-        limit = "evaluation batches are not split; give the validation loader a smaller batch size"
-    elif not may_split:
-        limit = (
-            "the next batch is read already, so this one cannot be split any more; set accumulation_steps to more "
-            "than 1 from the start"
-        )
-    else:
-        limit = f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already"
+    kind = "training step" if batch.training else "evaluation batch"
     return (
-        f"{state.name}: layer {first} ({state.layout.names[first]}){needed} does not fit a device alone at step "
-        f"{batch.step}: {limit}, or use a device with more memory"
+        f"{state.name}: layer {first} ({state.layout.names[first]}){needed} does not fit a device alone at {kind} "
+        f"{batch.step}, and {why_not}; use a device with more memory, or smaller batches"
     )
 
 

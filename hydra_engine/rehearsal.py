@@ -44,6 +44,7 @@ def rehearse(
     try:
         seconds, outputs = stage.run(batch)
         state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
+        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.changed_buffers = set(state.staging.buffers)
         state.check_draws()
         state.check_buffers()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from hydra_engine.batches import batch_size
 from hydra_engine.callbacks import Callback
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory, StopTask
@@ -230,7 +231,8 @@ class TrainingRun:
             batch = training.next_batch = training.planned.reader.take()
             state = training.planned.state
             split_otherwise = batch.training and batch.accumulation_steps != state.accumulation_steps
-            return event._replace(new_shapes=split_otherwise or not state.fits_like_another(batch.signature))
+            is_known = state.fits_like_another(batch.training, batch.signature)
+            return event._replace(new_shapes=split_otherwise or not is_known)
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
             training = self._tasks[event.task]
             if training.report.exception is None and not self._interrupted:
@@ -402,14 +404,21 @@ class TrainingRun:
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
         else:
-            self._commit_evaluation(training, batch, losses[0])
+            self._commit_evaluation(training, batch, losses)
         for index, value in staging.buffers.items():
             state.pool.buffers[index] = value
         return StepCommitted(instruction.task, instruction.training)
 
-    def _commit_evaluation(self, training: _Training, batch: Batch, loss: float) -> None:
+    def _commit_evaluation(self, training: _Training, batch: Batch, losses: list[float]) -> None:
         seen = training.evaluations.setdefault(batch.epoch, [])
-        metrics = training.planned.state.staging.metrics
+        staging = training.planned.state.staging
+        # In one piece, unless it did not fit so.
+        loss = sum(each * weight for each, weight in zip(losses, staging.weights, strict=True))
+        parts = [(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)]
+        num_samples = sum(size for size, _ in parts) or 1
+        metrics = parts[0][1]
+        if len(parts) > 1:
+            metrics = {name: sum(size * part[name] for size, part in parts) / num_samples for name in metrics}
         seen.append(_Evaluated(loss, batch.weight, metrics, batch.num_samples))
         if training.planned.task.loss_reduction == "sum":
             mean = sum(each.loss for each in seen)

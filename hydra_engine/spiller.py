@@ -86,7 +86,7 @@ class Spiller:
             staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
         if out.loss is not None:
             staging.losses[m] = out.loss
-            staging.metrics = out.metrics
+            staging.metrics[m] = out.metrics
 
     def store_unit(self, state: TaskState, kind: str, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients, and the buffers that its forward changed, to DRAM."""

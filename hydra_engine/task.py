@@ -113,7 +113,9 @@ class ModelTask:
             weighted by samples. In `TaskReport.validation_metrics`.
         callbacks: `hydra_engine.Callback` objects, called after steps and epochs and at the end.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
-            Without it, the first batch is the sample, and a larger one is made room for when it comes.
+            Random generators that the loader, its samplers and its data set hold are put back after it; what else
+            reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
+            room for when it comes.
 
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
@@ -202,6 +204,11 @@ class ModelTask:
             raise ValueError(
                 f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "
                 f"that starts anew at each iter(), or leave scan_batches out"
+            )
+        if scan_batches and getattr(dataloader, "persistent_workers", False):
+            raise ValueError(
+                "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
+                "give one with persistent_workers=False, or leave scan_batches out"
             )
         self.scan_batches = scan_batches
         self._check_parameters()

@@ -50,7 +50,9 @@ class TaskState:
         self.locked: set[int] = set()  # shards that draw from process-wide generators
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
-        self.fitting: set[tuple[Any, ...]] = set()  # signatures of batches that were seen to fit
+        # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
+        self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
+        self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
@@ -76,9 +78,16 @@ class TaskState:
         """Forget what units take: it differs with the number of micro-batches."""
         self._unit_bytes = {}
 
-    def fits_like_another(self, signature: tuple[Any, ...]) -> bool:
-        """Whether a batch is no larger, in any dimension, than one that was seen to fit."""
-        return signature in self.fitting or any(_no_larger(signature, known) for known in self.fitting)
+    def note_fitting(self, training: bool, signature: tuple[Any, ...]) -> None:
+        """Remember that a batch fits."""
+        self.fitting = self.fitting | {(training, signature)}
+
+    def fits_like_another(self, training: bool, signature: tuple[Any, ...]) -> bool:
+        """Whether a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
+        fitting = self.fitting
+        return (training, signature) in fitting or any(
+            kind == training and _no_larger(signature, known) for kind, known in fitting
+        )
 
     @property
     def lowest_backward(self) -> int:
@@ -130,14 +139,18 @@ class TaskState:
 
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""
-        changed = self.changed_buffers
-        holders = Counter(index for shard in self.shards for index in shard.buffers if index in changed)
-        if self.accumulation_steps > 1 and max(holders.values(), default=0) > 1:
+        if self.accumulation_steps > 1 and self.shares_changed_buffer():
             raise ValueError(
                 f"{self.name}: layers of several shards share a buffer that their forward changes, and with "
                 f"accumulation_steps {self.accumulation_steps} they would change it in another order than the plain "
                 f"loop; set accumulation_steps=1, give each layer its own module, or put them into one shard"
             )
+
+    def shares_changed_buffer(self) -> bool:
+        """Whether layers of several shards hold one buffer that their forward changes."""
+        changed = self.changed_buffers
+        holders = Counter(index for shard in self.shards for index in shard.buffers if index in changed)
+        return max(holders.values(), default=0) > 1
 
     def check_draws(self) -> None:
         """Refuse draws that several micro-batches would take in another order than the plain loop."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from partitioners.boundary import Boundary
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
 
 
@@ -85,10 +84,6 @@ class FakeCopies(Copies):
     def __init__(self, precision: str = "float32") -> None:
         super().__init__(precision)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def boundary(self, value: Boundary) -> Boundary:
-        """The same shapes without memory."""
-        return Boundary(pytree.tree_map_only(Tensor, self._tensor, value.value()), value.views)
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         with self.mode:

@@ -33,7 +33,7 @@ class LayerCost:
     shares_with: tuple[int, ...]  # indices of other layers that hold one of its parameters
     target_bytes: int = 0  # last layer only
     padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
-    forward_peak_bytes: int = 0  # most alive at once of what a forward creates that saves nothing; 0: not known
+    forward_peak_bytes: int | None = None  # most alive at once of what a forward creates that saves nothing
     held_bytes: int = 0  # storage behind its output, where that is more than output_bytes
     shared_bytes: int = 0  # of its trainable parameters that other layers hold too
     accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
@@ -44,7 +44,7 @@ class LayerCost:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "accumulated_bytes" and value is None:
+            if field.name in ("accumulated_bytes", "forward_peak_bytes") and value is None:
                 continue
             if field.name == "index" or field.name.endswith(("_bytes", "_flops")):
                 _check_count(f"LayerCost.{field.name}", value, at_least=0)
@@ -177,13 +177,13 @@ def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_mi
     if not _knows_forward(shard):
         return unit_bytes(costs, first, last, num_micro_batches)
     entering = [0, *(cost.output_bytes for cost in shard[:-1])]
-    work = max(cost.forward_peak_bytes + num_bytes for cost, num_bytes in zip(shard, entering, strict=True))
+    work = max((cost.forward_peak_bytes or 0) + num_bytes for cost, num_bytes in zip(shard, entering, strict=True))
     several = num_micro_batches > 1
     return work + (1 + several) * shard[0].input_bytes + several * shard[-1].output_bytes
 
 
 def _knows_forward(shard: Sequence[LayerCost]) -> bool:
-    return all(cost.forward_peak_bytes for cost in shard)
+    return all(cost.forward_peak_bytes is not None for cost in shard)
 
 
 def kept_output_bytes(cost: LayerCost) -> int:

@@ -32,10 +32,10 @@ def as_on_cpu(func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
 
 def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """With the workspace for backward, whose size only the kernel knows: it is run once on tensors of these shapes."""
-    key = tuple((arg.shape, arg.stride()) if isinstance(arg, Tensor) else str(arg) for arg in args)
+    key = tuple((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else str(arg) for arg in args)
     if key not in _workspaces:
         with _disable_current_modes():
-            real = [torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+            real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
             _workspaces[key] = _RNN(*real, **kwargs)[3].numel()
     output, hidden, cell, empty = _RNN(*args, **kwargs)
     return output, hidden, cell, empty.new_empty(_workspaces[key])

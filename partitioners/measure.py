@@ -75,9 +75,9 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
     with _Watch(rates) as light, saved_tensors_hooks(_drop, _drop):
         try:
             work(handed_again.value(), target.value())
-            forward_peak_bytes = light.peak_bytes
+            forward_peak_bytes: int | None = light.peak_bytes
         except (RuntimeError, TypeError):  # a layer that differentiates inside its forward keeps what it saves
-            forward_peak_bytes = 0
+            forward_peak_bytes = None
     fields = sizes | {
         "input_bytes": boundary.num_bytes,
         "output_bytes": run.output.num_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,8 +25,6 @@ from partitioners.kernels import GpuKernels
 from partitioners.measure import Work, count, timed
 from partitioners.precision import DTYPES
 from partitioners.rates import STATED_RATES, Rates
-
-_FAKE_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def profile(
@@ -50,9 +49,10 @@ def profile(
     rates: what operations are counted against where a layer cannot be timed; default `STATED_RATES`.
     time_layers: run each layer a few times for its seconds, where it has values and the device is here.
 
-    Bytes come from fake tensors and a `MemoryMeter`: no memory is taken and nothing computed. Layers of equal structure
-    are counted once. A layer that fake tensors cannot run, because what it does depends on values, is run metered; if
-    it has no values, it is refused.
+    Bytes are counted by a `MemoryMeter`. Layers that are timed are run under it once more. All others are counted on
+    fake tensors, with the same result to the byte: no memory is taken and nothing computed, and layers of equal
+    structure are counted once. What depends on values is not seen by those: such a layer is run metered after all, or
+    refused if it has no values.
 
     Leaves gradients, buffers, generators, flags and grad mode as they were. Parameters are shared, not copied, so a
     layer that changes its own parameters in forward is refused. An exception in a layer comes out as it is, with
@@ -64,40 +64,75 @@ def profile(
     layers = named_layers(model)
     rates = rates or STATED_RATES[place.type, precision]
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
-    shares = _sharing([layer for _, layer in layers])
-    shared_bytes = _shared_bytes([layer for _, layer in layers])
 
     def measure(*, runs: bool) -> list[LayerCost]:
-        profiler = _Profiler(place, precision, rates)
-        profiler.begin(inputs, target, runs=runs)
-        costs = []
-        for index, (name, layer) in enumerate(layers):
-            with _naming(index, name):
-                fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
-            fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
-            costs.append(LayerCost(index=index, name=name, **fields))
-        return costs
+        return _measure(layers, inputs, target, loss_fn, _Profiler(place, precision, rates), runs=runs)
 
     with _generators_kept(), torch.enable_grad():
         if time_layers or not can_run:
             return measure(runs=can_run)
         try:
             return measure(runs=False)
-        except _DependsOnValues:
+        except DependsOnValues:
             return measure(runs=True)
+
+
+def profile_shapes(
+    model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+) -> list[LayerCost]:
+    """What `profile` counts on fake tensors, and no more: for use while other threads compute and draw.
+
+    Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
+    """
+    profiler = _Profiler(torch.device("cpu"), "float32", STATED_RATES["cpu", "float32"])
+    with torch.enable_grad():
+        return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
+
+
+def _measure(
+    layers: Sequence[tuple[str, nn.Module]],
+    inputs: Any,
+    target: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    profiler: _Profiler,
+    *,
+    runs: bool,
+) -> list[LayerCost]:
+    shares = _sharing([layer for _, layer in layers])
+    shared_bytes = _shared_bytes([layer for _, layer in layers])
+    profiler.begin(inputs, target, runs=runs)
+    costs = []
+    for index, (name, layer) in enumerate(layers):
+        with _naming(index, name):
+            fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
+        fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
+        costs.append(LayerCost(index=index, name=name, **fields))
+    return costs
+
+
+class _Quiet(logging.Filter, threading.local):
+    """Keeps the log of fake tensors from printing tracebacks of what is reported anyway, thread by thread."""
+
+    is_on = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.is_on
+
+
+_QUIET = _Quiet()
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_QUIET)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log of fake tensors, which prints the traceback of what is raised and reported anyway."""
-    disabled, _FAKE_LOGGER.disabled = _FAKE_LOGGER.disabled, True
+    _QUIET.is_on = True
     try:
         yield
     finally:
-        _FAKE_LOGGER.disabled = disabled
+        _QUIET.is_on = False
 
 
-class _DependsOnValues(ValueError):
+class DependsOnValues(ValueError):
     """A layer does what only values tell, which fake tensors have not."""
 
 
@@ -123,12 +158,7 @@ class _Profiler:
             fields, self._fake = self._count(layer, loss_fn)
             return fields
         work = self._work(self._reals, layer, loss_fn)
-        try:
-            fields, self._fake = self._count(layer, loss_fn)
-        except Exception:  # what fake tensors cannot do has many names; what is wrong in earnest raises again here
-            fields, output = count(work, self._real, self._rates)
-            with self._fakes.mode:
-                self._fake = self._fakes.boundary(output).detached()
+        fields, _ = count(work, self._real, self._rates)
         seconds, self._real = timed(work, self._real, self._synchronize)
         flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
         return fields | seconds | flags
@@ -137,11 +167,13 @@ class _Profiler:
         key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature)
         if key not in self._known:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
-            with self._fakes.mode, kernels, _quiet():
+            # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
+            # next call, in a cache of masks or positions, has to be real.
+            with kernels, _quiet():
                 try:
                     self._known[key] = count(self._work(self._fakes, layer, loss_fn), self._fake, self._rates)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                    raise _DependsOnValues(
+                    raise DependsOnValues(
                         f"what the layer does depends on values ({error}), limit: layers without values are profiled "
                         f"by their shapes; materialise the model on the device that it is profiled for"
                     ) from error

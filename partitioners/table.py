@@ -39,7 +39,7 @@ class ShardTable:
         slab = _table(num)
         work, forward = _table(num), _table(num)
         column = {
-            name: np.array([getattr(cost, name) for cost in costs], dtype=np.int64)
+            name: np.array([getattr(cost, name) or 0 for cost in costs], dtype=np.int64)
             for name in ("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes")
         }
         inputs, outputs, peaks = column["input_bytes"], column["output_bytes"], column["peak_bytes"]
@@ -75,7 +75,7 @@ class ShardTable:
                 unit[: k + 1, k:highest] += (1 + min(num_micro_batches, 2)) * cost.shared_bytes
                 unit[deepest + 1 : k + 1, k:] += several * cost.shared_bytes
         light = forward[:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
-        unknown = _prefix((forwards == 0).astype(np.int64))
+        unknown = _prefix([int(cost.forward_peak_bytes is None) for cost in costs])
         light = np.where(unknown[None, 1:] - unknown[:-1, None] > 0, unit, light)
         trainable = next((k for k, cost in enumerate(costs) if cost.grad_bytes), num)
         # Shards that end at or before it run forward only, but for the last one, which ends in the loss.

@@ -54,7 +54,7 @@ def random_layers(rng, most=8):
                 "output_bytes": _some(rng, 3_000),
                 "saved_bytes": _some(rng, 5_000),
                 "peak_bytes": _some(rng, 8_000),
-                "forward_peak_bytes": _some(rng, 4_000) if measured else 0,
+                "forward_peak_bytes": _some(rng, 4_000) if measured else None,
                 "forward_s": rng.choice([0.0, rng.random()]),
                 "backward_s": rng.choice([0.0, rng.random(), 2 * rng.random()]),
                 "changes_input": rng.random() < 0.2,

@@ -96,7 +96,7 @@ def test_forward_holds_a_layers_input_until_its_output_is_there():
     entering = costs[0].input_bytes
     assert forward_unit_bytes(costs, 0, 3) == entering + max(70, first + 20, second + 60)
     assert forward_unit_bytes(costs, 0, 3, 2) == 2 * entering + max(70, first + 20, second + 60) + third
-    unknown = [replace(costs[0], forward_peak_bytes=0), *costs[1:]]
+    unknown = [replace(costs[0], forward_peak_bytes=None), *costs[1:]]
     assert forward_unit_bytes(unknown, 0, 3) == unit_bytes(unknown, 0, 3)
 
 

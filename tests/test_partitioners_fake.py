@@ -1,11 +1,14 @@
 """Bytes counted without memory or arithmetic are those of a real run, to the byte; GPU kernels are estimated."""
 
+import logging
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from partitioners import layer_peaks, profile
+from partitioners import layer_peaks, profile, profile_shapes
 from partitioners.boundary import Boundary
 from partitioners.copies import Copies
 from partitioners.measure import Work, count
@@ -146,6 +149,24 @@ def test_layers_that_differ_in_a_plain_attribute_are_different():
     layers = [nn.Linear(8, 8), nn.Dropout(0.0), nn.Dropout(0.5), nn.Linear(8, 1)]
     costs = profile(layers, torch.randn(2, 8), torch.zeros(2, 1), F.mse_loss)
     assert [cost.draws_random for cost in costs] == [False, False, True, False]
+
+
+def test_threads_that_profile_side_by_side_leave_torchs_log_as_it_was():
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled, list(logger.filters)
+    layers, inputs = [nn.Linear(8, 8) for _ in range(20)], torch.randn(2, 8)
+    found = []
+
+    def run():
+        found.append(profile_shapes(layers, inputs, inputs, F.mse_loss))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [profile(layers, inputs, inputs, F.mse_loss, time_layers=False)] * 3
+    assert (logger.disabled, list(logger.filters)) == before
 
 
 # Kernels of a GPU, estimated on fake CPU tensors.

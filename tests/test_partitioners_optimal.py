@@ -249,7 +249,7 @@ def test_choose_equals_asking_for_every_number_until_the_step_grows(seed):
                     cost,
                     forward_s=cost.forward_s / number,
                     backward_s=cost.backward_s / number,
-                    **{name: getattr(cost, name) // number for name in names},
+                    **{name: (getattr(cost, name) or 0) // number for name in names},
                 )
                 for cost in whole
             ]

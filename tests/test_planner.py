@@ -2,15 +2,16 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
-from partitioners import Balanced, profile, shard_bytes
+from partitioners import Balanced, profile, shard_bytes, unit_bytes
 from tests import reference
 from tests.zoo import Block, Embed, next_byte_loss
 
@@ -101,6 +102,19 @@ def test_auto_takes_more_micro_batches_where_one_does_not_fit(costs, partitioner
     assert all(map(torch.equal, model.parameters(), same.parameters()))
 
 
+def test_a_layer_that_creates_nothing_takes_nothing():
+    """An in-place ReLU below all that trains runs forward only, on the memory that it is given."""
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.Sequential(nn.Flatten(), nn.Linear(8 * 144, 3))]
+    layers[0].requires_grad_(False)
+    inputs, target = torch.randn(4, 3, 16, 16), torch.randint(3, (4,))
+    costs = profile(layers, inputs, target, F.cross_entropy)
+    assert unit_bytes(costs, 1, 2) == costs[1].input_bytes
+    memory = max(shard_bytes(costs, k, k + 1) for k in range(4))
+    for partitioner in ("pilot", "optimal"):
+        task = ModelTask(layers, F.cross_entropy, [(inputs, target)], partitioner=partitioner, seed=0)
+        orchestra_of(task, memory=memory).train_models()
+
+
 def test_two_tasks_may_name_different_partitioners():
     tasks = [
         task_of(gpt(), name=name, partitioner=partitioner) for name, partitioner in (("a", "pilot"), ("b", "optimal"))
@@ -156,6 +170,47 @@ def test_a_scan_plans_for_the_largest_batch_and_changes_no_bit(own_generator):
     first = plan.boundaries[0]
     assert plan.shard_bytes[0] <= shard_bytes(costs, 0, first)
     assert plan.shard_bytes[-1] == shard_bytes(costs, 5, 6)
+
+
+class NumpySampler(Sampler):
+    """Shuffles with a generator of its own."""
+
+    def __init__(self, size):
+        self.size, self.generator_of_numpy = size, np.random.default_rng(6)
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        return iter(self.generator_of_numpy.permutation(self.size).tolist())
+
+
+def loader_with_a_generator_deep_inside():
+    lengths = Lengths(8, 9, 40, 17, 8, 30)
+    inner = RandomSampler(lengths, generator=torch.Generator().manual_seed(9))
+    return DataLoader(lengths, batch_sampler=BatchSampler(inner, 1, False))
+
+
+def loader_with_a_numpy_sampler():
+    lengths = Lengths(8, 9, 40, 17, 8, 30)
+    return DataLoader(lengths, batch_size=1, sampler=NumpySampler(len(lengths)))
+
+
+@pytest.mark.parametrize("make", [loader_with_a_generator_deep_inside, loader_with_a_numpy_sampler])
+def test_a_scan_puts_the_loaders_own_generators_back(make):
+    model, original = model_of_any_length(), model_of_any_length()
+    report = orchestra_of(task_of(model, make(), epochs=2, scan_batches=True), memory="160KiB").train_models()
+    result = reference.train(
+        original, next_byte_loss, make(), lr=1e-3, epochs=2, optimizer=torch.optim.AdamW, seed=SEED
+    )
+    assert report.tasks["gpt"].losses == result.losses
+    assert all(map(torch.equal, model.parameters(), original.parameters()))
+
+
+def test_a_loader_with_persistent_workers_is_not_scanned():
+    batches = DataLoader(Lengths(8, 9), batch_size=1, num_workers=1, persistent_workers=True)
+    with pytest.raises(ValueError, match="scan_batches: the loader has persistent workers"):
+        task_of(gpt(), batches, scan_batches=True)
 
 
 def test_without_a_scan_longer_batches_are_made_room_for_as_they_come():

@@ -1,8 +1,10 @@
 """When a batch does not fit: finer shards, then more micro-batches, and the bits of plain PyTorch all along."""
 
 import copy
+import functools
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -144,14 +146,84 @@ def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
     assert_as_plain(model, original, loader, report, validation=validation)
 
 
-def test_a_validation_batch_that_no_layer_has_room_for_fails_the_task_by_name():
-    model = dense()
-    report = None
-    with pytest.raises(
-        ValueError, match=r"a: layer 0 \(0\) .*does not fit a device alone at step 1: evaluation batches"
-    ):
-        report = train(model, batches(32, 32), "70KiB", validation=batches(32, 2048))
-    assert report is None
+def test_a_validation_batch_too_large_for_a_layer_is_split(warned_by):
+    model = dense(norm=True)
+    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 2048, 31)
+    report = train(model, loader, "70KiB", validation=validation)
+    plain = copy.deepcopy(original)
+    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
+    result = reference.train(plain, F.cross_entropy, loader, **options)
+    assert report.losses == result.losses
+    assert report.validation_losses == pytest.approx(result.validation_losses, rel=1e-6)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert {revision.accumulation_steps for revision in report.revisions} == {1}  # of training
+
+
+def test_batches_of_any_size_are_split_as_far_as_they_go(warned_by):
+    """1, 1 and 3 samples: 2 micro-batches are not enough, and 4 are more than there are samples."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    generator = torch.Generator().manual_seed(2)
+    loader = [
+        (torch.randn(n, 64, 64, generator=generator), torch.randint(3, (n, 64), generator=generator)) for n in (1, 1, 3)
+    ]
+    original, devices = copy.deepcopy(model), [EmulatedDevice("190KiB")]
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    orchestra = ModelOrchestrator([ModelTask(model, loss_fn, loader, seed=SEED)], devices=devices)
+    orchestra.verbose = 0
+    report = orchestra.train_models().tasks["task-0"]
+    assert report.revisions[-1].accumulation_steps == 3
+    reference.train(original, loss_fn, loader, seed=SEED, accumulation_steps=number_at(report))
+    assert all(map(torch.equal, model.parameters(), original.parameters()))
+
+
+def test_an_evaluation_that_fits_says_nothing_of_a_training_batch():
+    model = dense(draws=True)
+    original, loader = copy.deepcopy(model), batches(32, 32, 512, 32)
+    validation = batches(512)
+    report = train(model, loader, "160KiB", validation=validation)
+    assert report.revisions[-1].accumulation_steps > 1
+    plain = copy.deepcopy(original)
+    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
+    result = reference.train(plain, F.cross_entropy, loader, accumulation_steps=number_at(report), **options)
+    assert report.losses == result.losses
+
+
+def test_a_model_that_cannot_be_in_micro_batches_says_why():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x * float(np.random.random())
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Noise(), nn.Linear(WIDTH, 3))
+    with pytest.raises(ValueError, match=r"does not fit a device alone .* a layer draws from `random` or"):
+        train(model, batches(32, 1024), "100KiB")
+
+
+def test_a_mask_that_a_function_caches_stays_real():
+    """What layers make from nothing and keep is used again in real runs."""
+
+    @functools.lru_cache
+    def mask(length):
+        return torch.ones(length, length).tril()
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return mask(x.shape[0]) @ self.linear(x)
+
+    torch.manual_seed(1)
+    model = nn.Sequential(Mixed(), nn.Tanh(), Mixed(), nn.Linear(WIDTH, 3))
+    original, loader = copy.deepcopy(model), batches(32, 96, 40)
+    report = train(model, loader, "120KiB")
+    assert report.revisions
+    assert_as_plain(model, original, loader, report)
+    assert type(mask(96)) is torch.Tensor
 
 
 def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_commit():
@@ -165,7 +237,7 @@ def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_co
     orchestra = ModelOrchestrator([task], devices=devices)
     orchestra.verbose = 0
     with pytest.raises(
-        ValueError, match=r"layer \d+ \(\d+\) needs .* does not fit a device alone at step 2: a batch of 1"
+        ValueError, match=r"layer \d+ \(\d+\) needs .* does not fit a device alone at training step 2, and a batch of 1"
     ):
         orchestra.train_models()
     report = orchestra.report.tasks["task-0"]
