@@ -60,10 +60,9 @@ class Revision:
     reason: str
 
     def __str__(self) -> str:
-        return (
-            f"from step {self.step} on {len(self.boundaries)} shards, {self.accumulation_steps} micro-batches: "
-            f"{self.reason}"
-        )
+        number = self.accumulation_steps
+        micro_batches = f"{number} micro-batch{'es' if number > 1 else ''}"
+        return f"from step {self.step} on {len(self.boundaries)} shards, {micro_batches}: {self.reason}"
 
 
 @dataclass(kw_only=True)
