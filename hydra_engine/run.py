@@ -78,6 +78,8 @@ class _Training:
     next_batch: Batch | None = None  # read, not begun
     batch: Batch | None = None
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
+    is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
+    owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
     out_of_memory: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
     calling: Future[None] | None = None  # the last callback that was asked for
@@ -219,6 +221,9 @@ class TrainingRun:
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
         self._interrupted |= isinstance(event, StopRequested)
+        if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
+            self._read(Read(event.task))
+            self._tasks[event.task].owes_read = False
         if isinstance(event, StepCommitted) and event.training:
             self._call(self._tasks[event.task], lambda callback, report: callback.on_step(report))
         for instruction in self._scheduler.handle(event):
@@ -290,12 +295,16 @@ class TrainingRun:
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
         if batch is not None and state.draws and _draws_from_main(state, batch):
+            if training.is_new_shape and not training.owes_read:
+                training.owes_read = True  # in more micro-batches, its layers would leave the stream alone
+                return
             main = state.end_of_forward()
             training.layers_moved_reader = True
         training.planned.reader.request(main)
 
     def _begin(self, instruction: Begin) -> None:
         training = self._tasks[instruction.task]
+        training.is_new_shape = False
         self._take(training)
         self._stage(training)
 
@@ -344,6 +353,7 @@ class TrainingRun:
     def _start_fit(self, instruction: Fit) -> None:
         training = self._tasks[instruction.task]
         if instruction.unit is None:
+            training.is_new_shape = True
             self._take(training)
         self._submit(instruction.task, "its fit", partial(self._fit, instruction), self._planner)
 

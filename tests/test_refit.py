@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_engine.refit
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.task_state import TaskState
 from partitioners import Balanced, Presharded
 from tests import reference
 
@@ -248,13 +250,24 @@ def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_co
         assert torch.equal(ours, theirs)
 
 
-def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
-    """The next batch was read from where the layers, in one micro-batch, had left the random stream."""
+def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(monkeypatch):
+    """The loader reads on from where layers that draw have left the random stream, which micro-batches would not."""
     monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
     model = dense(draws=True)
-    loader = batches(32, 600, 32)  # forward takes three activations of 75 KiB, backward of a lone Linear four
+    # Forward takes three activations of 75 KiB, backward of a lone Linear four.
+    tensors = batches(600)[0]
+    loader = DataLoader(TensorDataset(*tensors), batch_sampler=[range(32), range(600), range(32), range(8, 20)])
+    original = copy.deepcopy(model)
+    report = train(model, loader, "260KiB")
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
+    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+    monkeypatch.setattr(TaskState, "fits_like_another", lambda *_: True)
     with pytest.raises(ValueError, match="the next batch is read already"):
-        train(model, loader, "260KiB")
+        train(dense(draws=True), batches(32, 600, 32), "260KiB")
 
 
 def test_no_larger_shapes_are_not_measured_again(monkeypatch):
