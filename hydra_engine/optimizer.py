@@ -44,6 +44,7 @@ class TaskOptimizer:
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step, and move the scheduler past it."""
         self.reach_epoch(epoch)
+        self._call_hooks(staging, pool)
         total_norm = None
         if self._task.optimizer_scope == "task":
             self._step_all(pool, staging.has_gradient)
@@ -65,6 +66,27 @@ class TaskOptimizer:
         if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
             self.scheduler.step()
         return record
+
+    @torch.no_grad()  # as in a backward
+    def _call_hooks(self, staging: StepStaging, pool: HostPool) -> None:
+        """Let the hooks that the user registered on a parameter act on its finished gradient."""
+        for slot in self._slots:
+            gradient, parameter = pool.gradients[slot.index], slot.parameter
+            if gradient is None or not staging.has_gradient.get(slot.index):
+                continue
+            for hook in (parameter._backward_hooks or {}).values():
+                changed = hook(gradient)
+                if changed is not None and changed is not gradient:
+                    gradient.copy_(changed)
+            after = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+            for hook in after:
+                parameter.grad = gradient
+                hook(parameter)
+                if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
+                    staging.has_gradient[slot.index] = False
+                elif parameter.grad is not gradient:
+                    gradient.copy_(parameter.grad)
+                parameter.grad = None
 
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""

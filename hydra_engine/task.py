@@ -117,6 +117,9 @@ class ModelTask:
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
             room for when it comes.
 
+    Hooks that are registered on parameters (`register_hook`, `register_post_accumulate_grad_hook`) act on the step's
+    finished gradient, once per step, on the host: with several micro-batches on their sum.
+
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
@@ -225,11 +228,6 @@ class ModelTask:
                 )
             if parameter.device.type == "meta":
                 raise ValueError(f"parameter {name} is on the meta device and has no values; materialise it first")
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise ValueError(
-                    f"parameter {name} has gradient hooks, which the device's copies would not call; put what they do "
-                    f"into the loss, the optimizer or a layer"
-                )
             if type(parameter) is not nn.Parameter:
                 raise TypeError(
                     f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"

@@ -69,8 +69,10 @@ def plain_groups(network, param_groups):
     return groups
 
 
-def assert_bits_are_plain(network, optimizer, *, param_groups=None, **options):
+def assert_bits_are_plain(network, optimizer, *, param_groups=None, prepare=lambda network: None, **options):
     plain = copy.deepcopy(network)
+    for each in (network, plain):
+        prepare(each)
     scope = {"optimizer_scope": options.pop("optimizer_scope", "shard")}
     task = ModelTask(
         network,
@@ -81,7 +83,7 @@ def assert_bits_are_plain(network, optimizer, *, param_groups=None, **options):
         name="a",
         optimizer=optimizer,
         param_groups=param_groups,
-        partitioner=Presharded([2, 4, 5]),
+        partitioner=Presharded([2, 4, len(network)]),
         seed=SEED,
         **scope,
         **options,
@@ -186,6 +188,58 @@ def test_a_moving_average_is_that_of_torchs_averaged_model(decay, optimizer_scop
 def test_a_decay_outside_its_range_is_refused(decay):
     with pytest.raises(ValueError, match=r"ema_decay: .* limit: 0 <= ema_decay < 1"):
         ModelTask(model(), F.cross_entropy, loader(), ema_decay=decay)
+
+
+def halve(gradient):
+    return gradient * 0.5
+
+
+def clip_in_place(gradient):
+    gradient.clamp_(-0.01, 0.01)
+
+
+def forget(parameter):
+    """As one that steps an optimizer of its own, and takes the gradient away."""
+    parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
+def double(parameter):
+    parameter.grad = parameter.grad * 2
+
+
+@pytest.mark.parametrize("optimizer_scope", ["shard", "task"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_gradient_hooks_act_on_the_finished_gradient(num_micro_batches, optimizer_scope):
+    """Halving and doubling are exact, so a hook per micro-batch, as in the plain loop, gives the same bits."""
+    network = model()
+    network = nn.Sequential(*network[:4], Tied(network[0][0].weight), network[4])
+
+    def prepare(each):
+        for parameter in each.parameters():
+            parameter.register_hook(halve)
+        each[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    assert_bits_are_plain(
+        network,
+        torch.optim.AdamW,
+        prepare=prepare,
+        accumulation_steps=num_micro_batches,
+        max_grad_norm=0.1,
+        optimizer_scope=optimizer_scope,
+    )
+
+
+def test_hooks_may_change_replace_and_take_the_gradient():
+
+    def prepare(network):
+        network[0][0].weight.register_hook(clip_in_place)
+        network[1][0].weight.register_post_accumulate_grad_hook(forget)
+        network[2][0].weight.register_post_accumulate_grad_hook(double)
+        for hook in (halve, clip_in_place):  # in the order of their registration
+            network[3][0].bias.register_hook(hook)
+
+    assert_bits_are_plain(model(), torch.optim.AdamW, prepare=prepare)
 
 
 class Coupled(torch.optim.Optimizer):
