@@ -241,7 +241,7 @@ class TrainingRun:
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
             training = self._tasks[event.task]
             if training.report.exception is None and not self._interrupted:
-                training.out_of_memory = event.error
+                training.out_of_memory = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
         return event
 
@@ -383,6 +383,7 @@ class TrainingRun:
                     reason=reason,
                 )
             )
+        training.out_of_memory = None
         self._stage(training)
         return Fitted(
             task=instruction.task,
