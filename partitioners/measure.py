@@ -26,6 +26,10 @@ from partitioners.rates import Rates
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
 
+_DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 class Work:
     """A layer, and for the last layer the loss function after it."""
@@ -239,11 +243,6 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-
-_DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def _traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -1,4 +1,4 @@
-"""Measures what each layer of a model costs: bytes on fake tensors, seconds on copies, one layer at a time."""
+"""Measures what each layer of a model costs, one at a time: on copies with values, or on fake tensors without."""
 
 from __future__ import annotations
 

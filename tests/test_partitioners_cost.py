@@ -10,7 +10,6 @@ from torch import nn
 
 from partitioners import (
     Budget,
-    LayerCost,
     LayerTooLarge,
     MemoryMeter,
     forward_unit_bytes,
@@ -19,25 +18,7 @@ from partitioners import (
     slab_bytes,
     unit_bytes,
 )
-
-ZERO = LayerCost(
-    index=0,
-    name="layer",
-    param_bytes=0,
-    grad_bytes=0,
-    buffer_bytes=0,
-    input_bytes=0,
-    output_bytes=0,
-    saved_bytes=0,
-    peak_bytes=0,
-    forward_s=0.0,
-    backward_s=0.0,
-    draws_random=False,
-    draws_globally=False,
-    changes_input=False,
-    changes_buffers=False,
-    shares_with=(),
-)
+from tests.partitions import ZERO
 
 # Every figure is its own power of ten, so that a sum shows what was added. The last layer's output is the loss.
 THREE = (

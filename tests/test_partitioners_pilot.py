@@ -1,33 +1,17 @@
 """The pilot packs front to back, keeps room for the next slab, and cuts in two what did not fit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from partitioners import Budget, LayerCost, LayerTooLarge, Pilot, shard_bytes
-from tests.partitions import fitting_partitions, random_device, random_layers
+from tests.partitions import ZERO, fitting_partitions, random_device, random_layers
 
 
 def layer(index, param_bytes, work_bytes=0):
     """A layer whose shard costs add up: parameters in the slab, work at its peak only."""
-    return LayerCost(
-        index=index,
-        name=f"layer-{index}",
-        param_bytes=param_bytes,
-        grad_bytes=0,
-        buffer_bytes=0,
-        input_bytes=0,
-        output_bytes=0,
-        saved_bytes=0,
-        peak_bytes=work_bytes,
-        forward_s=0.0,
-        backward_s=0.0,
-        draws_random=False,
-        draws_globally=False,
-        changes_input=False,
-        changes_buffers=False,
-        shares_with=(),
-    )
+    return replace(ZERO, index=index, name=f"layer-{index}", param_bytes=param_bytes, peak_bytes=work_bytes)
 
 
 def layers(*param_bytes, work_bytes=0):

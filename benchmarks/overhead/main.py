@@ -18,26 +18,10 @@ from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from clocked import Clocked
 from gpt import gpt, token_batches
 
 LR = 1e-3
-
-
-class Clocked:
-    """A list of batches that notes when each is asked for, and when the end is."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.asked_s = []
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        for batch in self.batches:
-            self.asked_s.append(time.perf_counter())
-            yield batch
-        self.asked_s.append(time.perf_counter())
 
 
 def plain_s(batches):

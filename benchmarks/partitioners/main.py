@@ -11,7 +11,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks,
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from clocked import Clocked
 from gpt import gpt, token_batches
 
 from tests.architectures import ARCHITECTURES
@@ -38,23 +38,6 @@ NUM_BUDGETS, NUM_RUNS, NUM_STEPS = 12, 5, 6
 
 def model():
     return gpt(width=256, num_blocks=8, num_heads=8, length=LENGTH)
-
-
-class Clocked:
-    """A list of batches that notes when each is asked for, and when the end is."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.asked_s = []
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        for batch in self.batches:
-            self.asked_s.append(time.perf_counter())
-            yield batch
-        self.asked_s.append(time.perf_counter())
 
 
 def task(batches, boundaries):
