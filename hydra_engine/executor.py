@@ -19,6 +19,7 @@ from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
+from partitioners.precision import cast
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
@@ -32,6 +33,7 @@ class MicroInput:
     random: RandomState  # before the shard's forward
     target: Boundary | None = None  # last shard
     weight: float | None = None  # of this micro-batch's loss; None: the plain loss
+    loss_scale: float | None = None  # the loss is multiplied by it before its backward
     gradients: Sequence[Tensor | None] = ()  # of the shard's output, for a backward
     tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
 
@@ -133,7 +135,9 @@ class Executor:
         self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
+        self._is_narrow = structure.narrow is not None
         self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
+        self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
         self._anchor = torch.zeros((), requires_grad=True)
 
     def run(
@@ -157,23 +161,49 @@ class Executor:
         structure = self.structure
         self._on_recomputed = on_recomputed
         structure.bind(views, buffers)
+        self._accumulated = {}
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
         m = 0
         try:
             with self._modes(), self._mode(kind, shard):
                 for micro in inputs:  # not enumerate, which holds on to the micro-batch before
+                    if m > 0:
+                        self._accumulate(shard)
                     emit(m, self._micro(kind, shard, m, micro, locked))
                     m += 1
                     del micro
             gradients = {}
             if kind in (FUSED, BACKWARD):
-                gradients = {index: self._apart(structure.parameters[index].grad) for index in shard.owned}
+                if self._accumulated:
+                    self._accumulate(shard)
+                gradients = {index: self._gradient(index) for index in shard.owned}
             taken = structure.take_buffers(shard.first, self._end(shard))
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken)
         finally:
+            self._accumulated = {}
             structure.release(shard)
+
+    def _accumulate(self, shard: Shard) -> None:
+        """Add the narrow gradients of the last micro-batch to those before it, in float32."""
+        if not self._is_narrow:
+            return  # autograd adds
+        for index in shard.owned:
+            parameter = self.structure.parameters[index]
+            if parameter.grad is None or parameter.grad.dtype == torch.float32:
+                continue
+            if index in self._accumulated:
+                self._accumulated[index].add_(parameter.grad)
+            else:
+                self._accumulated[index] = parameter.grad.float()
+            parameter.grad = None
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """A parameter's gradient over all micro-batches, as it crosses the link."""
+        parameter = self.structure.parameters[index]
+        accumulated = self._accumulated.pop(index, None)
+        return self._apart(parameter.grad) if accumulated is None else accumulated.to(parameter.dtype)
 
     def _end(self, shard: Shard) -> int:
         return shard.last if shard.last < self._num_layers else len(self.structure.layers)
@@ -206,6 +236,8 @@ class Executor:
                         f"layers {self.structure.names[shard.first]} to {self.current} work in place on an input that "
                         f"shares memory with another input, which crossing between shards takes apart; clone it first"
                     )
+                if self._is_narrow and micro.target is not None:
+                    value = cast(value, torch.float32)  # what the loss and the metrics compute in
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
@@ -216,7 +248,7 @@ class Executor:
                 return MicroOutput(random=drawing.state, loss=loss.item(), metrics=self._measured(value, micro))
             if loss is not None:
                 del value  # logits are large, and the plain loop does not hold them either
-                loss.backward()  # type: ignore[no-untyped-call]
+                (loss if micro.loss_scale is None else loss * micro.loss_scale).backward()  # type: ignore[no-untyped-call]
             else:
                 self._backward(value, micro, shard, m)
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]

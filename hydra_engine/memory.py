@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class HostPool:
     """Owns the weights, gradients and buffers of one task while it trains.
 
     Two byte buffers hold the parameters in layer order, trainable and frozen, so that any shard is one range of each;
-    a third holds the gradients of one step. `open` moves the user's parameters in, `close` gives them ordinary storage
+    a third holds the gradients of one step. In a narrow precision devices are sent two more buffers, of casts of the
+    parameters, which every update renews. `open` moves the user's parameters in, `close` gives them ordinary storage
     again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
     """
 
@@ -48,11 +49,15 @@ class HostPool:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
         assert not self.is_open
         self._weights = {kind: _storage(size) for kind, size in self.layout.num_bytes.items()}
-        self._gradients = _storage(self.layout.num_bytes[True])
+        self._gradients = _storage(self.layout.link_bytes[True])
+        self._link = self._weights
+        if self.layout.narrow is not None:
+            self._link = {kind: _storage(size) for kind, size in self.layout.link_bytes.items()}
         for slot in self.layout.slots:
             view = slot.view(self._weights[slot.trainable], slot.offset)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
+        self.renew(self.layout.slots)
         self.gradients = [slot.gradient_view(self._gradients) if slot.trainable else None for slot in self.layout.slots]
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
@@ -66,7 +71,23 @@ class HostPool:
             slot.parameter.grad = None
             slot.parameter.data = copy_of(slot.parameter.data)
         self._give_buffers_back()
-        del self._weights, self._gradients, self.gradients
+        del self._weights, self._link, self._gradients, self.gradients
+
+    def gradient(self, slot: Slot) -> Tensor:
+        """Where a trainable parameter's gradient lies."""
+        gradient = self.gradients[slot.index]
+        assert gradient is not None
+        return gradient
+
+    def renew(self, slots: Iterable[Slot]) -> None:
+        """Cast parameters anew for the devices, after an update."""
+        if self.layout.narrow is not None:
+            for slot in slots:
+                self.narrow(slot).copy_(slot.parameter.data)
+
+    def narrow(self, slot: Slot) -> Tensor:
+        """What devices are sent of a parameter."""
+        return slot.link_view(self._link[slot.trainable], slot.link_offset)
 
     def _give_buffers_back(self) -> None:
         for layer, bindings in zip(self.layout.layers, self.layout.buffer_bindings, strict=True):
@@ -80,9 +101,9 @@ class HostPool:
                     module._buffers[name] = value
 
     def piece(self, trainable: bool, start: int, num_bytes: int) -> Tensor:
-        """Bytes of a weight buffer, for one copy of a whole shard."""
+        """Bytes of a link buffer, for one copy of a whole shard."""
         flat = torch.empty(0, dtype=torch.uint8)
-        return flat.set_(self._weights[trainable], start, (num_bytes,), (1,))
+        return flat.set_(self._link[trainable], start, (num_bytes,), (1,))
 
     def owned(self, shard: Shard) -> list[Slot]:
         """The trainable parameters that a shard's update steps."""

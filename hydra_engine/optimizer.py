@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
@@ -26,6 +28,9 @@ class StepRecord:
     has_gradient: dict[int, bool]
     total_norm: Tensor | None
     is_first: bool = False
+    loss_scale: float | None = None  # that the gradients carry
+    is_skipped: bool = False  # a gradient was not finite: nothing is updated
+    hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
 
 
 class TaskOptimizer:
@@ -38,25 +43,40 @@ class TaskOptimizer:
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._epoch = 0
         self._num_steps = 0
+        self._loss_scale = LossScale.of(task)
         averaged = self._slots if task.ema_decay is not None else []
         self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by; None: by nothing."""
+        return None if self._loss_scale is None else self._loss_scale.scale
+
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
-        """Record a step, and move the scheduler past it."""
+        """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
         self.reach_epoch(epoch)
-        self._call_hooks(staging, pool)
+        scale = self.loss_scale
+        if self._loss_scale is not None:
+            received = [pool.gradient(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
+            is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
+            self._loss_scale.update(is_finite)
+            if not is_finite:
+                return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=scale, is_skipped=True)
+        hooked = self._call_hooks(staging, pool, scale)
+        finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
-            self._step_all(pool, staging.has_gradient)
+            self._step_all(pool, staging.has_gradient, finished)
         elif self._task.max_grad_norm is not None:
-            gradients = [pool.gradients[s.index] for s in self._slots if staging.has_gradient.get(s.index)]
-            total_norm = nn.utils.get_total_norm([g for g in gradients if g is not None])
+            total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
         groups = [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
         record = StepRecord(
             groups=groups,
             has_gradient=dict(staging.has_gradient),
             total_norm=total_norm,
             is_first=self._num_steps == 0,
+            loss_scale=scale,
+            hooked=hooked,
         )
         if self._task.optimizer_scope == "task":
             self._average(self._slots, record)
@@ -67,18 +87,28 @@ class TaskOptimizer:
             self.scheduler.step()
         return record
 
+    def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
+        """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
+        if slot.index in hooked:
+            return hooked[slot.index]
+        gradient = pool.gradient(slot).to(slot.dtype)
+        return gradient if scale is None else gradient * (1 / scale)
+
     @torch.no_grad()  # as in a backward
-    def _call_hooks(self, staging: StepStaging, pool: HostPool) -> None:
-        """Let the hooks that the user registered on a parameter act on its finished gradient."""
+    def _call_hooks(self, staging: StepStaging, pool: HostPool, scale: float | None) -> dict[int, Tensor]:
+        """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
+        hooked: dict[int, Tensor] = {}
         for slot in self._slots:
-            gradient, parameter = pool.gradients[slot.index], slot.parameter
-            if gradient is None or not staging.has_gradient.get(slot.index):
+            parameter = slot.parameter
+            hooks = list((parameter._backward_hooks or {}).values())
+            after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+            if not (hooks or after) or not staging.has_gradient.get(slot.index):
                 continue
-            for hook in (parameter._backward_hooks or {}).values():
+            gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
+            for hook in hooks:
                 changed = hook(gradient)
                 if changed is not None and changed is not gradient:
                     gradient.copy_(changed)
-            after = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
             for hook in after:
                 parameter.grad = gradient
                 hook(parameter)
@@ -87,12 +117,13 @@ class TaskOptimizer:
                 elif parameter.grad is not gradient:
                     gradient.copy_(parameter.grad)
                 parameter.grad = None
+        return hooked
 
-    def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool]) -> None:
+    def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
         slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
         for slot in slots:
-            slot.parameter.grad = pool.gradients[slot.index]
+            slot.parameter.grad = finished(slot)
         try:
             if self._task.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_([slot.parameter for slot in slots], self._task.max_grad_norm)
@@ -100,6 +131,7 @@ class TaskOptimizer:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+        pool.renew(self._slots)
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
@@ -110,9 +142,11 @@ class TaskOptimizer:
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
+        if record.is_skipped:
+            return
         slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
         for slot in slots:
-            slot.parameter.grad = pool.gradients[slot.index]
+            slot.parameter.grad = self._finished(pool, record.loss_scale, record.hooked, slot)
         try:
             parameters = [slot.parameter for slot in slots]
             if record.total_norm is not None:
@@ -124,6 +158,7 @@ class TaskOptimizer:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+        pool.renew(slots)
         self._average(pool.owned(shard), record)
 
     @torch.no_grad()
@@ -242,6 +277,12 @@ def _beside_state(optimizer: torch.optim.Optimizer) -> str:
     plain = (bool, int, float, complex, str, tuple, type(None))
     public = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}  # the rest is torch's
     return repr([{k: v for k, v in p.items() if isinstance(v, plain)} for p in (*optimizer.param_groups, public)])
+
+
+def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """As `torch.nn.utils.get_total_norm`, with one gradient at a time: a widened one is gone before the next."""
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 def _kept(value: Any) -> Any:

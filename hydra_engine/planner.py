@@ -17,6 +17,7 @@ from hydra_engine.report import TaskPlan
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, shard_bytes
+from partitioners.precision import DTYPES
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
 UNIT_S = 450e-6
@@ -58,9 +59,11 @@ class PlannedTask:
 
     @property
     def training_bytes(self) -> int:
-        """DRAM that training takes beside the weights: gradients, optimizer state, averages of the weights."""
-        copies = 1 if self.task.ema_decay is None else 2
-        return copies * self.layout.num_bytes[True] + self.optimizer_bytes
+        """DRAM that training takes beside the weights: gradients, casts, averages of the weights, optimizer state."""
+        layout = self.layout
+        averages = 0 if self.task.ema_decay is None else layout.num_bytes[True]
+        casts = 0 if layout.narrow is None else sum(layout.link_bytes.values())
+        return layout.link_bytes[True] + casts + averages + self.optimizer_bytes
 
     def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> list[LayerCost]:
         state = self.state
@@ -102,13 +105,13 @@ class PlannedTask:
         self.state.accumulation_steps = self.reader.accumulation_steps = number
         inputs, target, _ = self.reader.sample().micro_batches[0]
         with installed(Stream(capture())):
-            return profile(self.task.model, inputs, target, self.task.loss_fn)
+            return profile(self.task.model, inputs, target, self.task.loss_fn, precision=self.task.precision)
 
     def _with_rates(self, budget: Budget, device: EmulatedDevice) -> Budget:
         return replace(
             budget,
             link_bytes_per_s=device.link_bytes_per_s(),
-            update_bytes_per_s=update_bytes_per_s(self.task),
+            update_bytes_per_s=update_bytes_per_s(self.task) * DTYPES[self.task.precision].itemsize / 4,
             unit_s=UNIT_S,
         )
 

@@ -20,6 +20,7 @@ from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
+from partitioners.precision import DTYPES, cast
 
 # A user's loader that does not return is left behind: its thread is a daemon.
 JOIN_S = 10.0
@@ -77,6 +78,7 @@ class Reader:
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.accumulation_steps = 1
+        self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
 
     def sample(self, *, training: bool = True) -> Batch:
         """The first batch, as it is trained on or as it would be evaluated; it stays the next one to be read."""
@@ -188,6 +190,11 @@ class Reader:
                 return
             yield item
 
+    def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
+        """Inputs as they cross the link; the target as it is, since the loss computes in float32."""
+        inputs, target = pair
+        return inputs.around(cast(inputs.tensors, self._dtype)) if self._dtype is not None else inputs, target
+
     def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
         """The same batch in another number of micro-batches."""
         inputs, target = map(_built, batch.whole)
@@ -202,10 +209,11 @@ class Reader:
         seed = self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
-        boundaries = [whole] = [_own_pair(inputs, target)]
+        whole = _own_pair(inputs, target)
+        boundaries = [self._narrow(whole)]
         if accumulation_steps > 1:
             micro_batches = [_triple(each) for each in self._task.split(inputs, target, accumulation_steps)]
-            boundaries = [_own_pair(x, y) for x, y, _ in micro_batches]
+            boundaries = [self._narrow(_own_pair(x, y)) for x, y, _ in micro_batches]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
             if training:

@@ -83,7 +83,7 @@ def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
     apart = installed(Stream(capture())) if state.locked else TaskGenerator(torch.Generator())
     with apart:
         try:
-            return profile_shapes(state.task.model, inputs, target, state.task.loss_fn)
+            return profile_shapes(state.task.model, inputs, target, state.task.loss_fn, state.task.precision)
         except Exception:  # the layer's own mistake shows when the step runs
             return None
 

@@ -76,6 +76,8 @@ class TaskReport:
     losses: list[float] = field(default_factory=list)  # one per step
     validation_losses: list[float] = field(default_factory=list)  # one per epoch
     validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per epoch
+    loss_scales: list[float] = field(default_factory=list)  # float16: one per step
+    skipped_steps: list[int] = field(default_factory=list)  # float16: those whose gradients were not all finite
     revisions: list[Revision] = field(default_factory=list)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None  # with its traceback

@@ -411,7 +411,12 @@ class TrainingRun:
         losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
         if instruction.training:
             assert training.optimizer is not None
-            training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
+            record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
+            state.loss_scale = training.optimizer.loss_scale
+            if record.loss_scale is not None:
+                report.loss_scales.append(record.loss_scale)
+            if record.is_skipped:
+                report.skipped_steps.append(report.steps)
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
         else:

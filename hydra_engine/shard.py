@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.boundary import extent
+from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
 # Kernels choose by alignment: parameters start where torch's own CPU allocator would start them.
 ALIGNMENT_BYTES = 64
@@ -23,7 +24,11 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One parameter of a task and its place in the host buffer of its kind (trainable or frozen)."""
+    """One parameter of a task and its place in the host buffers of its kind (trainable or frozen).
+
+    At `offset` lies the parameter itself, the master that the optimizer steps; at `link_offset` of another buffer what
+    devices are sent. Where the precision casts nothing, the two are one.
+    """
 
     index: int
     name: str
@@ -36,20 +41,28 @@ class Slot:
     stride: tuple[int, ...]
     gradient_stride: tuple[int, ...]  # as autograd lays a gradient out: without the gaps of a parameter that has any
     dtype: torch.dtype
+    link_offset: int
+    link_bytes: int
+    link_dtype: torch.dtype  # on devices, and of the gradient
 
     def gradient_view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The gradient's tensor in a buffer laid out like the parameters."""
-        start = self.offset // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype).set_(storage, start, self.shape, self.gradient_stride)
+        """The gradient's tensor in a buffer laid out like what devices are sent."""
+        start = self.link_offset // self.link_dtype.itemsize
+        return torch.empty(0, dtype=self.link_dtype).set_(storage, start, self.shape, self.gradient_stride)
 
     def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
-        """The parameter's tensor at byte `offset` of a storage.
+        """The parameter's tensor at byte `offset` of a host buffer."""
+        return self._view(storage, offset, self.dtype)
 
-        By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
-        arena would then make autograd refuse this one.
-        """
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return tensor.set_(storage, offset // self.dtype.itemsize, self.shape, self.stride)
+    def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """What devices compute with, at byte `offset` of a slab or a host buffer."""
+        return self._view(storage, offset, self.link_dtype)
+
+    def _view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> Tensor:
+        # By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
+        # arena would then make autograd refuse this one.
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        return tensor.set_(storage, offset // dtype.itemsize, self.shape, self.stride)
 
 
 class Binding(NamedTuple):
@@ -61,7 +74,7 @@ class Binding(NamedTuple):
 
 
 class SlabPiece(NamedTuple):
-    """`num_bytes` at `source` of a host buffer go to `target` of a slab, in one copy."""
+    """`num_bytes` at `source` of a link buffer go to `target` of a slab, in one copy."""
 
     trainable: bool
     source: int
@@ -93,29 +106,41 @@ class Shard:
 
 
 class ModelLayout:
-    """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard."""
+    """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
 
-    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], loss: nn.Module | None) -> None:
+    In a narrow precision, floating-point parameters cross the link in it, but for those of norms and of the loss.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], names: Sequence[str], loss: nn.Module | None, precision: str = "float32"
+    ) -> None:
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
         self.slots: list[Slot] = []
         self.buffers: list[Tensor] = []
-        self.num_bytes = {True: 0, False: 0}  # by trainable
+        self.num_bytes = {True: 0, False: 0}  # of the parameters, by trainable
+        self.link_bytes = {True: 0, False: 0}  # of what devices are sent
+        self.narrow = None if precision == "float32" else DTYPES[precision]
+        kept = [kept_parameters(layer) for layer in layers] if self.narrow else []
+        kept += [{id(parameter) for parameter in loss.parameters()}] if loss is not None else []
+        self._kept = set().union(*kept)
         self.parameters: list[list[Binding]] = []  # by layer
         self.buffer_bindings: list[list[Binding]] = []
-        self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each buffer
+        self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
         numbers: dict[int, int] = {}
         buffer_numbers: dict[int, int] = {}
         for k, layer in enumerate(self.layers):
             self.parameters.append([self._place(k, *found, numbers) for found in _named_parameters(layer)])
             self.buffer_bindings.append([self._number(*found, buffer_numbers) for found in _named_buffers(layer)])
-            self._ends.append(dict(self.num_bytes))
+            self._ends.append(dict(self.link_bytes))
 
     def _place(self, layer: int, path: str, name: str, parameter: nn.Parameter, numbers: dict[int, int]) -> Binding:
         if id(parameter) not in numbers:
             kind = parameter.requires_grad
-            num_bytes = extent(parameter.shape, parameter.stride()) * parameter.element_size()
+            size = extent(parameter.shape, parameter.stride())
+            num_bytes = size * parameter.element_size()
+            link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
             slot = Slot(
                 index=len(self.slots),
                 name=".".join(filter(None, (self.names[layer], path, name))),
@@ -128,10 +153,14 @@ class ModelLayout:
                 stride=parameter.stride(),
                 gradient_stride=torch.empty_like(parameter, device="meta").stride(),
                 dtype=parameter.dtype,
+                link_offset=self.link_bytes[kind],
+                link_bytes=size * link_dtype.itemsize,
+                link_dtype=link_dtype,
             )
             numbers[id(parameter)] = slot.index
             self.slots.append(slot)
             self.num_bytes[kind] += aligned(num_bytes)
+            self.link_bytes[kind] += aligned(slot.link_bytes)
         return Binding(path, name, numbers[id(parameter)])
 
     def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
@@ -172,14 +201,14 @@ class ModelLayout:
                 pieces.append(SlabPiece(kind, start, target, stop - start))
             for index in held:
                 if self.slots[index].trainable == kind and owner_shard[index] == j:
-                    offsets[index] = target + self.slots[index].offset - start
+                    offsets[index] = target + self.slots[index].link_offset - start
             target += stop - start
         for index in held:
             if owner_shard[index] != j:
                 slot = self.slots[index]
-                pieces.append(SlabPiece(slot.trainable, slot.offset, target, slot.num_bytes))
+                pieces.append(SlabPiece(slot.trainable, slot.link_offset, target, slot.link_bytes))
                 offsets[index] = target
-                target += aligned(slot.num_bytes)
+                target += aligned(slot.link_bytes)
         buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
         trainable = [index for index in held if self.slots[index].trainable]
         upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
@@ -227,7 +256,7 @@ class Structure:
         memo: dict[int, object] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
-            empty = torch.empty(0, dtype=slot.dtype, device=device)
+            empty = torch.empty(0, dtype=slot.link_dtype, device=device)
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.trainable))
             memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [torch.empty(0, dtype=buffer.dtype, device=device) for buffer in layout.buffers]
@@ -235,7 +264,11 @@ class Structure:
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.
         self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
+        if layout.narrow is not None:
+            for layer in self.layers[: layout.num_layers]:
+                compute_norms_in_float32(layer, layout.narrow)
         self.names = layout.names
+        self.narrow = layout.narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)

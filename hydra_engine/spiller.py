@@ -42,7 +42,7 @@ class Spiller:
             self._device.give_slab_back(slab)
             raise
         views = {
-            index: state.layout.slots[index].view(slab.storage, slab.offset + offset)
+            index: state.layout.slots[index].link_view(slab.storage, slab.offset + offset)
             for index, offset in zip(shard.slots, shard.offsets, strict=True)
         }
         return LoadedShard(slab=slab, views=views, buffers={})
@@ -64,6 +64,7 @@ class Spiller:
         if state.is_last(shard):
             micro.target = self._bring_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
+            micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             micro.gradients = [g if g is None else self._bring(g) for g in staging.gradients_of(j + 1, m)]
         if kind not in (FORWARD, EVALUATE):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hydra_engine.batches import LossReduction, Split, split, unpack_pair
 from hydra_engine.callbacks import Callback
 from partitioners import Partitioner, Pilot, make_partitioner
+from partitioners.precision import DTYPES
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
@@ -99,7 +100,12 @@ class ModelTask:
         lr_scheduler_interval: "step" or "epoch".
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
             `partitioners.Pilot()`.
-        precision: "float32".
+        precision: "float32", "bfloat16" or "float16". In a narrow one, devices are sent casts of the float32 weights
+            and compute in that type; norms keep float32 weights and compute in float32, buffers stay as they are, and
+            the loss and metrics take the output in float32. Gradients cross the link narrow, rounded once; the host
+            optimizer steps the float32 weights. float16 has a dynamic loss scale: a step with a gradient that is not
+            finite changes nothing but buffers, and moves neither the schedule nor the averages.
+        grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps: micro-batches per step, or "auto": the least power of two with which the model fits; with
             the partitioner "optimal", the one with the least predicted step time.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
@@ -140,6 +146,7 @@ class ModelTask:
         lr_scheduler_interval: str = "step",
         partitioner: Partitioner | str | None = None,
         precision: str = "float32",
+        grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
         loss_reduction: LossReduction = "mean",
         max_grad_norm: float | None = None,
@@ -153,7 +160,8 @@ class ModelTask:
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
         _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
-        _check_choice("precision", precision, ("float32",))
+        _check_choice("precision", precision, tuple(DTYPES))
+        _check_grad_scaler(grad_scaler, precision)
         _check_int("epochs", epochs)
         if accumulation_steps != "auto":
             _check_int("accumulation_steps", accumulation_steps)
@@ -191,6 +199,7 @@ class ModelTask:
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
         self.precision = precision
+        self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
@@ -258,6 +267,17 @@ def _checked_metrics(metrics: Any, validation: object) -> dict[str, Callable[[An
     if metrics and validation is None:
         raise ValueError(f"metrics: {', '.join(metrics)} without a validation loader; give validation=")
     return dict(metrics)
+
+
+def _check_grad_scaler(scaler: object, precision: str) -> None:
+    if scaler is None:
+        return
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler: {scaler!r} is not a torch.amp.GradScaler")
+    if precision != "float16":
+        raise ValueError(f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss")
+    if not scaler.is_enabled():
+        raise ValueError("grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')")
 
 
 def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.boundary import extent, flat
+from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
 from hydra_engine.schedule import evaluation_chain, training_chain
@@ -33,7 +34,8 @@ class UnitBytes(NamedTuple):
 def layout_of(task: ModelTask) -> ModelLayout:
     """Where the task's parameters and buffers lie."""
     names, layers = zip(*task.model._modules.items(), strict=True)
-    return ModelLayout(layers, names, task.loss_fn if isinstance(task.loss_fn, nn.Module) else None)
+    loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
+    return ModelLayout(layers, names, loss, task.precision)
 
 
 class TaskState:
@@ -56,6 +58,8 @@ class TaskState:
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
+        scale = LossScale.of(task)
+        self.loss_scale = None if scale is None else scale.scale  # of the step in progress
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
 
     def close(self) -> None:

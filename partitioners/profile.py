@@ -78,13 +78,17 @@ def profile(
 
 
 def profile_shapes(
-    model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+    model: nn.Module | Iterable[nn.Module],
+    inputs: Any,
+    target: Any,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    precision: str = "float32",
 ) -> list[LayerCost]:
     """What `profile` counts on fake tensors, and no more: for use while other threads compute and draw.
 
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
-    profiler = _Profiler(torch.device("cpu"), "float32", STATED_RATES["cpu", "float32"])
+    profiler = _Profiler(torch.device("cpu"), precision, STATED_RATES["cpu", precision])
     with torch.enable_grad():
         return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
 

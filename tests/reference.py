@@ -1,6 +1,7 @@
 """Plain PyTorch: the loop that says what the engine's results must be, and the only thing they are compared with."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ class Result:
 
     losses: list  # one float per step
     validation_losses: list  # one float per epoch
+    loss_scales: list = field(default_factory=list)  # one float per step, with a grad_scaler
 
 
 def train(
@@ -34,11 +36,15 @@ def train(
     unpack=None,
     max_steps=None,
     on_step=lambda: None,
+    precision="float32",
+    grad_scaler=None,
 ):
-    """Train `model` in place, on the CPU in float32, and stop after `max_steps` steps if given.
+    """Train `model` in place, on the CPU, and stop after `max_steps` steps if given.
 
-    `accumulation_steps` may be a function of the step.
+    `accumulation_steps` may be a function of the step. In float32, `precision` leaves no trace; else see `Narrow`.
     """
+    if precision != "float32":
+        narrow = Narrow(model, loss_fn, DTYPES[precision], grad_scaler)
     unpack = unpack or _pair
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer, lr = (torch.optim.SGD, 1e-3 if lr is None else lr) if optimizer is None else (optimizer, lr)
@@ -54,7 +60,9 @@ def train(
             inputs, target = unpack(batch)
             optimizer.zero_grad(set_to_none=True)
             n = accumulation_steps(len(result.losses)) if callable(accumulation_steps) else accumulation_steps
-            if n == 1:
+            if precision != "float32":
+                result.losses.append(narrow.step(inputs, target, n, loss_reduction, seed, len(result.losses)))
+            elif n == 1:
                 loss = loss_fn(model(inputs), target)
                 loss.backward()
                 result.losses.append(loss.item())
@@ -68,19 +76,102 @@ def train(
                         part.backward()
                         parts.append(part.item())
                 result.losses.append(sum(parts))
+            if grad_scaler is not None:
+                result.loss_scales.append(grad_scaler.get_scale())
+                grad_scaler.unscale_(optimizer)
             if max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
-            optimizer.step()
+            is_skipped = False
+            if grad_scaler is None:
+                optimizer.step()
+            else:
+                before = grad_scaler.get_scale()
+                grad_scaler.step(optimizer)
+                grad_scaler.update()
+                is_skipped = grad_scaler.get_scale() < before
             on_step()
-            if scheduler and lr_scheduler_interval == "step":
+            if scheduler and not is_skipped and lr_scheduler_interval == "step":
                 scheduler.step()
             if len(result.losses) == max_steps:
                 return result
         if scheduler and lr_scheduler_interval == "epoch":
             scheduler.step()
         if validation is not None:
-            result.validation_losses.append(evaluate(model, loss_fn, validation, loss_reduction, unpack))
+            forward = model if precision == "float32" else narrow.evaluated()
+            result.validation_losses.append(evaluate(forward, loss_fn, validation, loss_reduction, unpack))
     return result
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+class Narrow:
+    """The casts of a narrow precision, written out: a second model in `dtype` beside the float32 masters.
+
+    Its parameters are cast anew from the masters before each step; norms keep float32 and compute in it, buffers are
+    the masters' own, the loss takes the output in float32. Gradients of several micro-batches add up in float32 and are
+    rounded once.
+    """
+
+    def __init__(self, masters, loss_fn, dtype, grad_scaler):
+        self.masters, self.loss_fn, self.dtype, self.grad_scaler = masters, loss_fn, dtype, grad_scaler
+        shared = {id(buffer): buffer for buffer in masters.buffers()}
+        self.model = copy.deepcopy(masters, shared)
+        norms = [module for module in self.model.modules() if isinstance(module, NORMS)]
+        self.wide = {id(parameter) for norm in norms for parameter in norm.parameters()}
+        for parameter in self.model.parameters():
+            if id(parameter) not in self.wide:
+                parameter.data = parameter.data.to(dtype)
+        for norm in norms:
+            norm.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
+            norm.register_forward_hook(lambda _, args, output: output.to(dtype))
+
+    def parameters(self):
+        return zip(self.masters.parameters(), self.model.parameters(), strict=True)
+
+    def cast(self):
+        with torch.no_grad():
+            for master, parameter in self.parameters():
+                parameter.copy_(master)
+
+    def __call__(self, inputs):
+        inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return self.model(inputs).float()
+
+    def evaluated(self):
+        """What `evaluate` runs, with the weights of now."""
+        self.cast()
+        return self
+
+    def modules(self):
+        return self.model.modules()
+
+    def eval(self):
+        self.model.eval()
+
+    def step(self, inputs, target, n, loss_reduction, seed, step):
+        """Forward and backward of all micro-batches; leaves gradients on the masters, returns the loss."""
+        self.cast()
+        summed, parts = {}, []
+        pieces = [(inputs, target, None)] if n == 1 else split(inputs, target, n, loss_reduction)
+        for m, (x, y, weight) in enumerate(pieces):
+            with torch.random.fork_rng(devices=[], enabled=n > 1):
+                if n > 1:
+                    torch.manual_seed(stream_seed(seed, step, m))
+                loss = self.loss_fn(self(x), y)
+                loss = loss if weight is None else loss * weight
+                (loss if self.grad_scaler is None else self.grad_scaler.scale(loss)).backward()
+                parts.append(loss.item())
+            for master, parameter in self.parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    summed[master] = summed[master] + gradient if master in summed else gradient
+                    parameter.grad = None
+        for master, parameter in self.parameters():
+            if master in summed:
+                master.grad = summed[master].to(parameter.dtype).float()
+        return sum(parts)
 
 
 def evaluate(model, loss_fn, loader, loss_reduction="mean", unpack=None):
