@@ -9,6 +9,7 @@ from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
 from hydra_engine.report import DeviceReport, Plan, Report, Revision, TaskPlan, TaskReport
 from hydra_engine.task import Model, ModelTask
+from partitioners import Skips
 
 __all__ = [
     "Callback",
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Revision",
     "ShardDoesNotFit",
+    "Skips",
     "StopTask",
     "TaskPlan",
     "TaskReport",

@@ -5,6 +5,7 @@ Nothing here copies, waits for a device or touches the host's state, so a unit c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture,
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 from partitioners.precision import cast
+from partitioners.skips import Frame, framed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
@@ -36,12 +38,16 @@ class MicroInput:
     loss_scale: float | None = None  # the loss is multiplied by it before its backward
     gradients: Sequence[Tensor | None] = ()  # of the shard's output, for a backward
     tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
+    skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
+    skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
     @property
     def num_bytes(self) -> int:
         """Bytes it takes on the device."""
         target = self.target.tensors if self.target else ()
-        return storage_bytes([*self.value.tensors, *target, *self.gradients, *self.tied.values()])
+        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
+        skips += [t for gradients in self.skip_gradients.values() for t in gradients if t is not None]
+        return storage_bytes([*self.value.tensors, *target, *self.gradients, *self.tied.values(), *skips])
 
 
 @dataclass(kw_only=True)
@@ -52,15 +58,17 @@ class MicroOutput:
     value: Boundary | None = None  # forward: what enters the next shard
     gradients: list[Tensor | None] | None = None  # backward: of what entered this shard
     tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
+    skips: dict[str, Boundary] = field(default_factory=dict)  # forward: values for shards further up
+    skip_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backward: of those gotten here
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
 
     @property
     def num_bytes(self) -> int:
         """Bytes that stay on the device until they are stored."""
-        return storage_bytes(
-            [*(self.value.tensors if self.value else ()), *(self.gradients or ()), *self.tied.values()]
-        )
+        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
+        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
+        return storage_bytes([*(self.value.tensors if self.value else ()), *skips, *gradients])
 
 
 @dataclass(kw_only=True)
@@ -229,7 +237,9 @@ class Executor:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
-            with self._hooks(), drawing.forward():
+            skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
+            arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
+            with self._hooks(), drawing.forward(), framed(arriving) as frame:
                 value = self._layers(shard, micro.value.build(tensors))
                 if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
                     raise ValueError(
@@ -241,8 +251,12 @@ class Executor:
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
-                apart = [t for tensor in out.tensors if (t := self._apart(tensor)) is not None]
-                return MicroOutput(random=drawing.state, value=out.around(apart))
+                leaving = {name: self._leaving(name, frame) for name in shard.leaving}
+                return MicroOutput(
+                    random=drawing.state,
+                    value=self._around(out),
+                    skips={name: self._around(each) for name, each in leaving.items()},
+                )
             if kind == EVALUATE:
                 assert loss is not None
                 return MicroOutput(random=drawing.state, loss=loss.item(), metrics=self._measured(value, micro))
@@ -250,7 +264,7 @@ class Executor:
                 del value  # logits are large, and the plain loop does not hold them either
                 (loss if micro.loss_scale is None else loss * micro.loss_scale).backward()  # type: ignore[no-untyped-call]
             else:
-                self._backward(value, micro, shard, m)
+                self._backward(value, micro, shard, m, skips, frame)
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
@@ -260,8 +274,21 @@ class Executor:
             random=drawing.state,
             gradients=gradients if shard.index else None,
             tied=tied,
+            skip_gradients={
+                name: [self._apart(arrival.gradient if arrival else None) for arrival in found]
+                for name, (found, _) in skips.items()
+            },
             loss=loss.item() if loss is not None else None,
         )
+
+    def _around(self, value: Boundary) -> Boundary:
+        """A value without its graph, that nothing else writes to."""
+        return value.around([tensor for each in value.tensors if (tensor := self._apart(each)) is not None])
+
+    def _leaving(self, name: str, frame: Frame) -> Boundary:
+        if name not in frame.values:
+            raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
+        return Boundary.of(frame.values[name], f"the skip {name!r}")
 
     def _apart(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor without its graph, and cloned if it lies in the slab or a buffer, which others will write to."""
@@ -303,7 +330,15 @@ class Executor:
             found[name] = float(metric(value, target.build(target.tensors)))
         return found
 
-    def _backward(self, value: Any, micro: MicroInput, shard: Shard, m: int) -> None:
+    def _backward(
+        self,
+        value: Any,
+        micro: MicroInput,
+        shard: Shard,
+        m: int,
+        skips: Mapping[str, tuple[list[_Arrival | None], list[Tensor]]],
+        frame: Frame,
+    ) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
         if self._on_recomputed is not None:
             self._on_recomputed(shard, m, tensors)
@@ -311,6 +346,10 @@ class Executor:
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
         # autograd's order in the whole model.
         roots += [(self.structure.parameters[index], g) for index, g in micro.tied.items()]
+        # So is what skips layers: its gradient from above comes before that of its uses here.
+        for name, above in micro.skip_gradients.items():
+            found = skips[name][1] if name in skips else self._leaving(name, frame).tensors
+            roots += [(t, g) for t, g in zip(found, above, strict=True) if g is not None]
         if roots:
             outputs, gradients = zip(*roots, strict=True)
             torch.autograd.backward(outputs, gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor
 from hydra_engine.boundary import Boundary, copy_of, place_for
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, Slot
+
+# What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
+Enters: TypeAlias = "int | tuple[str, int]"
 
 
 def available_dram_bytes() -> int:
@@ -123,8 +126,8 @@ class StepStaging:
         self.signature: tuple[Any, ...] = ()
         self.inputs: list[Boundary] = []
         self.targets: list[Boundary] = []
-        self._boundaries: dict[tuple[int, int], Boundary] = {}  # (shard, m): what enters the shard
-        self._gradients: dict[tuple[int, int], Sequence[Tensor | None]] = {}  # (shard, m): of what enters it
+        self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
+        self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
         self.start: list[RandomState] = []
         self.clear()
 
@@ -156,15 +159,15 @@ class StepStaging:
     def num_micro_batches(self) -> int:
         return len(self.inputs)
 
-    def entering(self, shard: int, m: int) -> Boundary:
-        """The boundary that enters a shard."""
+    def entering(self, shard: int | str, m: int) -> Boundary:
+        """The boundary that enters a shard, or the value of a skip."""
         return self.inputs[m] if shard == 0 else self._boundaries[shard, m]
 
-    def gradients_of(self, shard: int, m: int) -> Sequence[Tensor | None]:
+    def gradients_of(self, shard: Enters, m: int) -> Sequence[Tensor | None]:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]
 
-    def put_boundary(self, shard: int, m: int, value: Boundary, copy: Callable[[Tensor, Tensor], None]) -> None:
+    def put_boundary(self, shard: int | str, m: int, value: Boundary, copy: Callable[[Tensor, Tensor], None]) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
         places = [
@@ -176,7 +179,7 @@ class StepStaging:
         self._boundaries[shard, m] = value.around(places)
 
     def put_gradients(
-        self, shard: int, m: int, values: Sequence[Tensor | None], copy: Callable[[Tensor, Tensor], None]
+        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Callable[[Tensor, Tensor], None]
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
         stored: list[Tensor | None] = []

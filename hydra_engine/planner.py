@@ -17,6 +17,7 @@ from hydra_engine.report import TaskPlan
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, shard_bytes
+from partitioners.cost import skips_of
 from partitioners.precision import DTYPES
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -70,6 +71,7 @@ class PlannedTask:
         costs = self._costs(number)
         batch = self.reader.sample()
         evaluation = self.reader.sample(training=False) if self.task.validation is not None else None
+        self.layout.skips = skips_of(costs)
         budget = budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
@@ -133,6 +135,7 @@ class PlannedTask:
     def _plan(self, costs: list[LayerCost], number: int) -> TaskPlan:
         state = self.state
         boundary_bytes = sum(cost.input_bytes + cost.output_bytes for cost in costs) * number
+        boundary_bytes += sum(state.layout.skip_bytes(shard) for shard in state.shards) * number
         return TaskPlan(
             name=self.name,
             boundaries=state.boundaries,

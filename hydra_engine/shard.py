@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.boundary import extent
+from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
 # Kernels choose by alignment: parameters start where torch's own CPU allocator would start them.
@@ -99,6 +100,9 @@ class Shard:
     buffers: tuple[int, ...]
     buffer_bytes: int
     needs: tuple[int, ...]  # shards whose update this one's load waits for
+    arriving: tuple[str, ...] = ()  # names of the values that skip layers and are gotten here
+    leaving: tuple[str, ...] = ()  # names of those that are put here and gotten above
+    above: dict[str, int] = field(default_factory=dict)  # by such a name: the next higher shard that gets it
 
     @property
     def is_first(self) -> bool:
@@ -125,6 +129,7 @@ class ModelLayout:
         kept = [kept_parameters(layer) for layer in layers] if self.narrow else []
         kept += [{id(parameter) for parameter in loss.parameters()}] if loss is not None else []
         self._kept = set().union(*kept)
+        self.skips: list[Skip] = []  # known once the layers are profiled
         self.parameters: list[list[Binding]] = []  # by layer
         self.buffer_bindings: list[list[Binding]] = []
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
@@ -185,10 +190,19 @@ class ModelLayout:
             for slot in held:
                 holders[slot].append(j)
             spans.append((first, last, end, held))
-        return [self._shard(j, span, owner_shard, holders) for j, span in enumerate(spans)]
+        return [self._shard(j, span, boundaries, owner_shard, holders) for j, span in enumerate(spans)]
+
+    def skip_bytes(self, shard: Shard) -> int:
+        """DRAM for what skips layers, of one micro-batch: a value where it is put, a gradient where it is gotten."""
+        return sum(skip.num_bytes for skip in self.skips if skip.name in (*shard.leaving, *shard.arriving))
 
     def _shard(
-        self, j: int, span: tuple[int, int, int, list[int]], owner_shard: dict[int, int], holders: dict[int, list[int]]
+        self,
+        j: int,
+        span: tuple[int, int, int, list[int]],
+        boundaries: Sequence[int],
+        owner_shard: dict[int, int],
+        holders: dict[int, list[int]],
     ) -> Shard:
         first, last, end, held = span
         pieces: list[SlabPiece] = []
@@ -209,6 +223,8 @@ class ModelLayout:
                 pieces.append(SlabPiece(slot.trainable, slot.link_offset, target, slot.link_bytes))
                 offsets[index] = target
                 target += aligned(slot.link_bytes)
+        held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
+        next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
         buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
         trainable = [index for index in held if self.slots[index].trainable]
         upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
@@ -226,6 +242,9 @@ class ModelLayout:
             buffers=tuple(buffers),
             buffer_bytes=sum(aligned(self.buffers[index].nbytes) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
+            arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
+            leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
+            above={name: sum(end <= layer for end in boundaries) for name, layer in next_get.items()},
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +62,16 @@ class Spiller:
         """Bring what one micro-batch of a unit starts from."""
         staging, j = state.staging, shard.index
         micro = MicroInput(value=self._bring_all(staging.entering(j, m)), random=staging.random[j, m])
+        micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}
         if state.is_last(shard):
             micro.target = self._bring_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
-            micro.gradients = [g if g is None else self._bring(g) for g in staging.gradients_of(j + 1, m)]
+            micro.gradients = self._bring_some(staging.gradients_of(j + 1, m))
+            for name in (*shard.arriving, *shard.leaving):
+                if name in shard.above:
+                    micro.skip_gradients[name] = self._bring_some(staging.gradients_of((name, shard.above[name]), m))
         if kind not in (FORWARD, EVALUATE):
             for slot, above in shard.upper.items():
                 gradient = staging.tied.get((slot, above, m))
@@ -81,6 +86,10 @@ class Spiller:
             staging.put_boundary(j + 1, m, out.value, self._send)
         if kind != BACKWARD:
             staging.random[j + 1, m] = out.random
+        for name, value in out.skips.items():
+            staging.put_boundary(name, m, value, self._send)
+        for name, gradients in out.skip_gradients.items():
+            staging.put_gradients((name, j), m, gradients, self._send)
         if out.gradients is not None:
             staging.put_gradients(j, m, out.gradients, self._send)
         for slot, gradient in out.tied.items():
@@ -112,6 +121,9 @@ class Spiller:
 
     def _bring_all(self, value: Boundary) -> Boundary:
         return value.around([self._bring(tensor) for tensor in value.tensors])
+
+    def _bring_some(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if gradient is None else self._bring(gradient) for gradient in gradients]
 
     def _bring(self, tensor: Tensor) -> Tensor:
         place = place_for(tensor, self._device.torch_device)

@@ -20,6 +20,7 @@ from partitioners.rates import GPU, STATED_RATES, Rates
 from partitioners.registry import make_partitioner, register_partitioner
 from partitioners.reserve import LayerPeak, layer_peaks
 from partitioners.sizes import format_bytes, parse_bytes
+from partitioners.skips import Skips
 from partitioners.steptime import StepTime, predict_step
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Pilot",
     "Presharded",
     "Rates",
+    "Skips",
     "StepTime",
     "format_bytes",
     "forward_unit_bytes",

@@ -37,6 +37,8 @@ class LayerCost:
     held_bytes: int = 0  # storage behind its output, where that is more than output_bytes
     shared_bytes: int = 0  # of its trainable parameters that other layers hold too
     accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
+    puts: tuple[tuple[str, int], ...] = ()  # what it leaves for layers further up (`Skips`): names and bytes
+    gets: tuple[str, ...] = ()  # what it takes of that
     forward_flops: int = 0
     backward_flops: int = 0
     timed: bool = True  # seconds were measured; False: counted operations and bytes against stated rates
@@ -145,7 +147,8 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
       ends in the loss), target. The next micro-batch's is loaded while this one computes;
     - n > 1: one thing that leaves, output or input gradient of the micro-batch before, still being stored;
     - parameters that a shard above holds too: their gradient from there enters and is added to; n > 1: what goes to a
-      shard below is being stored.
+      shard below is being stored;
+    - values that skip layers (`skipping_bytes`).
     """
     _check_shard(costs, first, last)
     _check_count("num_micro_batches", num_micro_batches, at_least=1)
@@ -162,7 +165,7 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
     for cost in shard:
         handed_down = (1 + min(num_micro_batches, 2)) * any(other >= last for other in cost.shares_with)
         total += (handed_down + (num_micro_batches > 1) * any(k < first for k in cost.shares_with)) * cost.shared_bytes
-    return total
+    return total + skipping_bytes(costs, first, last, num_micro_batches, backward=True)
 
 
 def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
@@ -179,7 +182,47 @@ def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_mi
     entering = [0, *(cost.output_bytes for cost in shard[:-1])]
     work = max((cost.forward_peak_bytes or 0) + num_bytes for cost, num_bytes in zip(shard, entering, strict=True))
     several = num_micro_batches > 1
-    return work + (1 + several) * shard[0].input_bytes + several * shard[-1].output_bytes
+    skipping = skipping_bytes(costs, first, last, num_micro_batches, backward=False)
+    return work + (1 + several) * shard[0].input_bytes + several * shard[-1].output_bytes + skipping
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A value that skips layers: put by one, gotten by others."""
+
+    name: str
+    num_bytes: int
+    put: int  # index of the layer
+    gets: tuple[int, ...]  # indices, rising
+
+
+def skips_of(costs: Sequence[LayerCost]) -> list[Skip]:
+    """What skips layers of a model; a value that nobody gets is left out."""
+    found = []
+    for k, cost in enumerate(costs):
+        for name, num_bytes in cost.puts:
+            gets = tuple(j for j in range(k + 1, len(costs)) if name in costs[j].gets)
+            if gets:
+                found.append(Skip(name, num_bytes, k, gets))
+    return found
+
+
+def skipping_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int, *, backward: bool) -> int:
+    """Bytes of a unit for values that enter or leave the shard past other layers, and for their gradients.
+
+    A value that enters is there once, one more on its way; in a backward so is the gradient of those above that get it
+    too, and the shard's own leaves. Of a value that leaves, a forward holds the value and a backward its gradient.
+    """
+    several = num_micro_batches > 1
+    total = 0
+    for skip in skips_of(costs):
+        is_above = skip.gets[-1] >= last
+        if skip.put < first and any(first <= k < last for k in skip.gets):
+            ways = (1 + several) * (1 + is_above) + 1 + several if backward else 1 + several
+            total += ways * skip.num_bytes
+        elif first <= skip.put < last and is_above:
+            total += (1 + several) * skip.num_bytes
+    return total
 
 
 def _knows_forward(shard: Sequence[LayerCost]) -> bool:

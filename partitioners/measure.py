@@ -22,6 +22,7 @@ from partitioners.cost import ALIGNMENT_BYTES
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
+from partitioners.skips import Frame, framed
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
@@ -34,13 +35,26 @@ _FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 class Work:
     """A layer, and for the last layer the loss function after it."""
 
-    def __init__(self, layer: nn.Module, loss_fn: Callable[[Any, Any], torch.Tensor] | None, target: Any) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        target: Any,
+        arriving: Mapping[str, Boundary] | None = None,
+    ) -> None:
+        self._arriving = arriving or {}
+        self._frame = Frame({})
         self.target = Boundary(target if loss_fn else None).detached()
         self._layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
-    def __call__(self, value: Any, target: Any) -> Any:
-        output = self._layer(value)
+    def prepare(self) -> dict[str, Any]:
+        """What skips layers and arrives here, in tensors of its own for one run."""
+        return {name: boundary.copied().value() for name, boundary in self._arriving.items()}
+
+    def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
+        with framed(arriving) as self._frame:
+            output = self._layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
         if not Boundary(output).tensors:
@@ -49,6 +63,20 @@ class Work:
                 f"tuples, lists or dicts that hold tensors"
             )
         return output
+
+    @property
+    def leaving(self) -> dict[str, Boundary]:
+        """What the last run has put for layers further up."""
+        return {name: Boundary(value) for name, value in self._frame.values.items()}
+
+    @property
+    def gotten(self) -> tuple[str, ...]:
+        """What the last run took of what had arrived."""
+        return tuple(self._frame.gotten)
+
+    def forget(self) -> None:
+        """Let go of what the last run has put."""
+        self._frame = Frame({})
 
     @property
     def ends_in_loss(self) -> bool:
@@ -70,15 +98,18 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
     buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
     sizes = _sizes(work.parameters(), work.buffers())
     handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
+    arriving = work.prepare()
     versions = [tensor._version for tensor in handed.tensors]
     with _Watch(rates) as watch:
-        run = run_once(work, handed, target, watch)
+        run = run_once(work, handed, target, arriving, watch)
     changes_buffers = _changed(buffers, work.buffers())
     _check_unchanged(parameters, work.parameters())
-    handed_again, target = boundary.copied(), work.target.copied()
+    leaving, gotten = work.leaving, work.gotten
+    work.forget()
+    handed_again, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
     with _Watch(rates) as light, saved_tensors_hooks(_drop, _drop):
         try:
-            work(handed_again.value(), target.value())
+            work(handed_again.value(), target.value(), arriving)
             forward_peak_bytes: int | None = light.peak_bytes
         except (RuntimeError, TypeError):  # a layer that differentiates inside its forward keeps what it saves
             forward_peak_bytes = None
@@ -101,6 +132,8 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
         "draws_globally": watch.drew_in_backward or before != _host_generators(),
         "changes_input": versions != [tensor._version for tensor in handed.tensors],
         "changes_buffers": changes_buffers,
+        "puts": tuple((name, boundary.num_bytes) for name, boundary in leaving.items()),
+        "gets": gotten,
     }
     return fields, run.output
 
@@ -116,7 +149,9 @@ def timed(
     runs = []
     for _ in range(NUM_RUNS):
         output = None  # the run before this one
-        output, *seconds = run_once(work, boundary.copied(), work.target.copied(), synchronize=synchronize)
+        work.forget()
+        arriving = work.prepare()
+        output, *seconds = run_once(work, boundary.copied(), work.target.copied(), arriving, synchronize=synchronize)
         runs.append(seconds)
     _check_unchanged(parameters, work.parameters())
     # Also behind autograd's back, through `.data`, which shows in the values alone.
@@ -142,11 +177,12 @@ def run_once(
     work: Work,
     handed: Boundary,
     target: Boundary,
+    arriving: Mapping[str, Any],
     watch: _Watch | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Run:
     """Forward and backward; the gradients and the graph are dropped."""
-    arguments = handed.value(), target.value()
+    arguments = handed.value(), target.value(), arriving
     begin_s = time.perf_counter()
     output = Boundary(work(*arguments))
     synchronize()
@@ -154,7 +190,9 @@ def run_once(
     if watch is not None:
         watch.forward_ends()
     leaving = output.detached()
-    roots = [tensor for tensor in output.tensors if tensor.requires_grad]
+    leaving_tensors = [tensor for boundary in work.leaving.values() for tensor in boundary.tensors]
+    unique = {id(tensor): tensor for tensor in (*output.tensors, *leaving_tensors)}.values()
+    roots = [tensor for tensor in unique if tensor.requires_grad]
     # The meter leaves out what comes from the layer above.
     grads = [torch.ones_like(root) if work.ends_in_loss else _incoming_gradient(root, watch) for root in roots]
     if watch is not None:

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -147,7 +147,7 @@ class _Profiler:
         self._place, self._rates = place, rates
         self._fakes = FakeCopies(precision)
         self._reals = Copies(precision, place if place.type != "cpu" else None)
-        self._known: dict[Any, tuple[dict[str, Any], Boundary]] = {}
+        self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
 
     def begin(self, inputs: Any, target: Any, *, runs: bool) -> None:
         """Set the batch that enters the first layer; `runs`: real tensors go along."""
@@ -155,6 +155,7 @@ class _Profiler:
         with self._fakes.mode:
             self._fake = Boundary(self._fakes.inputs(inputs)).detached()
         self._real = Boundary(self._reals.inputs(inputs)).detached() if runs else None
+        self._skips: dict[str, Boundary] = {}  # what layers have put so far, in the tensors that go along
 
     def layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
         """Costs of the next layer, with the loss if it is the last."""
@@ -164,29 +165,38 @@ class _Profiler:
         work = self._work(self._reals, layer, loss_fn)
         fields, _ = count(work, self._real, self._rates)
         seconds, self._real = timed(work, self._real, self._synchronize)
+        self._leave(work.leaving)
         flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
         return fields | seconds | flags
 
     def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], Boundary]:
-        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature)
+        arriving = tuple((name, boundary.signature) for name, boundary in self._skips.items())
+        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature, arriving)
         if key not in self._known:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
             # next call, in a cache of masks or positions, has to be real.
             with kernels, _quiet():
                 try:
-                    self._known[key] = count(self._work(self._fakes, layer, loss_fn), self._fake, self._rates)
+                    work = self._work(self._fakes, layer, loss_fn)
+                    fields, output = count(work, self._fake, self._rates)
+                    self._known[key] = fields, output, {name: each.detached() for name, each in work.leaving.items()}
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise DependsOnValues(
                         f"what the layer does depends on values ({error}), limit: layers without values are profiled "
                         f"by their shapes; materialise the model on the device that it is profiled for"
                     ) from error
-        return self._known[key]
+        fields, output, leaving = self._known[key]
+        self._leave(leaving)
+        return fields, output
+
+    def _leave(self, leaving: Mapping[str, Boundary]) -> None:
+        self._skips |= {name: boundary.detached() for name, boundary in leaving.items()}
 
     def _work(self, copies: Copies, layer: nn.Module, loss_fn: Any) -> Work:
         if loss_fn is None:
-            return Work(copies.layer(layer), None, None)
-        return Work(copies.layer(layer), copies.loss(loss_fn), copies.target(self._target))
+            return Work(copies.layer(layer), None, None, self._skips)
+        return Work(copies.layer(layer), copies.loss(loss_fn), copies.target(self._target), self._skips)
 
     def _synchronize(self) -> None:
         if self._place.type != "cpu":

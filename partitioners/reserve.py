@@ -41,15 +41,17 @@ def layer_peaks(
     """Runs every layer on the CPU, metered and under `torch.profiler`; the last one's figures include the loss."""
     layers = named_layers(model)
     copies, peaks = Copies(), []
+    skips: dict[str, Boundary] = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         boundary = Boundary(copies.inputs(inputs)).detached()
         for index, (name, layer) in enumerate(layers):
             is_last = index == len(layers) - 1
-            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target))
-            handed, target_copy = boundary.copied(), work.target.copied()
+            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)
+            handed, target_copy, arriving = boundary.copied(), work.target.copied(), work.prepare()
             with MemoryMeter() as meter:
-                run_once(work, handed, target_copy)
+                run_once(work, handed, target_copy, arriving)
             allocated_bytes, boundary = _allocated(work, boundary)
+            skips |= {name: value.detached() for name, value in work.leaving.items()}
             peaks.append(
                 LayerPeak(index=index, name=name, metered_bytes=meter.peak_bytes, allocated_bytes=allocated_bytes)
             )
@@ -58,9 +60,10 @@ def layer_peaks(
 
 def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
     """Peak of the allocator while the layer runs, and the boundary that leaves it."""
-    handed, target = boundary.copied(), work.target.copied()
+    work.forget()
+    handed, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
     with profiler(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        output = run_once(work, handed, target).output
+        output = run_once(work, handed, target, arriving).output
     events = trace.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
     current = most = 0

@@ -9,7 +9,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from partitioners.cost import LayerCost, LayerTooLarge, accumulated_bytes, kept_output_bytes, slab_bytes
+from partitioners.cost import (
+    LayerCost,
+    LayerTooLarge,
+    accumulated_bytes,
+    kept_output_bytes,
+    skips_of,
+    slab_bytes,
+)
 
 Bytes: TypeAlias = "npt.NDArray[np.int64]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
@@ -74,7 +81,11 @@ class ShardTable:
                 highest, deepest = max(cost.shares_with), min(cost.shares_with)
                 unit[: k + 1, k:highest] += (1 + min(num_micro_batches, 2)) * cost.shared_bytes
                 unit[deepest + 1 : k + 1, k:] += several * cost.shared_bytes
-        light = forward[:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
+        skipping = _skipping(costs, several)
+        unit += skipping[True][:-1, 1:]
+        light = (
+            forward[:-1, 1:] + skipping[False][:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
+        )
         unknown = _prefix([int(cost.forward_peak_bytes is None) for cost in costs])
         light = np.where(unknown[None, 1:] - unknown[:-1, None] > 0, unit, light)
         trainable = next((k for k, cost in enumerate(costs) if cost.grad_bytes), num)
@@ -125,6 +136,23 @@ def too_large(costs: Sequence[LayerCost], table: ShardTable, memory_bytes: int) 
         return None
     first = int(np.flatnonzero(reached)[-1])
     return LayerTooLarge.of(costs[first], int(table.full[first].min()), memory_bytes)
+
+
+def _skipping(costs: Sequence[LayerCost], several: bool) -> dict[bool, Bytes]:
+    """`skipping_bytes` of every shard, by whether it runs backward."""
+    num = len(costs)
+    found = {backward: np.zeros((num + 1, num + 1), dtype=np.int64) for backward in (True, False)}
+    for skip in skips_of(costs):
+        top, num_bytes = skip.gets[-1], skip.num_bytes
+        leaving = (slice(0, skip.put + 1), slice(skip.put + 1, top + 1))
+        for table in found.values():
+            table[leaving] += (1 + several) * num_bytes
+        for first in range(skip.put + 1, top + 1):
+            lowest = next(k for k in skip.gets if k >= first)
+            found[False][first, lowest + 1 :] += (1 + several) * num_bytes
+            found[True][first, lowest + 1 :] += 2 * (1 + several) * num_bytes
+            found[True][first, lowest + 1 : top + 1] += (1 + several) * num_bytes
+    return found
 
 
 def _prefix(values: Sequence[int] | Bytes) -> Bytes:

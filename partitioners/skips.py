@@ -1,0 +1,103 @@
+"""Values that skip layers: put by one layer, gotten by others further up, without passing through those between."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class Skips:
+    """Carries values from one layer of a model to others, past the layers between.
+
+    Layers hold the same `Skips` object as an attribute. One calls `put(name, value)` in its forward, once per forward;
+    any number of layers after it call `get(name)`. Values are tensors, or tuples, lists and dicts of them; gradients
+    flow back the same way. In plain PyTorch it is a dict. In the engine, a value crosses to another shard through
+    DRAM only where it is gotten, however many shards lie between; whoever passes a value on from layer to layer, in a
+    tuple, has it stored and loaded at every shard.
+
+        class Down(nn.Module):
+            def forward(self, x):
+                self.skips.put("high", x)
+                return self.pool(x)
+
+        class Up(nn.Module):
+            def forward(self, x):
+                return self.conv(torch.cat([self.grow(x), self.skips.get("high")], dim=1))
+
+    A copy of a model has a `Skips` of its own, without values. (The idea of named skips is torchgpipe's,
+    https://torchgpipe.readthedocs.io/en/stable/guide.html#long-skip-connections.)
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any) -> None:
+        """Leave a value for layers further up; it stays until the next forward puts another."""
+        frame = current()
+        if frame is None:
+            self._values[name] = value
+        else:
+            frame.put(name, value)
+
+    def get(self, name: str) -> Any:
+        """The value that an earlier layer put. Raises KeyError when none did."""
+        frame = current()
+        if frame is not None:
+            return frame.get(name)
+        if name not in self._values:
+            raise _missing(name)
+        return self._values[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Skips:
+        return Skips()
+
+    def __reduce__(self) -> tuple[type[Skips], tuple[()]]:
+        return Skips, ()  # values are of one forward, and tensors in a graph cannot be pickled
+
+
+class Frame:
+    """What is put and gotten while some layers run apart from the others."""
+
+    def __init__(self, arriving: Mapping[str, Any]) -> None:
+        self._arriving = arriving
+        self.values: dict[str, Any] = {}  # put
+        self.gotten: list[str] = []  # of those that arrived, in order
+
+    def put(self, name: str, value: Any) -> None:
+        if name in self.values or name in self._arriving:
+            raise ValueError(f"skips: {name!r} is put twice in one forward; give each value a name of its own")
+        self.values[name] = value
+
+    def get(self, name: str) -> Any:
+        if name in self.values:
+            return self.values[name]
+        if name not in self._arriving:
+            raise _missing(name)
+        if name not in self.gotten:
+            self.gotten.append(name)
+        return self._arriving[name]
+
+
+_LOCAL = threading.local()
+
+
+def current() -> Frame | None:
+    """The frame of this thread, if layers run in one."""
+    return getattr(_LOCAL, "frame", None)
+
+
+@contextlib.contextmanager
+def framed(arriving: Mapping[str, Any]) -> Iterator[Frame]:
+    """Run layers apart: what they get is `arriving` or put among themselves."""
+    before, frame = current(), Frame(arriving)
+    _LOCAL.frame = frame
+    try:
+        yield frame
+    finally:
+        _LOCAL.frame = before
+
+
+def _missing(name: str) -> KeyError:
+    return KeyError(f"skips: no layer before this one has put {name!r} in this forward; put it at every forward")
