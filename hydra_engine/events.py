@@ -18,6 +18,7 @@ class TaskAdded(NamedTuple):
     unit_s: dict[tuple[str, int], float]  # estimates, by (kind, shard)
     num_steps: int | None  # None: the loader does not say
     reads_ahead: bool  # a batch may be read before the forward of the one before it is through
+    early_release: bool = False  # a shard is updated once its backward is stored, not after the commit
 
 
 class BatchReady(NamedTuple):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import psutil
@@ -13,8 +18,12 @@ from torch import Tensor
 
 from hydra_engine.boundary import Boundary, copy_of, place_for
 from hydra_engine.randomness import RandomState
-from hydra_engine.shard import ModelLayout, Shard, Slot
+from hydra_engine.shard import ModelLayout, Shard, Slot, aligned
 
+# Freed weights are given back to the system in portions of so many bytes: that much DRAM is taken twice.
+TRIM_BYTES = 2**28
+# Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
+NUM_LOANS = 2
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
 
@@ -34,34 +43,89 @@ def available_dram_bytes() -> int:
     return available
 
 
+def return_free_memory() -> None:
+    """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
+
+    https://man7.org/linux/man-pages/man3/malloc_trim.3.html
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+    """Give the pages of a part of a storage back to the system, and lose what they hold.
+
+    https://man7.org/linux/man-pages/man2/madvise.2.html
+    """
+    page = mmap.PAGESIZE
+    begin = -(-(storage.data_ptr() + start) // page) * page
+    end = (storage.data_ptr() + start + num_bytes) // page * page
+    if sys.platform == "linux" and end > begin:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
 class HostPool:
     """Owns the weights, gradients and buffers of one task while it trains.
 
     Two byte buffers hold the parameters in layer order, trainable and frozen, so that any shard is one range of each;
     a third holds the gradients of one step. In a narrow precision devices are sent two more buffers, of casts of the
-    parameters, which every update renews. `open` moves the user's parameters in, `close` gives them ordinary storage
-    again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
+    parameters, which every update renews. With early release there is room for the gradients of two shards only, lent
+    from when they arrive until the update is through. `open` moves the user's parameters in, `close` gives them
+    ordinary storage again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
     """
 
-    def __init__(self, layout: ModelLayout) -> None:
+    def __init__(self, layout: ModelLayout, *, early_release: bool = False) -> None:
         self.layout = layout
+        self.early_release = early_release
         self.is_open = False
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
 
-    def open(self) -> None:
+    def gradient_bytes(self, shards: Sequence[Shard]) -> int:
+        """DRAM for gradients, under a partition."""
+        if not self.early_release:
+            return self.layout.link_bytes[True]
+        sizes = [self._loan_bytes(shard) for shard in shards]
+        return max(sizes, default=0) * min(NUM_LOANS, len(sizes))
+
+    def _loan_bytes(self, shard: Shard) -> int:
+        return sum(aligned(self.layout.slots[index].link_bytes) for index in shard.owned)
+
+    @property
+    def num_bytes(self) -> int:
+        """DRAM it holds: weights, casts, gradients."""
+        storages = {id(each): each for each in (*self._weights.values(), *self._link.values(), self._gradients)}
+        return sum(each.nbytes() for each in [*storages.values(), *self._loans])
+
+    def open(self, shards: Sequence[Shard] = ()) -> None:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
         assert not self.is_open
+        num_loans = min(NUM_LOANS, len(shards)) if self.early_release else 0
+        loan_bytes = self.gradient_bytes(shards) // max(num_loans, 1)
+        self._loans = [_storage(loan_bytes) for _ in range(num_loans)]
+        self._free_loans: SimpleQueue[torch.UntypedStorage] = SimpleQueue()
+        for loan in self._loans:
+            self._free_loans.put(loan)
+        self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
         self._weights = {kind: _storage(size) for kind, size in self.layout.num_bytes.items()}
-        self._gradients = _storage(self.layout.link_bytes[True])
+        self._gradients = _storage(0 if self.early_release else self.layout.link_bytes[True])
         self._link = self._weights
         if self.layout.narrow is not None:
             self._link = {kind: _storage(size) for kind, size in self.layout.link_bytes.items()}
+        freed_bytes = 0
         for slot in self.layout.slots:
             view = slot.view(self._weights[slot.trainable], slot.offset)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
+            freed_bytes += slot.num_bytes
+            if freed_bytes >= TRIM_BYTES:
+                return_free_memory()
+                freed_bytes = 0
+        return_free_memory()
         self.renew(self.layout.slots)
-        self.gradients = [slot.gradient_view(self._gradients) if slot.trainable else None for slot in self.layout.slots]
+        self.gradients: list[Tensor | None] = [None] * len(self.layout.slots)
+        if not self.early_release:
+            for slot in self.layout.trainable_slots():
+                self.gradients[slot.index] = slot.gradient_view(self._gradients, slot.link_offset)
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
 
@@ -73,8 +137,27 @@ class HostPool:
         for slot in self.layout.slots:
             slot.parameter.grad = None
             slot.parameter.data = copy_of(slot.parameter.data)
+            discard(self._weights[slot.trainable], slot.offset, slot.num_bytes)  # or all weights would be there twice
         self._give_buffers_back()
-        del self._weights, self._link, self._gradients, self.gradients
+        del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent
+
+    def lend_gradients(self, shard: Shard) -> None:
+        """Make room for a shard's gradients: with early release, once an update before has given its own back."""
+        if not self.early_release or not shard.owned or shard.index in self._lent:
+            return
+        loan = self._lent[shard.index] = self._free_loans.get()
+        offset = 0
+        for slot in self.owned(shard):
+            self.gradients[slot.index] = slot.gradient_view(loan, offset)
+            offset += aligned(slot.link_bytes)
+
+    def take_gradients_back(self, shard: Shard) -> None:
+        """A shard's update is through."""
+        if shard.index not in self._lent:
+            return
+        for slot in self.owned(shard):
+            self.gradients[slot.index] = None
+        self._free_loans.put(self._lent.pop(shard.index))
 
     def gradient(self, slot: Slot) -> Tensor:
         """Where a trainable parameter's gradient lies."""
@@ -140,6 +223,15 @@ class StepStaging:
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
+
+    @property
+    def num_bytes(self) -> int:
+        """DRAM that a step in progress takes: the batch, boundaries and their gradients, buffers."""
+        values = [*self.inputs, *self.targets, *self._boundaries.values()]
+        tensors = [tensor for value in values for tensor in value.tensors]
+        tensors += [t for gradients in self._gradients.values() for t in gradients if t is not None]
+        tensors += [t for t in (*self.tied.values(), *self.buffers.values()) if t is not None]
+        return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def begin(
         self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]

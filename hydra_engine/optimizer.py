@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,8 @@ class TaskOptimizer:
         self._epoch = 0
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
+        self._releasing = threading.Lock()  # shards of a step are released side by side
+        self._released: StepRecord | None = None  # of the step in progress, with early release
         averaged = self._slots if task.ema_decay is not None else []
         self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
 
@@ -54,6 +57,8 @@ class TaskOptimizer:
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
+        if self._task.early_release:
+            return self._commit_released(epoch)
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
@@ -62,16 +67,15 @@ class TaskOptimizer:
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=scale, is_skipped=True)
-        hooked = self._call_hooks(staging, pool, scale)
+        hooked = self._call_hooks(self._slots, staging, pool, scale)
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
             self._step_all(pool, staging.has_gradient, finished)
         elif self._task.max_grad_norm is not None:
             total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
-        groups = [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
         record = StepRecord(
-            groups=groups,
+            groups=self._groups(),
             has_gradient=dict(staging.has_gradient),
             total_norm=total_norm,
             is_first=self._num_steps == 0,
@@ -80,12 +84,40 @@ class TaskOptimizer:
         )
         if self._task.optimizer_scope == "task":
             self._average(self._slots, record)
+        self._end_step()
+        return record
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
+
+    def _end_step(self) -> None:
         self._num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
             self.scheduler.step()
-        return record
+
+    def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
+        """Update a shard before its step is committed, and give its gradients' place back."""
+        with self._releasing:
+            self.reach_epoch(epoch)
+            if self._released is None:
+                self._released = StepRecord(
+                    groups=self._groups(), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
+                )
+            record = self._released
+        try:
+            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
+            self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
+        finally:
+            pool.take_gradients_back(shard)
+
+    def _commit_released(self, epoch: int) -> StepRecord:
+        with self._releasing:
+            self.reach_epoch(epoch)
+            record, self._released = self._released, None
+            self._end_step()
+        return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
@@ -95,10 +127,12 @@ class TaskOptimizer:
         return gradient if scale is None else gradient * (1 / scale)
 
     @torch.no_grad()  # as in a backward
-    def _call_hooks(self, staging: StepStaging, pool: HostPool, scale: float | None) -> dict[int, Tensor]:
+    def _call_hooks(
+        self, slots: Iterable[Slot], staging: StepStaging, pool: HostPool, scale: float | None
+    ) -> dict[int, Tensor]:
         """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
         hooked: dict[int, Tensor] = {}
-        for slot in self._slots:
+        for slot in slots:
             parameter = slot.parameter
             hooks = list((parameter._backward_hooks or {}).values())
             after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())

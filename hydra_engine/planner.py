@@ -50,23 +50,36 @@ class PlannedTask:
                     number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
         while True:
             try:
-                costs = self._cut(number, device, budget, num_threads)
+                self._cut(number, device, budget, num_threads)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 if wanted != "auto" or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {error}") from error
                 number *= 2
-        return self._plan(costs, number)
+        return self._plan(number)
+
+    @property
+    def dram(self) -> dict[str, int]:
+        """Bytes of DRAM by what they hold; before the task is cut, without what depends on shards.
+
+        The optimizer's state is an estimate from a trial step, exact for state that is laid out as the parameters.
+        """
+        layout, state = self.layout, self.state
+        return {
+            "weights": sum(layout.num_bytes.values()),
+            "casts": 0 if layout.narrow is None else sum(layout.link_bytes.values()),
+            "gradients": state.pool.gradient_bytes(state.shards),
+            "optimizer": self.optimizer_bytes,
+            "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
+            "step": state.staging_bytes,
+        }
 
     @property
     def training_bytes(self) -> int:
-        """DRAM that training takes beside the weights: gradients, casts, averages of the weights, optimizer state."""
-        layout = self.layout
-        averages = 0 if self.task.ema_decay is None else layout.num_bytes[True]
-        casts = 0 if layout.narrow is None else sum(layout.link_bytes.values())
-        return layout.link_bytes[True] + casts + averages + self.optimizer_bytes
+        """DRAM that training takes beside the weights, which are there already."""
+        return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
 
-    def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> list[LayerCost]:
+    def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> None:
         state = self.state
         costs = self._costs(number)
         batch = self.reader.sample()
@@ -86,7 +99,7 @@ class PlannedTask:
                 for each in (batch, evaluation):
                     if each is not None:
                         state.note_fitting(each.training, each.signature)
-                return costs
+                return
             except TooLarge as error:
                 if refused is not None:
                     raise refused from error
@@ -132,15 +145,13 @@ class PlannedTask:
                 raise
             return list(range(1, number + 1)), error
 
-    def _plan(self, costs: list[LayerCost], number: int) -> TaskPlan:
+    def _plan(self, number: int) -> TaskPlan:
         state = self.state
-        boundary_bytes = sum(cost.input_bytes + cost.output_bytes for cost in costs) * number
-        boundary_bytes += sum(state.layout.skip_bytes(shard) for shard in state.shards) * number
         return TaskPlan(
             name=self.name,
             boundaries=state.boundaries,
             shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
-            dram_bytes=sum(self.layout.num_bytes.values()) + self.training_bytes + boundary_bytes,
+            dram=self.dram,
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
         )

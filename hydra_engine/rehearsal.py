@@ -46,6 +46,7 @@ def rehearse(
         state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
         state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.changed_buffers = set(state.staging.buffers)
+        state.staging_bytes = state.staging.num_bytes
         state.check_draws()
         state.check_buffers()
         if draws:
@@ -89,7 +90,7 @@ class _Stage:
         trace = Trace()
         opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
         self._worker = Worker(0, opened, trace, self._events.put)
-        state.pool.open()
+        state.open()
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
         self._worker.admit(state, lambda: _OriginalsGuard(storages))
@@ -112,6 +113,7 @@ class _Stage:
                 self._raise(outcome, state.shards[shard])
             else:
                 seconds[kind, shard] = outcome
+            state.pool.take_gradients_back(state.shards[shard])
         return seconds, [self._digests(shard) for shard in state.shards]
 
     def _unit(self, unit: Unit) -> float | Failed:

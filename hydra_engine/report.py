@@ -19,9 +19,14 @@ class TaskPlan:
     name: str
     boundaries: list[int]  # cumulative end indices of the shards
     shard_bytes: list[int]  # device bytes each shard needs to run: slab and the largest of its units
-    dram_bytes: int  # weights, gradients, optimizer state, boundaries
+    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, and a step's boundaries
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
+
+    @property
+    def dram_bytes(self) -> int:
+        """All of the task's DRAM."""
+        return sum(self.dram.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ from hydra_engine.progress import Progress, TaskProgress
 from hydra_engine.reader import Batch
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, Revision, TaskReport
+from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
@@ -184,7 +185,7 @@ class TrainingRun:
         planned, task = training.planned, training.planned.task
         num_batches = _length(task.dataloader)
         training.num_steps = None if num_batches is None else num_batches * task.epochs
-        planned.state.pool.open()
+        planned.state.open()
         training.optimizer = TaskOptimizer(task, planned.layout)
 
     def _add(self, training: _Training) -> None:
@@ -202,6 +203,7 @@ class TrainingRun:
                 unit_s=planned.unit_s,
                 num_steps=training.num_steps,
                 reads_ahead=not state.draws,
+                early_release=planned.task.early_release,
             )
         )
 
@@ -240,7 +242,8 @@ class TrainingRun:
             return event._replace(new_shapes=split_otherwise or not is_known)
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
             training = self._tasks[event.task]
-            if training.report.exception is None and not self._interrupted:
+            may_retry = event.unit.kind != BACKWARD or not training.planned.task.early_release
+            if training.report.exception is None and not self._interrupted and may_retry:
                 training.out_of_memory = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
         return event
@@ -450,10 +453,15 @@ class TrainingRun:
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]
         state = training.planned.state
-        assert training.optimizer is not None
-        assert training.record is not None
+        shard, optimizer = state.shards[instruction.shard], training.optimizer
+        assert optimizer is not None
         try:
-            training.optimizer.update(state.shards[instruction.shard], state.pool, training.record)
+            if training.planned.task.early_release:
+                assert training.batch is not None
+                optimizer.release(shard, state.staging, state.pool, training.batch.epoch)
+            else:
+                assert training.record is not None
+                optimizer.update(shard, state.pool, training.record)
         except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
             behind = f"its optimizer: shard {instruction.shard} misses the update of step {training.report.steps - 1}"
             self._events.put(Failed(instruction.task, error, behind))

@@ -46,7 +46,7 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.policies import Candidate, Policy
-from hydra_engine.schedule import EVALUATE, FUSED, Unit
+from hydra_engine.schedule import BACKWARD, EVALUATE, FUSED, Unit
 
 # Weight of the newest measurement in a unit's running time.
 NEWEST = 0.3
@@ -182,13 +182,22 @@ class Scheduler:
         task.running = False
         task.position += 1
         self._mark_ready(task)
+        has_gradients = event.unit.kind in (FUSED, BACKWARD) and event.unit.shard in task.added.updates
+        if task.added.early_release and has_gradients and not task.over:
+            task.stale.add(event.unit.shard)
+            self._out.append(Update(event.unit.task, event.unit.shard))
         through = event.unit.kind == FUSED or (event.unit.kind == EVALUATE and task.position == len(task.chain))
         if through and not task.over:
             self._read(task)
-        if task.position == len(task.chain) and not task.over:
+        self._commit(task)
+        self._advance(task)
+
+    def _commit(self, task: _Task) -> None:
+        """Commit a step whose units are all through, and the updates that were released early."""
+        is_through = bool(task.chain) and task.position == len(task.chain)
+        if is_through and not (task.over or task.committing or (task.training and task.stale)):
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))
-        self._advance(task)
 
     def _read(self, task: _Task) -> None:
         """Ask for the next batch, once."""
@@ -225,13 +234,15 @@ class Scheduler:
         task.chain = ()
         if event.training:
             task.num_steps_done += 1
-            task.stale = set(task.added.updates)
-            self._out.extend(Update(event.task, shard) for shard in task.added.updates)
+            if not task.added.early_release:
+                task.stale = set(task.added.updates)
+                self._out.extend(Update(event.task, shard) for shard in task.added.updates)
         self._advance(task)
 
     def _shard_updated(self, event: ShardUpdated) -> None:
         task = self._tasks[event.task]
         task.stale.discard(event.shard)
+        self._commit(task)
         self._mark_ready(task)
         self._advance(task)
 

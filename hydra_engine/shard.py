@@ -46,9 +46,9 @@ class Slot:
     link_bytes: int
     link_dtype: torch.dtype  # on devices, and of the gradient
 
-    def gradient_view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The gradient's tensor in a buffer laid out like what devices are sent."""
-        start = self.link_offset // self.link_dtype.itemsize
+    def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """The gradient's tensor at byte `offset` of a host buffer."""
+        start = offset // self.link_dtype.itemsize
         return torch.empty(0, dtype=self.link_dtype).set_(storage, start, self.shape, self.gradient_stride)
 
     def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
@@ -191,10 +191,6 @@ class ModelLayout:
                 holders[slot].append(j)
             spans.append((first, last, end, held))
         return [self._shard(j, span, boundaries, owner_shard, holders) for j, span in enumerate(spans)]
-
-    def skip_bytes(self, shard: Shard) -> int:
-        """DRAM for what skips layers, of one micro-batch: a value where it is put, a gradient where it is gotten."""
-        return sum(skip.num_bytes for skip in self.skips if skip.name in (*shard.leaving, *shard.arriving))
 
     def _shard(
         self,

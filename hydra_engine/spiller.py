@@ -100,6 +100,8 @@ class Spiller:
 
     def store_unit(self, state: TaskState, kind: str, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients, and the buffers that its forward changed, to DRAM."""
+        if out.gradients:
+            state.pool.lend_gradients(shard)
         for slot, gradient in out.gradients.items():
             state.staging.has_gradient[slot] = gradient is not None
             if gradient is not None:

@@ -94,6 +94,11 @@ class ModelTask:
         optimizer_scope: "shard": the optimizer updates each parameter from that parameter's own gradient and state,
             shard by shard, under the next step's forward. "task": it couples parameters (Prodigy, say), so all are
             stepped at once at the commit.
+        early_release: update a shard as soon as its gradient has arrived, in the middle of the step. DRAM then holds
+            the gradients of two shards instead of all: SGD takes little more than the weights. For tasks whose step
+            nothing can veto: not with `max_grad_norm`, float16 or scope "task". A failure or a stop in the middle of
+            a step leaves the shards above with that step's update, and a device that runs out of memory in a
+            recomputing backward fails the task.
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
@@ -141,6 +146,7 @@ class ModelTask:
         optimizer: OptimizerFactory | None = None,
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
+        early_release: bool = False,
         ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
@@ -162,6 +168,12 @@ class ModelTask:
         _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
         _check_choice("precision", precision, tuple(DTYPES))
         _check_grad_scaler(grad_scaler, precision)
+        vetoes = {"max_grad_norm": max_grad_norm is not None, "precision='float16'": precision == "float16"}
+        for option, is_set in {**vetoes, "optimizer_scope='task'": optimizer_scope == "task"}.items():
+            if early_release and is_set:
+                raise ValueError(
+                    f"early_release: with {option} a step can only be taken once all gradients are there; leave out one"
+                )
         _check_int("epochs", epochs)
         if accumulation_steps != "auto":
             _check_int("accumulation_steps", accumulation_steps)
@@ -198,6 +210,7 @@ class ModelTask:
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
+        self.early_release = bool(early_release)
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps

@@ -45,7 +45,7 @@ class TaskState:
         self.task = task
         self.name = name
         self.layout = layout
-        self.pool = HostPool(layout)
+        self.pool = HostPool(layout, early_release=task.early_release)
         self.staging = StepStaging()
         self.boundaries: list[int] = []
         self.shards: list[Shard] = []
@@ -60,7 +60,12 @@ class TaskState:
         self.accumulation_steps = 1
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
+        self.staging_bytes = 0  # DRAM of the step that was rehearsed
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+
+    def open(self) -> None:
+        """Take the model over from its user."""
+        self.pool.open(self.shards)
 
     def close(self) -> None:
         """Give the model back to its user, and let go of the step in progress."""

@@ -18,7 +18,7 @@ class Copies:
     """Structure copies of a model's layers; what layers share, their copies share.
 
     Parameters share the originals' memory, buffers and other tensors are copies. On another device, or in another
-    precision, parameters are copies too.
+    precision, parameters are copies too, which nothing here keeps: a model's casts would pile up.
     """
 
     def __init__(self, precision: str = "float32", device: torch.device | None = None) -> None:
@@ -32,9 +32,10 @@ class Copies:
             return part
         narrow = self.dtype is not torch.float32
         kept = kept_parameters(part) if narrow else set()
+        memo: dict[int, Any] = {} if narrow or self._device is not None else self._memo
         for module in part.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
-                if not isinstance(tensor, Tensor) or id(tensor) in self._memo:
+                if not isinstance(tensor, Tensor) or id(tensor) in memo:
                     continue
                 if nn.parameter.is_lazy(tensor):
                     raise ValueError(
@@ -42,11 +43,11 @@ class Copies:
                     )
                 if isinstance(tensor, nn.Parameter):
                     dtype = self.dtype if narrow and id(tensor) not in kept else tensor.dtype
-                    self._memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
+                    memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
                 elif not tensor.requires_grad or not tensor.is_leaf:
                     # Also what is no leaf, which deepcopy refuses: the weight that torch's weight_norm recomputes.
-                    self._memo[id(tensor)] = self._tensor(tensor)
-        copied = copy.deepcopy(part, self._memo)
+                    memo[id(tensor)] = self._tensor(tensor)
+        copied = copy.deepcopy(part, memo)
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
         return copied
@@ -55,7 +56,7 @@ class Copies:
         """A copy of the loss, which computes in float32 whatever the precision."""
         if self.dtype is torch.float32 or not callable(part):
             return self.layer(part)
-        copied = copy.deepcopy(part, self._memo) if isinstance(part, nn.Module) else part
+        copied = copy.deepcopy(part) if isinstance(part, nn.Module) else part
         return _Float32Loss(copied)
 
     def inputs(self, value: Any) -> Any:

@@ -14,7 +14,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def task_plan(name, boundaries, shard_bytes, **options):
-    defaults = {"dram_bytes": 3 * MIB, "accumulation_steps": 1, "step_s": 0.1}
+    defaults = {"dram": {"weights": 2 * MIB, "gradients": MIB}, "accumulation_steps": 1, "step_s": 0.1}
     return TaskPlan(name=name, boundaries=boundaries, shard_bytes=shard_bytes, **(defaults | options))
 
 
@@ -28,7 +28,7 @@ task-1  9       1 to 2            1.5 KiB        4              1.5 MiB"""
 
 def test_plan_prints_as_a_table():
     bert = task_plan("bert", [2, 3, 7], [MIB, 2 * MIB, 512])
-    many = task_plan("task-1", [*range(1, 9), 10], [1536] * 9, dram_bytes=3 * MIB // 2, accumulation_steps=4)
+    many = task_plan("task-1", [*range(1, 9), 10], [1536] * 9, dram={"weights": 3 * MIB // 2}, accumulation_steps=4)
     plan = Plan(tasks={"bert": bert, "task-1": many}, devices=["EmulatedDevice(64 MiB)", "EmulatedDevice(1 GiB)"])
     assert str(plan).startswith(PLAN)
 

@@ -1,0 +1,66 @@
+"""Trains one task and prints how far the process's resident set grew, beside the plan: run by test_host_memory.py.
+
+python -m tests.resident_set adamw
+"""
+
+import json
+import os
+import sys
+from functools import partial
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+
+WIDTH, DEVICE_BYTES = 2048, 80 * 2**20
+# Settings, and layers of 4 million parameters: at least 1 GiB of weights, gradients and optimizer state each.
+CASES = {
+    "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True)}, 17),
+    "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 17),
+    "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 64),
+}
+
+
+class Watch(Callback):
+    """The largest resident set after a step."""
+
+    def __init__(self):
+        self.peak_bytes = 0
+
+    def on_step(self, report):
+        self.peak_bytes = max(self.peak_bytes, psutil.Process(os.getpid()).memory_info().rss)
+
+
+def main(case):
+    settings, num_layers = CASES[case]
+    layer = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+    batch = (torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+    # What torch allocates once for good: kernels, threads, the first optimizer.
+    small = ModelTask([layer(), layer()], F.mse_loss, [batch] * 2, 1e-3, **settings)
+    trained(small)
+    before = psutil.Process(os.getpid()).memory_info().rss
+    watch = Watch()
+    model = nn.Sequential(*(layer() for _ in range(num_layers)))
+    partitioner = Presharded(list(range(1, num_layers + 1)))
+    task = ModelTask(model, F.mse_loss, [batch] * 3, 1e-3, partitioner=partitioner, callbacks=[watch], **settings)
+    plan, device = trained(task)
+    growth = watch.peak_bytes - before - device.peak_bytes  # an emulated device's memory is the process's, too
+    print(json.dumps({"growth": growth, "plan": plan.dram_bytes, "num_parameters": num_layers * WIDTH**2}))
+
+
+def trained(task):
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(DEVICE_BYTES)])
+    orchestra.verbose = 0
+    plan = orchestra.generate().tasks["task-0"]
+    report = orchestra.train_models()
+    report.raise_failures()
+    return plan, report.devices[0]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])
