@@ -77,6 +77,7 @@ class UnitOutput:
 
     gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
     buffers: dict[int, Tensor]
+    stepped: Any = None  # what a step of the optimizer on the device left
 
     @property
     def num_bytes(self) -> int:
@@ -160,10 +161,12 @@ class Executor:
         locked: bool,
         keep_saved: bool = False,
         on_recomputed: OnRecomputed | None = None,
+        step: Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], Any] | None = None,
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
         `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
+        `step`: updates the parameters, in place, once all micro-batches are through.
         `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
         """
         structure = self.structure
@@ -181,14 +184,17 @@ class Executor:
                     emit(m, self._micro(kind, shard, m, micro, locked))
                     m += 1
                     del micro
-            gradients = {}
+            gradients: dict[int, Tensor | None] = {}
+            stepped = None
             if kind in (FUSED, BACKWARD):
                 if self._accumulated:
                     self._accumulate(shard)
                 gradients = {index: self._gradient(index) for index in shard.owned}
+                if step is not None:
+                    stepped, gradients = step(structure.parameters, gradients), {}
             taken = structure.take_buffers(shard.first, self._end(shard))
             # A recomputed forward left what the forward left.
-            return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken)
+            return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
             structure.release(shard)

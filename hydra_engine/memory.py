@@ -77,11 +77,14 @@ class HostPool:
     def __init__(self, layout: ModelLayout, *, early_release: bool = False) -> None:
         self.layout = layout
         self.early_release = early_release
+        self.keeps_gradients = True  # unless devices step the optimizer
         self.is_open = False
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
 
     def gradient_bytes(self, shards: Sequence[Shard]) -> int:
         """DRAM for gradients, under a partition."""
+        if not self.keeps_gradients:
+            return 0
         if not self.early_release:
             return self.layout.link_bytes[True]
         sizes = [self._loan_bytes(shard) for shard in shards]
@@ -99,7 +102,7 @@ class HostPool:
     def open(self, shards: Sequence[Shard] = ()) -> None:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
         assert not self.is_open
-        num_loans = min(NUM_LOANS, len(shards)) if self.early_release else 0
+        num_loans = min(NUM_LOANS, len(shards)) if self.early_release and self.keeps_gradients else 0
         loan_bytes = self.gradient_bytes(shards) // max(num_loans, 1)
         self._loans = [_storage(loan_bytes) for _ in range(num_loans)]
         self._free_loans: SimpleQueue[torch.UntypedStorage] = SimpleQueue()

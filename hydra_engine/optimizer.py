@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard, Slot
+from hydra_engine.stepping import DeviceStep
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
 
 NUM_TIMED_STEPS = 5
@@ -37,9 +39,12 @@ class StepRecord:
 class TaskOptimizer:
     """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
 
-    def __init__(self, task: ModelTask, layout: ModelLayout) -> None:
+    def __init__(self, task: ModelTask, layout: ModelLayout, *, commits: bool = True) -> None:
+        self.commits = commits
         self._task = task
         self._slots = layout.trainable_slots()
+        self._by_index = {slot.index: slot for slot in self._slots}
+        self.epoch = 0  # of the step in progress
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._epoch = 0
@@ -57,7 +62,7 @@ class TaskOptimizer:
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
-        if self._task.early_release:
+        if pool.early_release:
             return self._commit_released(epoch)
         self.reach_epoch(epoch)
         scale = self.loss_scale
@@ -99,18 +104,72 @@ class TaskOptimizer:
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
+        record = self._record_released(epoch)
+        if not pool.keeps_gradients:  # the device has stepped it
+            self._average(pool.owned(shard), record)
+            return
+        try:
+            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
+            self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
+        finally:
+            pool.take_gradients_back(shard)
+
+    def _record_released(self, epoch: int) -> StepRecord:
+        """The record of the step in progress, made where its first shard is released."""
         with self._releasing:
             self.reach_epoch(epoch)
             if self._released is None:
                 self._released = StepRecord(
                     groups=self._groups(), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
                 )
-            record = self._released
+            return self._released
+
+    def host_step(self, shard: Shard) -> DeviceStep:
+        """What a device needs to step a shard: masters and states as they are in DRAM."""
+        slots = [self._by_index[index] for index in shard.owned]
+        return DeviceStep(
+            masters={slot.index: slot.parameter.data for slot in slots if slot.dtype != slot.link_dtype},
+            states={slot.index: dict(self.optimizer.state.get(slot.parameter, {})) for slot in slots},
+        )
+
+    def step(
+        self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
+    ) -> DeviceStep:
+        """Step the parameters of a shard on the device that they and their gradients are on."""
+        received = {index: gradient for index in shard.owned if (gradient := gradients[index]) is not None}
+        own: dict[int, nn.Parameter] = {}  # by id of the user's parameter
+        for index, gradient in received.items():
+            master = loaded.masters.get(index)
+            parameter = parameters[index] if master is None else nn.Parameter(master)
+            parameter.grad = gradient.to(parameter.dtype)
+            own[id(self._by_index[index].parameter)] = parameter
+        groups = self._record_released(self.epoch).groups
+        part = _part_of(
+            self.optimizer, [{**g, "params": [own[id(p)] for p in g["params"] if id(p) in own]} for g in groups]
+        )
+        part.state = defaultdict(dict)
+        for index in received:
+            parameter = own[id(self._by_index[index].parameter)]
+            part.state[parameter] = loaded.states[index]
         try:
-            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
-            self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
+            if received:
+                part.step()
         finally:
-            pool.take_gradients_back(shard)
+            for parameter in own.values():
+                parameter.grad = None
+        found = {index: own[id(self._by_index[index].parameter)] for index in received}
+        for index, parameter in found.items():
+            if index in loaded.masters:
+                parameters[index].data.copy_(parameter.data)
+        return DeviceStep(
+            masters={index: parameter.data for index, parameter in found.items() if index in loaded.masters},
+            states={index: part.state[parameter] for index, parameter in found.items()},
+        )
+
+    def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
+        """Take over the states of a shard that are in DRAM again."""
+        for index, state in states.items():
+            self.optimizer.state[self._by_index[index].parameter] = state
 
     def _commit_released(self, epoch: int) -> StepRecord:
         with self._releasing:
@@ -218,6 +277,14 @@ class TaskOptimizer:
         return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
 
 
+def has_hooks(layout: ModelLayout) -> bool:
+    """Whether the user has registered hooks on parameters."""
+    return any(
+        slot.parameter._backward_hooks or getattr(slot.parameter, "_post_accumulate_grad_hooks", None)
+        for slot in layout.trainable_slots()
+    )
+
+
 def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The user's optimizer over these parameters, by name in the model's order, in the groups that are asked for."""
     options = {} if task.lr is None else {"lr": task.lr}
@@ -245,8 +312,8 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
-def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
-    """DRAM that the optimizer's state will take, from one step on tiny parameters of the same number of dimensions.
+def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> dict[int, int]:
+    """Bytes of the optimizer's state by slot, from one step on tiny parameters of the same number of dimensions.
 
     A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
     that the factories run: what they raise is raised before any work starts. Refuses an optimizer that keeps state
@@ -259,7 +326,7 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
     mine = {id(parameter) for parameter in tiny}
     if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
         # The factory builds groups of its own from the model. They are never stepped on trial; Adam's two moments.
-        return 2 * layout.num_bytes[True]
+        return {slot.index: 2 * slot.num_bytes for slot in slots}
     for parameter in tiny:
         parameter.grad = torch.ones_like(parameter)  # of zeros, an optimizer that scales by them makes nothing
     before = _beside_state(optimizer)
@@ -270,13 +337,15 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> int:
             f"optimizer.state, and would lose it when shards are stepped one by one; choose one that keeps state per "
             f"parameter, or set optimizer_scope='task'"
         )
-    total = 0
+    found = {}
     for slot, parameter in zip(slots, tiny, strict=True):
-        for value in optimizer.state[parameter].values():
-            if isinstance(value, Tensor):
-                grows = value.shape == parameter.shape and value.dim() > 0
-                total += value.element_size() * slot.parameter.numel() if grows else value.nbytes
-    return total
+        tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+        grow = [value.shape == parameter.shape and value.dim() > 0 for value in tensors]
+        found[slot.index] = sum(
+            value.element_size() * slot.parameter.numel() if grows else value.nbytes
+            for value, grows in zip(tensors, grow, strict=True)
+        )
+    return found
 
 
 def update_bytes_per_s(task: ModelTask) -> float:

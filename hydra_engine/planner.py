@@ -8,7 +8,7 @@ from dataclasses import replace
 from hydra_engine import memory
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
-from hydra_engine.optimizer import trial_state_bytes, update_bytes_per_s
+from hydra_engine.optimizer import has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Reader
@@ -34,7 +34,6 @@ class PlannedTask:
         self.layout = layout_of(task)
         self.state = TaskState(task, name, self.layout)
         self.unit_s: dict[tuple[str, int], float] = {}
-        self.optimizer_bytes = 0
 
     def make_plan(self, device: EmulatedDevice, budget: Budget, num_threads: int) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned."""
@@ -48,6 +47,8 @@ class PlannedTask:
             if wanted == "auto":
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
                     number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
+        if self._should_step_on_device(device):
+            self.state.step_on_device()
         while True:
             try:
                 self._cut(number, device, budget, num_threads)
@@ -57,6 +58,27 @@ class PlannedTask:
                     raise ShardDoesNotFit(f"{self.name}: {error}") from error
                 number *= 2
         return self._plan(number)
+
+    def _should_step_on_device(self, device: EmulatedDevice) -> bool:
+        """Whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
+
+        On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
+        and down; its own update is taken to cost nothing beside that.
+        """
+        task, layout = self.task, self.layout
+        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
+            with installed(Stream(capture())):
+                host_s = layout.num_bytes[True] / update_bytes_per_s(task)
+            link = device.link_bytes_per_s()
+            masters = 0 if layout.narrow is None else layout.num_bytes[True]
+            moved = masters + sum(self.state.state_bytes.values())
+            return 2 * moved / link < host_s + layout.link_bytes[True] / link
+        if task.optimizer_device == "device" and has_hooks(layout):
+            raise ValueError(
+                f"{self.name}: hooks are registered on parameters, which act on the host; remove them, or set "
+                f"optimizer_device='host'"
+            )
+        return task.optimizer_device == "device"
 
     @property
     def dram(self) -> dict[str, int]:
@@ -69,7 +91,7 @@ class PlannedTask:
             "weights": sum(layout.num_bytes.values()),
             "casts": 0 if layout.narrow is None else sum(layout.link_bytes.values()),
             "gradients": state.pool.gradient_bytes(state.shards),
-            "optimizer": self.optimizer_bytes,
+            "optimizer": sum(state.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.staging_bytes,
         }
@@ -152,6 +174,7 @@ class PlannedTask:
             boundaries=state.boundaries,
             shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
             dram=self.dram,
+            optimizer_device="device" if state.steps_on_device else "host",
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
         )
@@ -167,7 +190,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with installed(Stream(capture())):
-            each.optimizer_bytes = trial_state_bytes(each.task, each.layout)
+            each.state.state_bytes = trial_state_bytes(each.task, each.layout)
     needed = sum(each.training_bytes for each in planned)
     available = memory.available_dram_bytes()
     if needed > available:

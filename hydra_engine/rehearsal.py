@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.optimizer import TaskOptimizer
+from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch
 from hydra_engine.schedule import FORWARD, Unit
 from hydra_engine.shard import Shard
@@ -91,6 +93,9 @@ class _Stage:
         opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
         self._worker = Worker(0, opened, trace, self._events.put)
         state.open()
+        if state.steps_on_device:
+            with installed(Stream(capture())):  # the factories are user code
+                state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
         self._worker.admit(state, lambda: _OriginalsGuard(storages))
@@ -98,6 +103,7 @@ class _Stage:
     def close(self) -> None:
         self._worker.close()
         self._state.close()
+        self._state.stepper = None
 
     def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
         """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""

@@ -22,6 +22,7 @@ class TaskPlan:
     dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, and a step's boundaries
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
+    optimizer_device: str = "host"  # or "device"
 
     @property
     def dram_bytes(self) -> int:

@@ -187,6 +187,7 @@ class TrainingRun:
         training.num_steps = None if num_batches is None else num_batches * task.epochs
         planned.state.open()
         training.optimizer = TaskOptimizer(task, planned.layout)
+        planned.state.stepper = training.optimizer if planned.state.steps_on_device else None
 
     def _add(self, training: _Training) -> None:
         planned, state = training.planned, training.planned.state
@@ -203,7 +204,7 @@ class TrainingRun:
                 unit_s=planned.unit_s,
                 num_steps=training.num_steps,
                 reads_ahead=not state.draws,
-                early_release=planned.task.early_release,
+                early_release=state.pool.early_release,
             )
         )
 
@@ -242,7 +243,7 @@ class TrainingRun:
             return event._replace(new_shapes=split_otherwise or not is_known)
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
             training = self._tasks[event.task]
-            may_retry = event.unit.kind != BACKWARD or not training.planned.task.early_release
+            may_retry = event.unit.kind != BACKWARD or not training.planned.state.pool.early_release
             if training.report.exception is None and not self._interrupted and may_retry:
                 training.out_of_memory = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
@@ -351,6 +352,8 @@ class TrainingRun:
     def _stage(self, training: _Training) -> None:
         batch = training.batch
         assert batch is not None
+        if training.optimizer is not None:
+            training.optimizer.epoch = batch.epoch
         training.planned.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
 
     def _start_fit(self, instruction: Fit) -> None:
@@ -456,7 +459,7 @@ class TrainingRun:
         shard, optimizer = state.shards[instruction.shard], training.optimizer
         assert optimizer is not None
         try:
-            if training.planned.task.early_release:
+            if state.pool.early_release:
                 assert training.batch is not None
                 optimizer.release(shard, state.staging, state.pool, training.batch.epoch)
             else:
@@ -483,7 +486,7 @@ class TrainingRun:
         training.planned.state.close()
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()
-        training.record = training.optimizer = None
+        training.record = training.optimizer = training.planned.state.stepper = None
         training.is_stopped = False  # the end is told to all
         self._call(training, lambda callback, report: callback.on_task_end(report))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
 from hydra_engine.executor import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
 from hydra_engine.shard import Shard
+from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import TaskState
 
 
@@ -52,6 +54,46 @@ class Spiller:
         """The buffers that a shard's forward begins with; a shard below may have changed a shared one."""
         sources = state.staging.buffers_for(shard, state.pool.buffers)
         return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def load_step(self, stepper: DeviceStepper, shard: Shard) -> DeviceStep:
+        """Bring what stepping a shard on the device takes."""
+        host = stepper.host_step(shard)
+        return DeviceStep(
+            masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
+            states={
+                index: {k: self._bring(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+                for index, state in host.states.items()
+            },
+        )
+
+    def store_step(
+        self, state: TaskState, stepper: DeviceStepper, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
+    ) -> None:
+        """Send what a step on the device left: weights, masters of narrow ones, and states."""
+        if not stepper.commits:
+            return
+        host = stepper.host_step(shard)
+        for slot in state.pool.owned(shard):
+            if slot.index not in stepped.states:
+                continue  # it received no gradient
+            self._send(state.pool.narrow(slot), views[slot.index])
+            if state.layout.narrow is not None:
+                self._send(slot.parameter.data, stepped.masters.get(slot.index, views[slot.index]))
+        states = {}
+        for index, after in stepped.states.items():
+            before = host.states[index]
+            states[index] = {
+                k: self._stored(before.get(k), v) if isinstance(v, Tensor) else v for k, v in after.items()
+            }
+        stepper.keep(shard, states)
+
+    def _stored(self, before: Any, tensor: Tensor) -> Tensor:
+        """A state in DRAM, in the place it had."""
+        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+        if not kept or before.stride() != tensor.stride():
+            return self._sent(tensor)
+        self._send(before, tensor)
+        return cast("Tensor", before)
 
     def unload(self, loaded: LoadedShard) -> None:
         """Give the slab back."""

@@ -99,6 +99,10 @@ class ModelTask:
             nothing can veto: not with `max_grad_norm`, float16 or scope "task". A failure or a stop in the middle of
             a step leaves the shards above with that step's update, and a device that runs out of memory in a
             recomputing backward fails the task.
+        optimizer_device: where updates run. "host": on the CPU, under other work of the devices. "device": at the end
+            of a shard's backward unit; the optimizer's state is loaded and stored with the shard, and no gradient
+            crosses the link. Steps are then released early, with the limits of `early_release`, and nothing may hook
+            into parameters. "auto": whichever is predicted to take less time, "host" where the task may veto its steps.
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
@@ -147,6 +151,7 @@ class ModelTask:
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
         early_release: bool = False,
+        optimizer_device: str = "host",
         ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
@@ -168,12 +173,14 @@ class ModelTask:
         _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
         _check_choice("precision", precision, tuple(DTYPES))
         _check_grad_scaler(grad_scaler, precision)
+        _check_choice("optimizer_device", optimizer_device, ("host", "device", "auto"))
         vetoes = {"max_grad_norm": max_grad_norm is not None, "precision='float16'": precision == "float16"}
-        for option, is_set in {**vetoes, "optimizer_scope='task'": optimizer_scope == "task"}.items():
-            if early_release and is_set:
-                raise ValueError(
-                    f"early_release: with {option} a step can only be taken once all gradients are there; leave out one"
-                )
+        vetoes["optimizer_scope='task'"] = optimizer_scope == "task"
+        early = {"early_release": early_release, "optimizer_device='device'": optimizer_device == "device"}
+        for option, veto in ((a, b) for a in early for b in vetoes if early[a] and vetoes[b]):
+            raise ValueError(f"{option}: with {veto} a step waits until all gradients are there; leave out one")
+        self.may_veto = any(vetoes.values())
+        self.optimizer_device = optimizer_device
         _check_int("epochs", epochs)
         if accumulation_steps != "auto":
             _check_int("accumulation_steps", accumulation_steps)

@@ -15,6 +15,7 @@ from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
 from hydra_engine.schedule import evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
 
 
@@ -60,8 +61,24 @@ class TaskState:
         self.accumulation_steps = 1
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
+        self.steps_on_device = False
+        self.stepper: DeviceStepper | None = None  # while steps are taken on devices
+        self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+
+    def step_on_device(self) -> None:
+        """Let devices step the optimizer, each shard's at the end of its backward unit."""
+        self.steps_on_device = self.pool.early_release = True
+        self.pool.keeps_gradients = False
+
+    def step_bytes(self, shard: Shard) -> int:
+        """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
+        if not self.steps_on_device:
+            return 0
+        slots = self.pool.owned(shard)
+        masters = sum(slot.num_bytes for slot in slots if slot.dtype != slot.link_dtype)
+        return masters + sum(self.state_bytes.get(slot.index, 0) for slot in slots)
 
     def open(self) -> None:
         """Take the model over from its user."""
@@ -126,7 +143,7 @@ class TaskState:
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""
         units = [u.total(self.accumulation_steps) for (_, j, _), u in self._unit_bytes.items() if j == shard.index]
-        return shard.slab_bytes + shard.buffer_bytes + max(units, default=0)
+        return shard.slab_bytes + shard.buffer_bytes + self.step_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Where the layers left the random stream in the step in progress."""

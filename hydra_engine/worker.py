@@ -14,21 +14,22 @@ way out for good and bad. Called by the thread that decides.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
 from hydra_engine.ledger import Ticket
-from hydra_engine.schedule import Unit
+from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import LoadedShard, Spiller
+from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import TaskState, UnitBytes
 from hydra_engine.trace import Trace
 from partitioners import MemoryMeter
@@ -48,7 +49,9 @@ class _Work:
         self.unit = unit
         self.state = state
         self.shard = state.shards[unit.shard]
+        self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
         self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
+        self.slab_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         self.slab_granted = False
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
         self.loaded: Future[LoadedShard] = Future()
@@ -60,6 +63,7 @@ class _Work:
         self.known: UnitBytes | None = None
         self.held_bytes = 0  # granted beside the slab
         self.buffers: dict[int, Tensor] = {}  # come with the first input
+        self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Future[MicroInput] | None] = []
         self.stores: list[Future[None]] = []
         self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
@@ -194,6 +198,8 @@ class Worker:
         def load() -> MicroInput:
             if m == 0:
                 work.buffers = self._spiller.load_buffers(work.state, work.shard)
+                if work.stepper is not None:
+                    work.step = self._spiller.load_step(work.stepper, work.shard)
             micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
             work.input_bytes = max(work.input_bytes, micro.num_bytes)
             return micro
@@ -277,17 +283,32 @@ class Worker:
                     locked=work.shard.index in work.state.locked,
                     keep_saved=work.shard.index in work.state.keep_saved,
                     on_recomputed=work.state.check_repeated if work.shard.index in work.state.unproven else None,
+                    step=None if work.stepper is None else partial(self._step, work, work.stepper),
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         executor.current = ""
-        self._unload(work)
         held_bytes = work.slab_bytes * work.slab_granted + work.held_bytes
-        # Buffers came with the slab's bytes and stay until they are stored.
+        # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
         kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
+        if output is not None and output.stepped is not None:
+            kept_bytes = min(held_bytes, work.output_bytes + work.slab_bytes + output.num_bytes)
+        else:
+            self._unload(work)
         self.device.ledger.release(held_bytes - kept_bytes)
         self._report(Computed(self.index, work.unit, self._trace.now_s() - start_s))
         self.device.submit(STORE, str(work.unit), partial(self._store, work, output, kept_bytes))
+
+    def _step(
+        self,
+        work: _Work,
+        stepper: DeviceStepper,
+        parameters: Sequence[nn.Parameter],
+        gradients: dict[int, Tensor | None],
+    ) -> DeviceStep:
+        loaded, work.step = work.step, None
+        assert loaded is not None
+        return stepper.step(work.shard, loaded, parameters, gradients)
 
     def _unload(self, work: _Work) -> None:
         if work.slab_granted and work.loaded.exception() is None:
@@ -300,8 +321,13 @@ class Worker:
                 last = work.num_micro_batches - 1
                 self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
                 self._spiller.store_unit(work.state, unit.kind, work.shard, output)
+                if output.stepped is not None and work.stepper is not None:
+                    views = work.loaded.result().views
+                    self._spiller.store_step(work.state, work.stepper, work.shard, views, output.stepped)
         except BaseException as error:
             work.fail(error, "store lane")
+        if output is not None and output.stepped is not None:
+            self._unload(work)
         del output
         work.last_output = None
         work.buffers = {}

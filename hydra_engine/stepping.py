@@ -1,0 +1,34 @@
+"""What goes between DRAM and a device that steps a shard's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from hydra_engine.shard import Shard
+
+
+class DeviceStep(NamedTuple):
+    """What a device needs to step a shard's optimizer, and what that leaves, by slot."""
+
+    masters: dict[int, Tensor]  # of parameters that are narrow on the device
+    states: dict[int, dict[str, Any]]
+
+
+class DeviceStepper(Protocol):
+    """Steps the optimizer on a device; `hydra_engine.optimizer.TaskOptimizer` is one."""
+
+    commits: bool  # False: a rehearsal, whose weights and states nobody keeps
+
+    def host_step(self, shard: Shard) -> DeviceStep:
+        """What is in DRAM."""
+
+    def step(
+        self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
+    ) -> DeviceStep:
+        """Step on the device; weights change in place."""
+
+    def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
+        """Take over states that are in DRAM again."""
