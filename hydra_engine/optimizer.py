@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.blocked import part_of
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
@@ -120,7 +121,7 @@ class TaskOptimizer:
                 nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
             mine = {id(parameter) for parameter in parameters}
             groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
-            _part_of(self.optimizer, groups).step()
+            part_of(self.optimizer, groups).step()
         finally:
             for slot in slots:
                 slot.parameter.grad = None
@@ -246,16 +247,3 @@ def _beside_state(optimizer: torch.optim.Optimizer) -> str:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer over some of its parameters, sharing its state and everything else.
-
-    Not by `copy`, which goes through __setstate__ and its conversions; without the instance attribute `step`, which
-    schedulers put on the whole optimizer.
-    """
-    part: torch.optim.Optimizer = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop("step", None)
-    part.param_groups = groups
-    return part
