@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard, Slot
@@ -42,6 +43,7 @@ class TaskOptimizer:
     def __init__(self, task: ModelTask, layout: ModelLayout, *, commits: bool = True) -> None:
         self.commits = commits
         self._task = task
+        self._layout = layout
         self._slots = layout.trainable_slots()
         self._by_index = {slot.index: slot for slot in self._slots}
         self.epoch = 0  # of the step in progress
@@ -144,7 +146,7 @@ class TaskOptimizer:
             parameter.grad = gradient.to(parameter.dtype)
             own[id(self._by_index[index].parameter)] = parameter
         groups = self._record_released(self.epoch).groups
-        part = _part_of(
+        part = part_of(
             self.optimizer, [{**g, "params": [own[id(p)] for p in g["params"] if id(p) in own]} for g in groups]
         )
         part.state = defaultdict(dict)
@@ -238,21 +240,39 @@ class TaskOptimizer:
         if record.is_skipped:
             return
         slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
-        for slot in slots:
-            slot.parameter.grad = self._finished(pool, record.loss_scale, record.hooked, slot)
-        try:
-            parameters = [slot.parameter for slot in slots]
-            if record.total_norm is not None:
-                assert self._task.max_grad_norm is not None
-                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
-            mine = {id(parameter) for parameter in parameters}
-            groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
-            _part_of(self.optimizer, groups).step()
-        finally:
-            for slot in slots:
-                slot.parameter.grad = None
-        pool.renew(slots)
+        hooked = [slot for slot in slots if slot.index in record.hooked]
+        self._step(hooked, pool, record, None)
+        self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
         self._average(pool.owned(shard), record)
+
+    def _step(self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None) -> None:
+        """Step some parameters, whose gradients carry a loss scale or none."""
+        if not slots:
+            return
+        mine = {id(slot.parameter) for slot in slots}
+        groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
+        is_narrow = self._layout.narrow is not None
+        updates = [
+            NarrowUpdate(
+                slot.parameter,
+                record.hooked.get(slot.index, pool.gradient(slot)),
+                pool.narrow(slot) if is_narrow else None,
+            )
+            for slot in slots
+        ]
+        clip = None
+        if record.total_norm is not None and self._task.max_grad_norm is not None:
+            # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
+            clip = torch.clamp(self._task.max_grad_norm / (record.total_norm + 1e-6), max=1.0)
+
+        def finish(gradient: Tensor) -> None:
+            if scale is not None:
+                gradient.mul_(1 / scale)
+            if clip is not None:
+                gradient.mul_(clip)
+
+        is_plain = scale is None and clip is None
+        step_narrow(part_of(self.optimizer, groups), updates, None if is_plain else finish)
 
     @torch.no_grad()
     def _average(self, slots: Iterable[Slot], record: StepRecord) -> None:
@@ -390,16 +410,3 @@ def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _part_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer over some of its parameters, sharing its state and everything else.
-
-    Not by `copy`, which goes through __setstate__ and its conversions; without the instance attribute `step`, which
-    schedulers put on the whole optimizer.
-    """
-    part: torch.optim.Optimizer = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop("step", None)
-    part.param_groups = groups
-    return part

@@ -16,7 +16,7 @@ GROUPS = (
     ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample", "schedule"),
     ("callbacks",),
     ("device", "events", "plan_ahead", "progress", "shard", "task"),
-    ("checkpoint", "interrupt", "loss_scale", "memory", "own_forward", "plan_text", "pool", "stepping"),
+    ("blocked", "checkpoint", "interrupt", "loss_scale", "memory", "own_forward", "plan_text", "pool", "stepping"),
     ("executor", "optimizer", "reader", "task_state"),
     ("spiller", "scheduler"),
     ("refit", "simulator", "worker"),

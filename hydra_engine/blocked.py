@@ -1,0 +1,258 @@
+"""One pass over DRAM per host update: narrow gradient in, float32 master and state stepped, narrow weight out.
+
+Written plainly, an update widens every gradient, steps the optimizer and narrows every weight: three passes. What steps
+each element by itself may as well go a block at a time, and then the widened gradient never leaves the cache:
+
+    gradient (DRAM) -> scratch (cache) -> finish_gradient -> step master and state (DRAM) -> narrow (DRAM)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as base
+from torch.optim.optimizer import Optimizer
+
+# Elements of a block for each intra-op thread; measured in benchmarks/host_optimizer. Also more than the 2**15 below
+# which torch gives an operation to fewer threads.
+CHUNK = 2**17
+
+# Elements that any of torch's elementwise loops takes at once, or a multiple: two vectors of up to 128 bytes. What is
+# left at the end of a thread's part goes through other instructions, which may round differently.
+UNIT = 64
+
+# They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+Finish = Callable[[Tensor], None]
+StepPiece = Callable[[Tensor, Tensor, dict[str, Tensor]], None]  # of a master, given its gradient and state
+
+
+@dataclass(frozen=True)
+class NarrowUpdate:
+    """A parameter to be stepped."""
+
+    parameter: nn.Parameter  # the float32 master
+    gradient: Tensor  # as it came down the link
+    narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
+
+
+def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gradient: Finish | None) -> None:
+    """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
+
+    `finish_gradient` works in place, element by element, on a widened gradient or on pieces of it. Weights and state
+    are bitwise those of the plain way, at the same number of intra-op threads: `p.grad = gradient.float()`,
+    `finish_gradient(p.grad)`, `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may
+    be overwritten.
+    """
+    if not _is_elementwise(optimizer):
+        _step_whole(optimizer.step, updates, finish_gradient)
+        return
+    part = part_of(optimizer, [])
+    step = _bare_step(part)
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    block_size = CHUNK * torch.get_num_threads()
+    scratch: Tensor | None = None
+    with torch.no_grad():
+        for block in _blocks(updates, block_size):
+            first = block[0]
+            group, state = groups[id(first.parameter)], optimizer.state.get(first.parameter, {})
+            if first.parameter.numel() > block_size and _can_be_cut(type(optimizer), group, first, state):
+                scratch = torch.empty(2 * block_size) if scratch is None else scratch
+                step_piece = _piece_step(optimizer, group, state)
+                _step_in_pieces(first, state, step_piece, finish_gradient, block_size, scratch)
+            else:
+                mine = {id(update.parameter) for update in block}
+                part.param_groups = [
+                    {**group, "params": [p for p in group["params"] if id(p) in mine]}
+                    for group in optimizer.param_groups
+                ]
+                _step_whole(step, block, finish_gradient)
+
+
+def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer over some of its parameters, sharing its state and everything else.
+
+    Not by `copy`, which goes through __setstate__ and its conversions; without the instance attribute `step`, which
+    schedulers put on the whole optimizer.
+    """
+    part: Optimizer = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.pop("step", None)
+    part.param_groups = groups
+    return part
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether a step may be taken piece by piece without anybody noticing."""
+    hooks = (
+        base._global_optimizer_pre_hooks,
+        base._global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )
+    instead = {"step", "grad_scale", "found_inf"}  # put on an instance by schedulers and by GradScaler
+    return (
+        type(optimizer) in ELEMENTWISE
+        and not any(hooks)
+        and not instead & vars(optimizer).keys()
+        and not any(_is_special(group) for group in optimizer.param_groups)
+    )
+
+
+def _is_special(group: Mapping[str, Any]) -> bool:
+    """Options that reach beyond one step on plain numbers: graphs, and learning rates and betas that are tensors."""
+    values = [value for key, value in group.items() if key != "params"]
+    values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+    return bool(
+        group.get("capturable") or group.get("differentiable") or any(isinstance(value, Tensor) for value in values)
+    )
+
+
+def _blocks(updates: Sequence[NarrowUpdate], size: int) -> Iterator[list[NarrowUpdate]]:
+    """Neighbours that fit into a block together; a larger one alone."""
+    block: list[NarrowUpdate] = []
+    total = 0
+    for update in updates:
+        num_elements = update.parameter.numel()
+        if block and total + num_elements > size:
+            yield block
+            block, total = [], 0
+        block.append(update)
+        total += num_elements
+    if block:
+        yield block
+
+
+def _step_whole(step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None) -> None:
+    """The plain way."""
+    try:
+        for update in updates:
+            gradient = update.gradient.to(update.parameter.dtype)
+            if finish_gradient is not None:
+                finish_gradient(gradient)
+            update.parameter.grad = gradient
+        step()
+    finally:
+        for update in updates:
+            update.parameter.grad = None
+    with torch.no_grad():
+        for update in updates:
+            if update.narrow is not None:
+                update.narrow.copy_(update.parameter)
+
+
+def _can_be_cut(
+    kind: type[Optimizer], group: Mapping[str, Any], update: NarrowUpdate, state: Mapping[str, object]
+) -> bool:
+    """Whether pieces of this parameter are stepped as they are within the whole."""
+    parameter, num_threads = update.parameter, torch.get_num_threads()
+    if not state and not (kind is torch.optim.SGD and group["momentum"] == 0):
+        return False  # the first step, which makes the state
+    if parameter.dtype != torch.float32 or not update.gradient.is_floating_point():
+        return False
+    if num_threads > 1 and not group.get("fused") and parameter.numel() % (UNIT * num_threads) != 0:
+        return False  # torch gives each thread an equal part; fused kernels cut at multiples of 64 bytes
+    tensors = [update.gradient, update.narrow, *state.values()]
+    return _is_dense(parameter) and all(
+        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or _lies_as(tensor, parameter)))
+        for tensor in tensors
+    )
+
+
+def _step_in_pieces(
+    update: NarrowUpdate,
+    state: dict[str, Tensor],
+    step_piece: StepPiece,
+    finish_gradient: Finish | None,
+    size: int,
+    scratch: Tensor,
+) -> None:
+    """The plain way, on one piece of a parameter after the other."""
+    num_elements = update.parameter.numel()
+    lengths = [size] * (num_elements // size)
+    lengths[-1] += num_elements % size  # a short last one might be given to fewer threads
+    masters, gradients = _pieces(update.parameter, lengths), _pieces(update.gradient, lengths)
+    narrows = _pieces(update.narrow, lengths) if update.narrow is not None else None
+    states = {key: _pieces(value, lengths) for key, value in state.items() if value.dim() > 0}
+    for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
+        if gradient.dtype != torch.float32:
+            gradient = scratch[: len(gradient)].copy_(gradient)
+        if finish_gradient is not None:
+            finish_gradient(gradient)
+        step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
+        if narrows is not None:
+            narrows[k].copy_(master)
+
+
+def _pieces(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """Views of a dense tensor, in the order of its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).split_with_sizes(lengths)
+
+
+def _piece_step(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Tensor]) -> StepPiece:
+    """Steps the pieces of one parameter, each from the counters of before this step."""
+    counters = {key: value for key, value in state.items() if value.dim() == 0}
+    if group.get("fused") and isinstance(optimizer, torch.optim.Adam):
+        return _fused_adam(group, counters["step"])
+    part = part_of(optimizer, [{**group}])
+    step = _bare_step(part)
+    before = {key: counter.clone() for key, counter in counters.items()}
+
+    def step_piece(master: Tensor, gradient: Tensor, own: dict[str, Tensor]) -> None:
+        master.grad = gradient
+        for key, counter in counters.items():
+            counter.copy_(before[key])
+        part.param_groups[0]["params"] = [master]
+        part.state = defaultdict(dict, {master: {**counters, **own}})
+        step()
+
+    return step_piece
+
+
+def _fused_adam(group: dict[str, Any], counter: Tensor) -> StepPiece:
+    """What fused Adam and AdamW do to a parameter, without the Python around it: it takes as long as a small piece."""
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    counter += 1
+
+    def step_piece(master: Tensor, gradient: Tensor, own: dict[str, Tensor]) -> None:
+        maximum = [own["max_exp_avg_sq"]] if group["amsgrad"] else []
+        moments = [own["exp_avg"]], [own["exp_avg_sq"]]
+        kernel([master], [gradient], *moments, maximum, [counter], beta1=beta1, beta2=beta2, **options)
+
+    return step_piece
+
+
+def _bare_step(part: Optimizer) -> Callable[[], object]:
+    """The step without what torch wraps around it for hooks and the profiler, which takes as long as a small piece."""
+    return partial(inspect.unwrap(type(part).step), part)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
+    return tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
