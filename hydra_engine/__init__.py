@@ -7,7 +7,7 @@ from hydra_engine.device import CudaDevice, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
-from hydra_engine.report import DeviceReport, Plan, Report, Revision, TaskPlan, TaskReport
+from hydra_engine.report import DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
 from hydra_engine.task import Model, ModelTask
 from partitioners import Skips
 
@@ -17,6 +17,7 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceReport",
     "EmulatedDevice",
+    "Evaluation",
     "HostOutOfMemory",
     "Model",
     "ModelOrchestrator",

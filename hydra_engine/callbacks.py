@@ -16,6 +16,9 @@ class Callback:
     def on_step(self, report: TaskReport) -> None:
         """A training step was committed; its loss is `report.losses[-1]`."""
 
+    def on_validation(self, report: TaskReport) -> None:
+        """A validation is over; its loss is `report.validation_losses[-1]`, and no step was committed after it."""
+
     def on_epoch(self, report: TaskReport, epoch: int) -> None:
         """An epoch is over, its validation too; epochs count from 0."""
 

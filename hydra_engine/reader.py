@@ -35,12 +35,13 @@ class Batch:
     step: int  # counts training batches, and evaluation batches on their own
     epoch: int
     training: bool
+    evaluation: int  # how many evaluations came before: the one that an evaluation batch is part of
     micro_batches: list[MicroBatch]
     boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
     main: RandomState  # the task's main stream after the read
     start: list[RandomState]  # by micro-batch, before its forward
     num_samples: int
-    weight: float  # of an evaluation batch among those of its epoch
+    weight: float  # of an evaluation batch among those of its evaluation
     whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
     accumulation_steps: int  # micro-batches asked for
 
@@ -58,6 +59,7 @@ class _Item(NamedTuple):
     step: int
     epoch: int
     training: bool
+    evaluation: int
 
 
 class Reader:
@@ -71,6 +73,8 @@ class Reader:
         self._name = name
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state()))
         self._items = self._sequence()
+        self._num_evaluations = 0  # that ended
+        self._num_evaluated = 0  # their batches, and those of the one in progress
         self._first: _Item | None = None
         self._largest: _Item | None = None
         self._broken: BaseException | None = None
@@ -109,7 +113,7 @@ class Reader:
             for inputs, target in self._iterate(loader, Stream(self._stream.state)):
                 if (size := _num_bytes(inputs, target)) > most:
                     kept = _own_pair(inputs, target)  # the loader may read on into the same memory
-                    largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True), size
+                    largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
         finally:
             for put_back in restore:
                 put_back()
@@ -164,18 +168,30 @@ class Reader:
 
     def _sequence(self) -> Generator[_Item, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
-        num_steps = num_evaluations = 0
+        interval = self._task.validation_interval
+        num_steps = 0
         for epoch in range(self._task.epochs):
             for inputs, target in self._iterate(self._task.dataloader):
-                yield _Item(inputs, target, num_steps, epoch, True)
+                yield _Item(inputs, target, num_steps, epoch, True, self._num_evaluations)
                 num_steps += 1
-            if self._task.validation is not None:
-                # As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
-                outside = self._stream.state.torch
-                for inputs, target in self._iterate(self._task.validation):
-                    yield _Item(inputs, target, num_evaluations, epoch, False)
-                    num_evaluations += 1
-                self._stream.state = self._stream.state._replace(torch=outside)
+                if isinstance(interval, int) and num_steps % interval == 0:
+                    yield from self._evaluation(epoch)
+            if interval == "epoch":
+                yield from self._evaluation(epoch)
+
+    def _evaluation(self, epoch: int) -> Generator[_Item, None, None]:
+        """The batches of one evaluation, which may lie between two of an epoch, whose iterator stays open meanwhile.
+
+        As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
+        """
+        if self._task.validation is None:
+            return
+        outside = self._stream.state.torch
+        for inputs, target in self._iterate(self._task.validation):
+            yield _Item(inputs, target, self._num_evaluated, epoch, False, self._num_evaluations)
+            self._num_evaluated += 1
+        self._stream.state = self._stream.state._replace(torch=outside)
+        self._num_evaluations += 1
 
     def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:
         stream = self._stream if stream is None else stream
@@ -198,14 +214,14 @@ class Reader:
     def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
         """The same batch in another number of micro-batches."""
         inputs, target = map(_built, batch.whole)
-        item = _Item(inputs, target, batch.step, batch.epoch, batch.training)
+        item = _Item(inputs, target, batch.step, batch.epoch, batch.training, batch.evaluation)
         return self._split(item, batch.main, accumulation_steps)
 
     def _batch(self, item: _Item) -> Batch:
         return self._split(item, self._stream.state, self.accumulation_steps if item.training else 1)
 
     def _split(self, item: _Item, main: RandomState, accumulation_steps: int) -> Batch:
-        inputs, target, step, epoch, training = item
+        inputs, target, step, epoch, training, evaluation = item
         seed = self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
@@ -225,6 +241,7 @@ class Reader:
             step=step,
             epoch=epoch,
             training=training,
+            evaluation=evaluation,
             micro_batches=micro_batches,
             boundaries=boundaries,
             main=main,

@@ -80,14 +80,24 @@ class TaskReport:
     status: str = STOPPED  # "finished", "failed" or "stopped"
     steps: int = 0  # committed
     losses: list[float] = field(default_factory=list)  # one per step
-    validation_losses: list[float] = field(default_factory=list)  # one per epoch
-    validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per epoch
+    validation_losses: list[float] = field(default_factory=list)  # one per validation
+    validation_steps: list[int] = field(default_factory=list)  # by validation: training steps committed before it
+    validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per validation
     loss_scales: list[float] = field(default_factory=list)  # float16: one per step
     skipped_steps: list[int] = field(default_factory=list)  # float16: those whose gradients were not all finite
     revisions: list[Revision] = field(default_factory=list)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None  # with its traceback
     exception: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a model does on a loader."""
+
+    loss: float
+    metrics: dict[str, float]  # by name
+    num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
 from hydra_engine.batches import batch_size
-from hydra_engine.callbacks import Callback
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
-from hydra_engine.errors import DeviceOutOfMemory, StopTask
+from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -45,6 +43,8 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.interrupt import interrupts
+from hydra_engine.means import EvaluationMeans, joined
+from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
@@ -59,21 +59,13 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
 
-class _Evaluated(NamedTuple):
-    """One evaluation batch."""
-
-    loss: float
-    weight: float  # of its loss among those of its epoch
-    metrics: dict[str, float]
-    num_samples: int
-
-
 @dataclass(eq=False, kw_only=True)
 class _Training:
     """A task in this run, beside what was planned for it."""
 
     planned: PlannedTask
     report: TaskReport
+    notifier: Notifier
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     next_batch: Batch | None = None  # read, not begun
@@ -83,9 +75,7 @@ class _Training:
     owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
     out_of_memory: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
-    calling: Future[None] | None = None  # the last callback that was asked for
-    is_stopped: bool = False  # by a callback: nothing more is committed
-    evaluations: dict[int, list[_Evaluated]] = field(default_factory=dict)  # by epoch
+    means: EvaluationMeans | None = None  # of the evaluation in progress
 
 
 class TrainingRun:
@@ -172,7 +162,9 @@ class TrainingRun:
             self._workers.append(Worker(index, device, self._trace, self._events.put))
             self._handle(DeviceAdded(index))
         for planned in self._planned:
-            training = _Training(planned=planned, report=TaskReport(name=planned.name, seed=planned.task.seed))
+            report = TaskReport(name=planned.name, seed=planned.task.seed)
+            notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
+            training = _Training(planned=planned, report=report, notifier=notifier)
             self._tasks[planned.name] = training
             try:
                 self._set_up(training)
@@ -228,7 +220,7 @@ class TrainingRun:
             self._read(Read(event.task))
             self._tasks[event.task].owes_read = False
         if isinstance(event, StepCommitted) and event.training:
-            self._call(self._tasks[event.task], lambda callback, report: callback.on_step(report))
+            self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
             self._actions[type(instruction)](instruction)
 
@@ -312,42 +304,32 @@ class TrainingRun:
         self._take(training)
         self._stage(training)
 
-    def _call(self, training: _Training, what: Callable[[Callback, TaskReport], None]) -> None:
-        """Call every callback of a task, after all that were asked for before."""
-        report = training.report
-        if not training.planned.task.callbacks or training.is_stopped:
-            return
-
-        def run() -> None:
-            try:
-                for callback in training.planned.task.callbacks:
-                    what(callback, report)
-            except StopTask:
-                training.is_stopped = True
-                self._events.put(TaskStopped(report.name))
-            except BaseException as error:
-                training.is_stopped = True
-                self._events.put(Failed(report.name, error, "its callback"))
-
-        training.calling = self._callbacks.submit(run)
-
     def _start_commit(self, instruction: Commit) -> None:
-        calling = self._tasks[instruction.task].calling
         commit = partial(self._submit, instruction.task, "its commit", partial(self._commit, instruction))
-        if calling is None:
-            commit()
-        else:  # the report stays as it is until the callbacks have seen it
-            calling.add_done_callback(lambda _: commit())
-
-    def _end_epoch(self, training: _Training, epoch: int) -> None:
-        self._call(training, lambda callback, report: callback.on_epoch(report, epoch))
+        self._tasks[instruction.task].notifier.when_told(commit)
 
     def _take(self, training: _Training) -> None:
+        """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
         batch, following = training.batch, training.next_batch
-        if batch is not None and following is not None and following.epoch > batch.epoch:
-            self._end_epoch(training, batch.epoch)
-        training.batch, training.next_batch = training.next_batch, None
+        assert following is not None
+        if batch is not None and not batch.training and following.evaluation != batch.evaluation:
+            self._end_evaluation(training)
+        if batch is not None and following.epoch > batch.epoch:
+            training.notifier.epoch(batch.epoch)
+        training.batch, training.next_batch = following, None
         training.layers_moved_reader = False
+
+    def _end_evaluation(self, training: _Training) -> None:
+        """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
+        if training.means is None:
+            return
+        report, found = training.report, training.means.result()
+        training.means = None
+        report.validation_losses.append(found.loss)
+        report.validation_steps.append(report.steps)
+        for name, value in found.metrics.items():
+            report.validation_metrics.setdefault(name, []).append(value)
+        training.notifier.validation()
 
     def _stage(self, training: _Training) -> None:
         batch = training.batch
@@ -402,7 +384,7 @@ class TrainingRun:
 
     def _commit(self, instruction: Commit) -> Event:
         training = self._tasks[instruction.task]
-        if training.is_stopped:
+        if training.notifier.is_stopped:
             return TaskStopped(instruction.task, uncommitted=True)
         state, batch, report = training.planned.state, training.batch, training.report
         assert batch is not None
@@ -432,26 +414,13 @@ class TrainingRun:
         return StepCommitted(instruction.task, instruction.training)
 
     def _commit_evaluation(self, training: _Training, batch: Batch, losses: list[float]) -> None:
-        seen = training.evaluations.setdefault(batch.epoch, [])
+        if training.means is None:
+            training.means = EvaluationMeans(sums_losses=training.planned.task.loss_reduction == "sum")
         staging = training.planned.state.staging
         # In one piece, unless it did not fit so.
         loss = sum(each * weight for each, weight in zip(losses, staging.weights, strict=True))
-        parts = [(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)]
-        num_samples = sum(size for size, _ in parts) or 1
-        metrics = parts[0][1]
-        if len(parts) > 1:
-            metrics = {name: sum(size * part[name] for size, part in parts) / num_samples for name in metrics}
-        seen.append(_Evaluated(loss, batch.weight, metrics, batch.num_samples))
-        if training.planned.task.loss_reduction == "sum":
-            mean = sum(each.loss for each in seen)
-        else:
-            mean = sum(each.loss * each.weight for each in seen) / (sum(each.weight for each in seen) or 1.0)
-        report, last = training.report, len(training.evaluations) - 1
-        report.validation_losses[last:] = [mean]
-        num_samples = sum(each.num_samples for each in seen) or 1
-        for name in metrics:
-            total = sum(each.metrics[name] * each.num_samples for each in seen)
-            report.validation_metrics.setdefault(name, [])[last:] = [total / num_samples]
+        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
+        training.means.add(loss, batch.weight, metrics, batch.num_samples)
 
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]
@@ -472,14 +441,14 @@ class TrainingRun:
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
-        if training.calling is not None:
-            training.calling.result()
-        if training.report.status == STOPPED and not self._interrupted and not training.is_stopped:
+        training.notifier.wait()
+        if training.report.status == STOPPED and not self._interrupted and not training.notifier.is_stopped:
             assert training.optimizer is not None
             training.optimizer.reach_epoch(training.planned.task.epochs)
             training.report.status = FINISHED
+            self._end_evaluation(training)
             if training.batch is not None:
-                self._end_epoch(training, training.batch.epoch)
+                training.notifier.epoch(training.batch.epoch)
         for worker in self._workers:
             worker.settle(instruction.task)  # a claim that was revoked may still be loading
             worker.dismiss(instruction.task)
@@ -487,8 +456,7 @@ class TrainingRun:
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()
         training.record = training.optimizer = training.planned.state.stepper = None
-        training.is_stopped = False  # the end is told to all
-        self._call(training, lambda callback, report: callback.on_task_end(report))
+        training.notifier.end()
 
 
 def _updates(state: TaskState) -> tuple[int, ...]:

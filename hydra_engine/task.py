@@ -123,10 +123,15 @@ class ModelTask:
         seed: of the task's own random stream; default: drawn from torch's generator now.
         unpack: batch -> (inputs, target); default: the batch is that pair.
         split: (inputs, target, n) -> sequence of (inputs, target, weight); default `hydra_engine.split`.
-        validation: a loader evaluated after every epoch.
-        metrics: name -> function (output, target) -> number, of each validation batch; an epoch's figure is their mean,
-            weighted by samples. In `TaskReport.validation_metrics`.
-        callbacks: `hydra_engine.Callback` objects, called after steps and epochs and at the end.
+        validation: a loader evaluated through the same shards without gradients, in eval(). Losses in
+            `TaskReport.validation_losses`, weighted as `loss_reduction` says; torch's random stream goes on after it as
+            if nothing had been drawn.
+        validation_interval: "epoch": after every epoch; or an int N: after every N training steps, counted over the
+            whole training, in the middle of an epoch too. Where the last step is no multiple of N, there is none at
+            the end.
+        metrics: name -> function (output, target) -> number, of each validation batch; a validation's figure is their
+            mean, weighted by samples. In `TaskReport.validation_metrics`.
+        callbacks: `hydra_engine.Callback` objects, called after steps, validations and epochs and at the end.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
@@ -165,6 +170,7 @@ class ModelTask:
         unpack: Callable[[Any], tuple[Any, Any]] | None = None,
         split: Split | None = None,
         validation: Iterable[Any] | None = None,
+        validation_interval: int | str = "epoch",
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
         callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
@@ -181,6 +187,7 @@ class ModelTask:
             raise ValueError(f"{option}: with {veto} a step waits until all gradients are there; leave out one")
         self.may_veto = any(vetoes.values())
         self.optimizer_device = optimizer_device
+        _check_interval(validation_interval, validation)
         _check_int("epochs", epochs)
         if accumulation_steps != "auto":
             _check_int("accumulation_steps", accumulation_steps)
@@ -227,6 +234,7 @@ class ModelTask:
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
         self.validation = validation
+        self.validation_interval = validation_interval
         self.metrics = _checked_metrics(metrics or {}, validation)
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -302,6 +310,16 @@ def _check_grad_scaler(scaler: object, precision: str) -> None:
 
 def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:
     return split(inputs, target, num_micro_batches, loss_reduction)
+
+
+def _check_interval(interval: object, validation: object) -> None:
+    if interval == "epoch":
+        return
+    if isinstance(interval, str):
+        raise ValueError(f"validation_interval: {interval!r}, known: 'epoch', or a number of training steps")
+    _check_int("validation_interval", interval)
+    if validation is None:
+        raise ValueError(f"validation_interval: {interval} without a validation loader; give validation=")
 
 
 def _check_choice(field: str, value: object, known: tuple[str, ...]) -> None:

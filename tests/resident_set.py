@@ -1,6 +1,6 @@
 """Trains one task and prints how far the process's resident set grew, beside the plan: run by test_host_memory.py.
 
-    python -m tests.resident_set adamw        # or bfloat16, sgd-early
+python -m tests.resident_set adamw        # or bfloat16, sgd-early
 """
 
 import json

@@ -183,6 +183,34 @@ def test_steps_count_training_and_evaluation_apart_and_epochs_together():
     ]
 
 
+def test_evaluations_come_after_every_so_many_steps_and_are_numbered():
+    with Client(task_of(Noisy(3), validation=Noisy(2), validation_interval=2)) as client:
+        seen = [(batch.training, batch.step, batch.epoch, batch.evaluation) for _, batch in client.all()]
+    assert seen == [
+        (True, 0, 0, 0),
+        (True, 1, 0, 0),
+        (False, 0, 0, 0),
+        (False, 1, 0, 0),
+        (True, 2, 0, 1),
+        (True, 3, 1, 1),
+        (False, 2, 1, 1),
+        (False, 3, 1, 1),
+        (True, 4, 1, 2),
+        (True, 5, 1, 2),
+        (False, 4, 1, 2),  # before the loader's second epoch is seen to end
+        (False, 5, 1, 2),
+    ]
+
+
+def test_the_loaders_iterator_stays_open_through_an_evaluation():
+    loader, validation = Noisy(5), Noisy(1)
+    with Client(task_of(loader, epochs=1, validation=validation, validation_interval=2)) as client:
+        num_batches = len(client.all())
+    assert num_batches == 5 + 2
+    assert (loader.num_iterators, loader.num_read) == (1, 5)
+    assert (validation.num_iterators, validation.num_read) == (2, 2)
+
+
 @pytest.mark.parametrize("num_samples", [0, 1, 2, 5])
 def test_loader_is_read_once_however_often_it_is_sampled(num_samples):
     loader = Noisy(3)
