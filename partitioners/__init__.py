@@ -15,7 +15,7 @@ from partitioners.meter import MemoryMeter
 from partitioners.optimal import Optimal
 from partitioners.pilot import Pilot, halved
 from partitioners.presharded import Presharded
-from partitioners.profile import DependsOnValues, profile, profile_shapes
+from partitioners.profile import DependsOnValues, profile, profile_evaluation, profile_shapes
 from partitioners.rates import GPU, STATED_RATES, Rates
 from partitioners.registry import make_partitioner, register_partitioner
 from partitioners.reserve import LayerPeak, layer_peaks
@@ -48,6 +48,7 @@ __all__ = [
     "parse_bytes",
     "predict_step",
     "profile",
+    "profile_evaluation",
     "profile_shapes",
     "register_partitioner",
     "shard_bytes",

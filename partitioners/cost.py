@@ -138,8 +138,8 @@ def slab_bytes(costs: Sequence[LayerCost], first: int, last: int) -> int:
 def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
     """Most bytes beside the slab while layers ``[first, last)`` run forward and backward over the micro-batches.
 
-    Where neither these layers nor any below hold a trainable parameter, they run forward only, and take less. Else,
-    with n micro-batches, the sum of
+    Where neither these layers nor any below hold a trainable parameter, they run forward only, and take less; the last
+    shard, too, with the target beside. Else, with n micro-batches, the sum of
 
     - work: the worst moment of one micro-batch (``_work_bytes``);
     - n > 1: every gradient of the shard, accumulated over the micro-batches before this one;
@@ -153,8 +153,9 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
     _check_shard(costs, first, last)
     _check_count("num_micro_batches", num_micro_batches, at_least=1)
     shard = costs[first:last]
-    if last < len(costs) and not any(cost.grad_bytes for cost in costs[:last]) and _knows_forward(shard):
-        return forward_unit_bytes(costs, first, last, num_micro_batches)
+    if not any(cost.grad_bytes for cost in costs[:last]) and _knows_forward(shard):
+        target_bytes = min(num_micro_batches, 2) * shard[-1].target_bytes
+        return forward_unit_bytes(costs, first, last, num_micro_batches) + target_bytes
     input_bytes = shard[0].input_bytes
     output_bytes = shard[-1].output_bytes if last < len(costs) else 0
     total = _work_bytes(shard, last == len(costs)) + min(num_micro_batches, 2) * (

@@ -64,6 +64,10 @@ class Work:
             )
         return output
 
+    def eval(self) -> None:
+        """Put its modules, which are copies, into evaluation mode."""
+        self._modules.eval()
+
     @property
     def leaving(self) -> dict[str, Boundary]:
         """What the last run has put for layers further up."""
@@ -136,6 +140,39 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
         "gets": gotten,
     }
     return fields, run.output
+
+
+def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
+    """The same of what an evaluation runs: a forward in eval() under no_grad, of which nothing is saved."""
+    work.eval()
+    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
+    sizes = _sizes(work.parameters(), work.buffers())
+    handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
+    arriving, versions = work.prepare(), [tensor._version for tensor in handed.tensors]
+    with torch.no_grad(), _Watch(rates) as watch:
+        output = Boundary(work(handed.value(), target.value(), arriving)).detached()
+    fields = sizes | {
+        "grad_bytes": 0,
+        "accumulated_bytes": 0,
+        "input_bytes": boundary.num_bytes,
+        "output_bytes": output.num_bytes,
+        "held_bytes": output.storage_bytes,
+        "target_bytes": work.target.num_bytes,
+        "saved_bytes": 0,
+        "peak_bytes": watch.peak_bytes,
+        "forward_peak_bytes": watch.peak_bytes,
+        "forward_flops": watch.flops[0],
+        "forward_s": watch.seconds[0],
+        "backward_s": 0.0,
+        "timed": False,
+        "draws_random": watch.drew_in_forward,
+        "draws_globally": before != _host_generators(),
+        "changes_input": versions != [tensor._version for tensor in handed.tensors],
+        "changes_buffers": _changed(buffers, work.buffers()),
+        "puts": tuple((name, value.num_bytes) for name, value in work.leaving.items()),
+        "gets": work.gotten,
+    }
+    return fields, output
 
 
 def timed(

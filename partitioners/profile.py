@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import LayerCost
 from partitioners.fingerprint import fingerprint
 from partitioners.kernels import GpuKernels
-from partitioners.measure import Work, count, timed
+from partitioners.measure import Work, count, count_evaluation, timed
 from partitioners.precision import DTYPES
 from partitioners.rates import STATED_RATES, Rates
 
@@ -93,11 +94,45 @@ def profile_shapes(
         return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
 
 
+def profile_evaluation(
+    model: nn.Module | Iterable[nn.Module],
+    inputs: Any,
+    target: Any = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    *,
+    precision: str = "float32",
+    may_run: bool = True,
+) -> list[LayerCost]:
+    """The costs of every layer in an evaluation: a forward in eval() under no_grad, of which nothing is saved.
+
+    There are no gradients, whatever requires them, and the last shard's bytes are those of a forward too. Without a
+    ``loss_fn``, what leaves is the last layer's output. Bytes are counted on fake tensors, seconds are estimates.
+
+    may_run: where fake tensors cannot tell, run the layers metered, on copies. Without it, DependsOnValues or what the
+        layer raised comes out, and the process-wide generators are left alone: for use while other threads draw.
+    """
+    layers = named_layers(model)
+
+    def measure(*, runs: bool) -> list[LayerCost]:
+        rates = STATED_RATES["cpu", precision]
+        profiler = _Profiler(torch.device("cpu"), precision, rates, evaluates=True)
+        costs = _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
+        return [replace(cost, shared_bytes=0) for cost in costs]
+
+    if not may_run:
+        return measure(runs=False)
+    with _generators_kept():
+        try:
+            return measure(runs=False)
+        except Exception:  # whatever fake tensors cannot do; the layer's own mistake is made again
+            return measure(runs=True)
+
+
 def _measure(
     layers: Sequence[tuple[str, nn.Module]],
     inputs: Any,
     target: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     profiler: _Profiler,
     *,
     runs: bool,
@@ -143,8 +178,10 @@ class DependsOnValues(ValueError):
 class _Profiler:
     """Takes a batch through the layers, in fake tensors and, where it can, in real ones."""
 
-    def __init__(self, place: torch.device, precision: str, rates: Rates) -> None:
+    def __init__(self, place: torch.device, precision: str, rates: Rates, *, evaluates: bool = False) -> None:
         self._place, self._rates = place, rates
+        self._evaluates = evaluates
+        self._count_work = count_evaluation if evaluates else count
         self._fakes = FakeCopies(precision)
         self._reals = Copies(precision, place if place.type != "cpu" else None)
         self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
@@ -163,7 +200,11 @@ class _Profiler:
             fields, self._fake = self._count(layer, loss_fn)
             return fields
         work = self._work(self._reals, layer, loss_fn)
-        fields, _ = count(work, self._real, self._rates)
+        fields, output = self._count_work(work, self._real, self._rates)
+        if self._evaluates:
+            self._real = output
+            self._leave(work.leaving)
+            return fields
         seconds, self._real = timed(work, self._real, self._synchronize)
         self._leave(work.leaving)
         flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
@@ -179,7 +220,7 @@ class _Profiler:
             with kernels, _quiet():
                 try:
                     work = self._work(self._fakes, layer, loss_fn)
-                    fields, output = count(work, self._fake, self._rates)
+                    fields, output = self._count_work(work, self._fake, self._rates)
                     self._known[key] = fields, output, {name: each.detached() for name, each in work.leaving.items()}
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise DependsOnValues(

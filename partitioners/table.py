@@ -87,10 +87,12 @@ class ShardTable:
             forward[:-1, 1:] + skipping[False][:-1, 1:] + (1 + several) * inputs[:, None] + several * outputs[None, :]
         )
         unknown = _prefix([int(cost.forward_peak_bytes is None) for cost in costs])
-        light = np.where(unknown[None, 1:] - unknown[:-1, None] > 0, unit, light)
+        is_unknown = unknown[None, 1:] - unknown[:-1, None] > 0
+        light = np.where(is_unknown, unit, light)
         trainable = next((k for k, cost in enumerate(costs) if cost.grad_bytes), num)
-        # Shards that end at or before it run forward only, but for the last one, which ends in the loss.
-        unit[:, : min(trainable, num - 1)] = light[:, : min(trainable, num - 1)]
+        # Shards that end at or before it run forward only; the last one takes the target in as well.
+        forward_only = np.where(is_unknown, unit, light + min(num_micro_batches, 2) * targets[None, :])
+        unit[:, :trainable] = forward_only[:, :trainable]
         tables = {"slab": slab, "forward": _table(num), "full": _table(num)}
         tables["forward"][:-1, 1:][upper] = (slab[:-1, 1:] + light)[upper]
         tables["full"][:-1, 1:][upper] = (slab[:-1, 1:] + unit)[upper]

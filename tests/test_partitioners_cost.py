@@ -68,7 +68,13 @@ def test_shards_below_which_nothing_trains_run_forward_only():
     assert unit_bytes(costs, 0, 2) == forward_unit_bytes(costs, 0, 2)
     trainable = [replace(costs[0], grad_bytes=1), *costs[1:]]
     assert unit_bytes(trainable, 1, 2) > forward_unit_bytes(trainable, 1, 2)
-    assert unit_bytes(costs, 2, 3) > forward_unit_bytes(costs, 2, 3)  # ends in the loss
+    # Where nothing trains at all, the last one too, with the target beside.
+    for number in (1, 2, 5):
+        target_bytes = min(number, 2) * costs[2].target_bytes
+        assert unit_bytes(costs, 1, 3, number) == forward_unit_bytes(costs, 1, 3, number) + target_bytes
+    assert target_bytes > 0
+    ends_in_loss = [*costs[:2], replace(costs[2], grad_bytes=1)]
+    assert unit_bytes(ends_in_loss, 2, 3) > unit_bytes(costs, 2, 3)
 
 
 def test_forward_holds_a_layers_input_until_its_output_is_there():

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from partitioners import MemoryMeter, profile
+from partitioners import DependsOnValues, MemoryMeter, profile, profile_evaluation
 
 FLOAT, LONG = 4, 8
 
@@ -398,3 +399,71 @@ def test_the_cpu_may_be_named(device):
 def note_of(error):
     """What was added to an exception: its notes, or its text where Python has none (3.10)."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+# An evaluation.
+
+
+def evaluated(*layers, **options):
+    """Costs of layers and of a last Linear, in an evaluation of 3 samples."""
+    model = nn.Sequential(*layers, nn.Linear(4, 1))
+    return profile_evaluation(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean, **options)
+
+
+def test_an_evaluation_by_hand():
+    batch, wide, narrow = 5, 8, 3
+    model = nn.Sequential(nn.Linear(wide, narrow), nn.Linear(narrow, 1, bias=False))
+    first, last = profile_evaluation(model, torch.randn(batch, wide), torch.zeros(batch, 1), loss_by_mean)
+    out, params = batch * narrow * FLOAT, (wide * narrow + narrow) * FLOAT
+    assert (first.param_bytes, first.grad_bytes, first.accumulated_bytes, first.saved_bytes) == (params, 0, 0, 0)
+    assert (first.input_bytes, first.output_bytes, first.target_bytes) == (batch * wide * FLOAT, out, 0)
+    assert first.forward_peak_bytes == first.peak_bytes == out
+    assert (last.input_bytes, last.output_bytes, last.target_bytes) == (out, FLOAT, batch * FLOAT)
+    assert last.forward_peak_bytes == 3 * batch * FLOAT  # output, difference, square
+    assert first.forward_flops == 2 * batch * wide * narrow
+    assert (first.backward_s, first.backward_flops, first.timed) == (0, 0, False)
+
+
+def test_without_a_loss_the_last_layers_output_leaves():
+    model, inputs = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), torch.randn(3, 4)
+    last = profile_evaluation(model, inputs)[-1]
+    assert (last.output_bytes, last.target_bytes, last.forward_peak_bytes) == (3 * 2 * FLOAT, 0, 3 * 2 * FLOAT)
+
+
+def test_an_evaluation_is_in_eval_and_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    noisy = Function(lambda x: x * random.random() * float(np.random.rand()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), noisy, nn.Linear(4, 1))
+    inputs = torch.randn(1, 4)  # a BatchNorm in training refuses it
+    model(inputs.expand(3, 4)).sum().backward()
+    before = everything(model)
+    _, norm, dropout, noisy, _ = profile_evaluation(model, inputs, torch.zeros(1, 1), loss_by_mean)
+    assert_same(before, everything(model))
+    assert not norm.changes_buffers
+    assert not dropout.draws_random
+    assert dropout.forward_peak_bytes == 0  # no mask, no output of its own
+    assert noisy.draws_globally
+    assert torch.is_grad_enabled()
+
+
+def test_what_depends_on_values_is_run():
+    by_value = Function(lambda x: x * (2 if x.sum().item() > 0 else 3))
+    costs = evaluated(by_value, nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    counted = evaluated(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # on fake tensors
+    assert [replace(cost, index=cost.index - 1) for cost in costs[1:]] == counted
+    assert costs[0].forward_peak_bytes >= costs[0].output_bytes == 3 * 4 * FLOAT
+    with pytest.raises(DependsOnValues):
+        evaluated(by_value, may_run=False)
+
+
+def test_a_mistake_in_an_evaluation_is_the_layers_own():
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
+        evaluated(nn.Linear(5, 4))
+    assert "layer 0 (Linear)" in error.value.__notes__[0]
+
+
+def test_shared_and_frozen_parameters_have_no_gradients_in_an_evaluation():
+    layer = nn.Linear(4, 4)
+    costs = evaluated(layer, nn.Linear(4, 4).requires_grad_(False), layer)
+    assert [cost.shares_with for cost in costs] == [(2,), (), (0,), ()]
+    assert {(cost.grad_bytes, cost.shared_bytes) for cost in costs} == {(0, 0)}

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_every_entry_is_what_the_functions_of_one_shard_say(seed):
                 assert table.slab[first, last] == slab
                 assert table.forward[first, last] == slab + forward_unit_bytes(costs, first, last, num_micro_batches)
                 assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_nothing_trains_the_last_shard_runs_forward_only_too(seed):
+    rng = random.Random(seed)
+    costs = [replace(cost, grad_bytes=0) for cost in random_layers(rng, most=10)]
+    for num_micro_batches in (1, 2, 5):
+        table = ShardTable.of(costs, num_micro_batches)
+        for first, last in itertools.combinations(range(len(costs) + 1), 2):
+            assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
 
 
 def test_what_is_no_shard_fits_no_device():
