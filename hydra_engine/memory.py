@@ -258,6 +258,10 @@ class StepStaging:
         """The boundary that enters a shard, or the value of a skip."""
         return self.inputs[m] if shard == 0 else self._boundaries[shard, m]
 
+    def take(self, shard: int, m: int) -> Boundary:
+        """The boundary that enters a shard, or leaves the last; it is the caller's, and no longer kept here."""
+        return self._boundaries.pop((shard, m))
+
     def gradients_of(self, shard: Enters, m: int) -> Sequence[Tensor | None]:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]

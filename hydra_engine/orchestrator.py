@@ -1,25 +1,31 @@
-"""The orchestrator: what a user holds. Validates, plans, trains, reports."""
+"""The orchestrator: what a user holds. Validates, plans, trains, evaluates, reports."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hydra_engine import memory
 from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
+from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.report import FAILED, Plan, Report
-from hydra_engine.run import TrainingRun
+from hydra_engine.report import FAILED, Evaluation, Plan, Report
+from hydra_engine.run import EngineRun
+from hydra_engine.sharing import check_apart, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
-from partitioners import Budget, parse_bytes
+from partitioners import Budget, Partitioner, parse_bytes
 
 
 class ModelOrchestrator:
-    """Trains several tasks together on the devices of this machine.
+    """Trains several tasks together on the devices of this machine, and evaluates models there.
 
     Args:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
@@ -46,7 +52,7 @@ class ModelOrchestrator:
         self._devices = resolve_devices(devices, max(1, memory.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
         self._planned = [PlannedTask(task, name) for task, name in _named(tasks)]
-        _check_sharing(self._planned)
+        check_sharing(self._planned)
         self._busy = threading.Lock()
         self._trained = False
         self.verbose = 1
@@ -77,40 +83,160 @@ class ModelOrchestrator:
             self._trained = True
             return self._train()
 
+    def evaluate(
+        self,
+        task: ModelTask | str,
+        loader: Iterable[Any],
+        *,
+        metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
+    ) -> Evaluation:
+        """A task's loss and metrics on a loader, through shards, without gradients, in eval().
+
+        Before training or after it, also for a model that could not train on the devices. Figures and weighting are
+        those of a validation, and so are the bits: of the plain loop, after `torch.manual_seed(task.seed)`. It is
+        planned for the loader's first batch, which is computed once more for that; prints nothing.
+
+        Changes nothing: weights, gradients, buffers, training flags and the process-wide generators are afterwards as
+        they were, and training has the bits that it would have had.
+
+        Args:
+            task: a task of this orchestrator or its name, or any other `ModelTask`.
+            loader: batches as the task's own loader gives them; read once.
+            metrics: name -> function (output, target) -> number; default: the task's.
+
+        Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
+        """
+        with self._alone("evaluate"), torch.inference_mode(False):
+            known, name = self._found(task)
+            planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
+            with self._run([planned], verbose=0) as run:
+                run.train().raise_failures()
+            return run.evaluation(name)
+
+    def predict(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        loader: Iterable[Any],
+        *,
+        unpack: Callable[[Any], Any] | None = None,
+        partitioner: Partitioner | str | None = None,
+        precision: str = "float32",
+        seed: int = 0,
+    ) -> Generator[Any, None, None]:
+        """The outputs of a model, batch by batch, through shards, without gradients, in eval(): a generator.
+
+        In float32 the bits of `model.eval()(inputs)` under `torch.no_grad()`, on the CPU; also of a model that could
+        not train on the devices, or has nothing to train. Planned at once, for the loader's first batch, which is
+        computed once more for that; the model is borrowed from the first output asked for to the last one. One device
+        computes at a time. While you hold an output nothing is computed: the next batch is read, and no more. Close the
+        generator, or drop it, to end it early. Prints nothing.
+
+        Args:
+            model: a `Model`, or anything `Model` takes. Left as it is, training flags and buffers included; what its
+                layers write to buffers is seen by later batches and then dropped.
+            loader: batches of inputs, each what the first layer takes as its one argument; read once.
+            unpack: batch -> inputs, for a loader that gives more than these.
+            partitioner: as a task's.
+            precision: as a task's; in a narrow one, outputs are given in float32.
+            seed: of the random stream that the loader and layers draw from.
+
+        Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised.
+        """
+        with self._alone("predict"), torch.inference_mode(False):
+            task = EvaluationTask.predicting(
+                model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
+            )
+            planned = self._plan_apart(task, "predict", "predict")
+        return self._predictions(planned)
+
+    def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
+        if planned.reader.is_empty:
+            return
+        with self._alone("predict"), self._run([planned], verbose=0) as run:
+            outputs = run.outputs()
+            try:
+                while True:
+                    with torch.inference_mode(False):  # not while the caller has the word
+                        found = list(islice(outputs, 1))
+                    if not found:
+                        break
+                    yield found.pop()
+            finally:
+                with torch.inference_mode(False):
+                    outputs.close()
+            run.report().raise_failures()
+
+    def _found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
+        """A task, and its name here or else its own."""
+        if isinstance(task, ModelTask):
+            names = [each.name for each in self._planned if each.task is task]
+            return task, names[0] if names else task.name or "evaluate"
+        for each in self._planned:
+            if each.name == task:
+                return each.task, each.name
+        known = ", ".join(repr(each.name) for each in self._planned)
+        raise ValueError(f"evaluate: task {task!r}, known: {known}; give one of these names, or a ModelTask")
+
+    def _plan_apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
+        """Plan a task that is not one of those to train; it must not read what they have yet to read."""
+        if not self._trained:
+            check_apart(what, task.validation, self._planned)
+        planned = PlannedTask(task, name)
+        try:
+            if not (task.predicts and planned.reader.is_empty):  # then there is nothing to do
+                planned.make_plan(self._smallest, self._budget(), torch.get_num_threads())
+        except BaseException:
+            planned.reader.close()
+            raise
+        return planned
+
     def _alone(self, what: str) -> _Alone:
         return _Alone(self._busy, what)
 
-    def _generate(self) -> Plan:
-        check_dram(self._planned)
-        smallest = min(self._devices, key=lambda device: device.memory_bytes)
-        budget = Budget(
-            memory_bytes=smallest.memory_bytes,
+    @property
+    def _smallest(self) -> EmulatedDevice:
+        """The device that a plan is made for."""
+        return min(self._devices, key=lambda device: device.memory_bytes)
+
+    def _budget(self) -> Budget:
+        return Budget(
+            memory_bytes=self._smallest.memory_bytes,
             buffer_bytes=None if self.buffer is None else parse_bytes(self.buffer, "buffer"),
             double_buffer=self._double_buffer,
         )
-        num_threads = torch.get_num_threads()
-        plans = [each.make_plan(smallest, budget, num_threads) for each in self._planned]
-        _check_shared_buffers(self._planned)
+
+    def _generate(self) -> Plan:
+        check_dram(self._planned)
+        budget, num_threads = self._budget(), torch.get_num_threads()
+        plans = [each.make_plan(self._smallest, budget, num_threads) for each in self._planned]
+        check_shared_buffers(self._planned)
         self.plan = Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
         if self.verbose:
             print(self.plan)
         return self.plan
 
-    def _train(self) -> Report:
+    @contextmanager
+    def _run(self, planned: Sequence[PlannedTask], *, verbose: int) -> Iterator[EngineRun]:
+        """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
         num_threads = torch.get_num_threads()
-        run = TrainingRun(
-            self._planned,
-            self._devices,
-            self._policy,
-            double_buffer=self._double_buffer,
-            verbose=self.verbose,
-            num_threads=num_threads,
-        )
         try:
-            self.report = run.train()
+            yield EngineRun(
+                planned,
+                self._devices,
+                self._policy,
+                double_buffer=self._double_buffer,
+                verbose=verbose,
+                num_threads=num_threads,
+            )
         finally:
-            self.report = run.report()
             torch.set_num_threads(num_threads)
+
+    def _train(self) -> Report:
+        with self._run(self._planned, verbose=self.verbose) as run:
+            try:
+                self.report = run.train()
+            finally:
+                self.report = run.report()
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()
@@ -154,43 +280,3 @@ def _named(tasks: Sequence[ModelTask]) -> list[tuple[ModelTask, str]]:
         if names.count(name) > 1:
             raise ValueError(f"tasks: {names.count(name)} tasks are named {name!r}; give each a name of its own")
     return named
-
-
-def _check_sharing(planned: Sequence[PlannedTask]) -> None:
-    trained: dict[int, str] = {}
-    loaders: dict[int, str] = {}
-    generators: dict[int, str] = {}
-    for each in planned:
-        for slot in each.layout.trainable_slots():
-            other = trained.setdefault(slot.parameter.data_ptr() or id(slot.parameter), each.name)
-            if other != each.name:
-                raise ValueError(
-                    f"tasks {other} and {each.name} share the trainable parameter {slot.name}; freeze it in both, or "
-                    f"give each task its own copy"
-                )
-        loader = each.task.dataloader
-        found = [getattr(holder, "generator", None) for holder in (loader, getattr(loader, "sampler", None))]
-        owners = [generators.setdefault(id(generator), each.name) for generator in found if generator is not None]
-        if getattr(loader, "persistent_workers", False):
-            owners.append(loaders.setdefault(id(loader), each.name))
-        for other in owners:
-            if other != each.name:
-                raise ValueError(
-                    f"tasks {other} and {each.name} read through one generator, or one loader with persistent workers, "
-                    f"so each would change what the other reads; give each task a loader of its own"
-                )
-
-
-def _check_shared_buffers(planned: Sequence[PlannedTask]) -> None:
-    holders: dict[int, list[PlannedTask]] = {}
-    for each in planned:
-        for buffer in each.layout.buffers:
-            holders.setdefault(id(buffer), []).append(each)
-    for each in planned:
-        for index in each.state.changed_buffers:
-            other = next((o for o in holders[id(each.layout.buffers[index])] if o is not each), None)
-            if other is not None:
-                raise ValueError(
-                    f"tasks {each.name} and {other.name} share a module whose buffers change in training (BatchNorm, "
-                    f"say), so their results would depend on one another; give each task its own, or put it in eval()"
-                )

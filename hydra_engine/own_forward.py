@@ -50,8 +50,8 @@ class _Stub(nn.Module):
         return self._trail.step(self._position, args[0])
 
 
-def check_own_forward(model: Model, layout: ModelLayout, inputs: Any) -> None:
-    """Run the source module's forward with a stub for each child, on a sample.
+def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True) -> None:
+    """Run the source module's forward with a stub for each child, on a sample; in eval() unless for `training`.
 
     Raises ValueError with the layer's name when a child runs out of order or not at all, or when its input is anything
     but the very object that the child before returned.
@@ -63,8 +63,12 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any) -> None:
     views = {slot.index: slot.parameter.data for slot in layout.slots}
     structure.bind(views, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
     trail = _Trail(list(model._modules), structure.layers, inputs)
-    children = dict(source._modules)
+    children, flag = dict(source._modules), source.training
     try:
+        if not training:
+            source.training = False
+            for layer in structure.layers:
+                layer.eval()
         for position, name in enumerate(children):
             source._modules[name] = _Stub(trail, position)
         with torch.no_grad(), installed(Stream(capture())):
@@ -73,6 +77,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any) -> None:
         raise _refusal(f"uses more of its children than calling them ({error})") from error
     finally:
         source._modules.update(children)
+        source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
     if not _is_same(out, trail.value):

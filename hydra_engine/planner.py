@@ -6,17 +6,19 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hydra_engine import memory
+from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
-from hydra_engine.reader import Reader
+from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
-from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, shard_bytes
+from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, profile_evaluation, shard_bytes
 from partitioners.cost import skips_of
 from partitioners.precision import DTYPES
 
@@ -32,14 +34,16 @@ class PlannedTask:
         self.name = name
         self.reader = Reader(task, name)
         self.layout = layout_of(task)
-        self.state = TaskState(task, name, self.layout)
+        pool = HostPool(self.layout, early_release=task.early_release) if task.trains else BorrowedPool(self.layout)
+        self.state = TaskState(task, name, self.layout, pool)
         self.unit_s: dict[tuple[str, int], float] = {}
 
     def make_plan(self, device: EmulatedDevice, budget: Budget, num_threads: int) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned."""
-        batch = self.reader.sample()
+        batch = self._sample()
         if self.task.model.has_own_forward:
-            check_own_forward(self.task.model, self.layout, self.reader.sample_inputs)
+            inputs = self.reader.sample_inputs
+            check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
         if hasattr(self.task.partitioner, "choose"):  # it weighs times, not only bytes
@@ -55,7 +59,7 @@ class PlannedTask:
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 if wanted != "auto" or number >= batch.num_samples:
-                    raise ShardDoesNotFit(f"{self.name}: {error}") from error
+                    raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         return self._plan(number)
 
@@ -96,16 +100,31 @@ class PlannedTask:
             "step": state.staging_bytes,
         }
 
+    def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
+        """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
+        if self.task.trains or not isinstance(error, LayerTooLarge):
+            return str(error)
+        needed, available = error.needed_bytes, error.available_bytes
+        return (
+            f"layer {error.layer} needs {format_bytes(needed)} ({needed} bytes) alone on a device, available: "
+            f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
+        )
+
     @property
     def training_bytes(self) -> int:
         """DRAM that training takes beside the weights, which are there already."""
         return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
 
+    def _sample(self) -> Batch:
+        """What the plan is made for."""
+        return self.reader.sample(training=self.task.trains)
+
     def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> None:
         state = self.state
         costs = self._costs(number)
-        batch = self.reader.sample()
-        evaluation = self.reader.sample(training=False) if self.task.validation is not None else None
+        batch = self._sample()
+        validates = self.task.trains and self.task.validation is not None
+        evaluation = self.reader.sample(training=False) if validates else None
         self.layout.skips = skips_of(costs)
         budget = budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
@@ -129,22 +148,29 @@ class PlannedTask:
                 if finer is None:
                     first, last = state.shards[error.shard].first, state.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
+                    fewer = "raise accumulation_steps" if self.task.trains else "give smaller batches"
                     raise ShardDoesNotFit(
                         f"shard {error.shard} (layers {first} to {last - 1}) needs "
                         f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
                         f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes); cut it smaller (Pilot "
-                        f"does), raise accumulation_steps, or use a device with more memory"
+                        f"does), {fewer}, or use a device with more memory"
                     ) from error
                 boundaries = finer
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""
+        task = self.task
         self.state.accumulation_steps = self.reader.accumulation_steps = number
-        inputs, target, _ = self.reader.sample().micro_batches[0]
+        inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())):
-            return profile(self.task.model, inputs, target, self.task.loss_fn, precision=self.task.precision)
+            if task.trains:
+                return profile(task.model, inputs, target, task.loss_fn, precision=task.precision)
+            loss_fn = None if task.predicts else task.loss_fn
+            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
     def _with_rates(self, budget: Budget, device: EmulatedDevice) -> Budget:
+        if not self.task.trains:
+            return replace(budget, link_bytes_per_s=device.link_bytes_per_s(), unit_s=UNIT_S)
         return replace(
             budget,
             link_bytes_per_s=device.link_bytes_per_s(),

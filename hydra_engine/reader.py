@@ -86,6 +86,18 @@ class Reader:
 
     def sample(self, *, training: bool = True) -> Batch:
         """The first batch, as it is trained on or as it would be evaluated; it stays the next one to be read."""
+        first = self._peek()
+        if first is None or (self._task.trains and not first.training):
+            what = "training" if self._task.trains else "evaluation"
+            raise ValueError(f"{self._name}: the loader is empty; {what} needs at least one batch")
+        return self._batch((self._largest or first)._replace(training=training))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to read at all."""
+        return self._peek() is None
+
+    def _peek(self) -> _Item | None:
         if self._broken is not None:
             raise self._broken
         if self._first is None:
@@ -96,9 +108,7 @@ class Reader:
             except BaseException as error:
                 self._broken = error  # the iterator is gone with it
                 raise
-        if self._first is None or not self._first.training:
-            raise ValueError(f"{self._name}: the loader is empty; training needs at least one batch")
-        return self._batch((self._largest or self._first)._replace(training=training))
+        return self._first
 
     def _scan(self) -> _Item | None:
         """The batch with most bytes of an epoch that is read apart, before the first epoch begins.

@@ -13,7 +13,7 @@ from hydra_engine.reader import Batch, Reader
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
-from partitioners import LayerCost, format_bytes, forward_unit_bytes, halved, profile_shapes, shard_bytes, slab_bytes
+from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 
 
 def refit(
@@ -81,26 +81,28 @@ def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
     inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
     # Other tasks' loaders and layers draw meanwhile. Draws from torch go elsewhere; others need the lock.
     apart = installed(Stream(capture())) if state.locked else TaskGenerator(torch.Generator())
+    task = state.task
     with apart:
         try:
-            return profile_shapes(state.task.model, inputs, target, state.task.loss_fn, state.task.precision)
+            if batch.training:
+                return profile_shapes(task.model, inputs, target, task.loss_fn, task.precision)
+            loss_fn = None if task.predicts else task.loss_fn
+            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision, may_run=False)
         except Exception:  # the layer's own mistake shows when the step runs
             return None
 
 
 def _needed_bytes(costs: Sequence[LayerCost], first: int, last: int, batch: Batch) -> int:
     """Bytes of a device for layers `[first, last)` and this batch."""
-    if batch.training:
-        return shard_bytes(costs, first, last, len(batch.micro_batches))
-    number = len(batch.micro_batches)
-    target_bytes = costs[last - 1].target_bytes * min(number, 2)
-    return slab_bytes(costs, first, last) + forward_unit_bytes(costs, first, last, number) + target_bytes
+    return shard_bytes(costs, first, last, len(batch.micro_batches))
 
 
 def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> str | None:
     """Why a batch cannot be in more micro-batches, or None when it can."""
     if len(batch.micro_batches) >= batch.num_samples:
         return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already"
+    if state.task.predicts:
+        return "the outputs of its parts would not be the bits of the whole batch's"
     if not batch.training:
         return None
     if not may_split:

@@ -135,7 +135,7 @@ class _Stage:
         found = []
         for m in range(staging.num_micro_batches):
             tensors = [staging.random[following, m].torch]
-            if self._state.is_last(shard):
+            if m in staging.losses and self._state.is_last(shard):
                 tensors.append(torch.tensor(staging.losses[m], dtype=torch.float64))
             else:
                 tensors.extend(staging.entering(following, m).tensors)

@@ -7,22 +7,21 @@ all speak to the caller through one queue of events, so everything the scheduler
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
-from hydra_engine.batches import batch_size
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
     BatchReady,
     Begin,
     Commit,
+    DataEnded,
     DataFailed,
     DeviceAdded,
     DidNotFit,
@@ -43,43 +42,22 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.interrupt import interrupts
-from hydra_engine.means import EvaluationMeans, joined
 from hydra_engine.notifier import Notifier
-from hydra_engine.optimizer import StepRecord, TaskOptimizer
+from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
-from hydra_engine.progress import Progress, TaskProgress
-from hydra_engine.reader import Batch
+from hydra_engine.progress import Progress
 from hydra_engine.refit import refit, shared_out
-from hydra_engine.report import FAILED, FINISHED, STOPPED, DeviceReport, Report, Revision, TaskReport
+from hydra_engine.report import FINISHED, STOPPED, DeviceReport, Evaluation, Report, Revision, TaskReport
+from hydra_engine.running import RunningTask
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
-from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
 
-@dataclass(eq=False, kw_only=True)
-class _Training:
-    """A task in this run, beside what was planned for it."""
-
-    planned: PlannedTask
-    report: TaskReport
-    notifier: Notifier
-    num_steps: int | None = None
-    optimizer: TaskOptimizer | None = None
-    next_batch: Batch | None = None  # read, not begun
-    batch: Batch | None = None
-    layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
-    is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
-    owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
-    out_of_memory: Exception | None = None  # why the step in progress has to be fitted
-    record: StepRecord | None = None
-    means: EvaluationMeans | None = None  # of the evaluation in progress
-
-
-class TrainingRun:
-    """Trains planned tasks on devices until all are finished, failed or stopped."""
+class EngineRun:
+    """Trains, evaluates or predicts planned tasks on devices until all are finished, failed or stopped."""
 
     def __init__(
         self,
@@ -98,7 +76,7 @@ class TrainingRun:
         self._num_threads = num_threads
         self._specs = devices
         self._planned = planned
-        self._tasks: dict[str, _Training] = {}
+        self._tasks: dict[str, RunningTask] = {}
         self._workers: list[Worker] = []
         # Leaves cores to the devices' compute lanes.
         self._pool = ThreadPoolExecutor(
@@ -126,10 +104,25 @@ class TrainingRun:
 
     def train(self) -> Report:
         """Run to the end. Also after an interrupt every thread is joined and every model holds its last commit."""
+        for _ in self.outputs():
+            pass
+        return self.report()
+
+    def outputs(self) -> Generator[Any, None, None]:
+        """The same, giving what tasks that predict give, batch by batch.
+
+        While the caller holds an output nothing is computed and nothing read, so that its draws from the process-wide
+        generators and ours cannot meet. Closed early, it ends as after an interrupt.
+        """
         try:
             self._open()
-            with interrupts(self._events.put):
-                self._loop()
+            while not self._scheduler.finished:
+                with interrupts(self._events.put):
+                    predicted = self._work()
+                if predicted is not None and self._interrupted:
+                    predicted.outputs.clear()
+                elif predicted is not None:
+                    yield predicted.outputs.pop()  # nobody here keeps it
         except BaseException:
             self._drain()
             raise
@@ -137,7 +130,12 @@ class TrainingRun:
             self._close()
         if self._interrupted:
             raise KeyboardInterrupt
-        return self.report()
+
+    def evaluation(self, task: str) -> Evaluation:
+        """The figures of a task that was evaluated and finished."""
+        found = self._tasks[task].evaluation
+        assert found is not None
+        return found
 
     def report(self) -> Report:
         """What became of it."""
@@ -164,25 +162,26 @@ class TrainingRun:
         for planned in self._planned:
             report = TaskReport(name=planned.name, seed=planned.task.seed)
             notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
-            training = _Training(planned=planned, report=report, notifier=notifier)
+            training = RunningTask(planned=planned, report=report, notifier=notifier)
             self._tasks[planned.name] = training
             try:
                 self._set_up(training)
             except Exception as error:  # user code: factories, the loader's length
-                self._note_failure(Failed(planned.name, error, "its set-up"))
+                training.note_failure(Failed(planned.name, error, "its set-up"))
             else:
                 self._add(training)
 
-    def _set_up(self, training: _Training) -> None:
+    def _set_up(self, training: RunningTask) -> None:
         planned, task = training.planned, training.planned.task
         num_batches = _length(task.dataloader)
         training.num_steps = None if num_batches is None else num_batches * task.epochs
         planned.state.open()
-        training.optimizer = TaskOptimizer(task, planned.layout)
-        planned.state.stepper = training.optimizer if planned.state.steps_on_device else None
+        if task.trains:
+            training.optimizer = TaskOptimizer(task, planned.layout)
+            planned.state.stepper = training.optimizer if planned.state.steps_on_device else None
 
-    def _add(self, training: _Training) -> None:
-        planned, state = training.planned, training.planned.state
+    def _add(self, training: RunningTask) -> None:
+        planned, state = training.planned, training.state
         for worker in self._workers:
             worker.admit(state)
         planned.reader.start(self._events.put, self._num_threads)
@@ -192,7 +191,7 @@ class TrainingRun:
                 training=state.chains[True],
                 evaluation=state.chains[False],
                 needs=tuple(shard.needs for shard in state.shards),
-                updates=_updates(state),
+                updates=training.updates,
                 unit_s=planned.unit_s,
                 num_steps=training.num_steps,
                 reads_ahead=not state.draws,
@@ -200,10 +199,20 @@ class TrainingRun:
             )
         )
 
-    def _loop(self) -> None:
+    def _work(self) -> RunningTask | None:
+        """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
         while not self._scheduler.finished:
-            self._handle(self._events.get())
-            self._progress.show(map(_progress, self._tasks.values()), self._trace.now_s())
+            event = self._events.get()
+            task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
+            if task is not None and task.outputs:
+                # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
+                while task.is_reading and not self._interrupted:
+                    self._handle(self._events.get())
+                self._events.put(event)
+                return task
+            self._handle(event)
+            self._progress.show((task.progress for task in self._tasks.values()), self._trace.now_s())
+        return None
 
     def _drain(self) -> None:
         """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
@@ -213,8 +222,10 @@ class TrainingRun:
 
     def _handle(self, event: Event) -> None:
         event = self._made_fit(event)
+        if isinstance(event, (BatchReady, DataEnded, DataFailed)):
+            self._tasks[event.task].is_reading = False
         if isinstance(event, (Failed, DataFailed)):
-            self._note_failure(event)
+            self._tasks[event.task].note_failure(event)
         self._interrupted |= isinstance(event, StopRequested)
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
@@ -229,26 +240,17 @@ class TrainingRun:
         if isinstance(event, BatchReady):
             training = self._tasks[event.task]
             batch = training.next_batch = training.planned.reader.take()
-            state = training.planned.state
+            state = training.state
             split_otherwise = batch.training and batch.accumulation_steps != state.accumulation_steps
             is_known = state.fits_like_another(batch.training, batch.signature)
             return event._replace(new_shapes=split_otherwise or not is_known)
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
             training = self._tasks[event.task]
-            may_retry = event.unit.kind != BACKWARD or not training.planned.state.pool.early_release
+            may_retry = event.unit.kind != BACKWARD or not training.state.pool.early_release
             if training.report.exception is None and not self._interrupted and may_retry:
                 training.out_of_memory = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
         return event
-
-    def _note_failure(self, event: Failed | DataFailed) -> None:
-        report = self._tasks[event.task].report
-        if report.exception is None:
-            unit = str(event.unit or "") if isinstance(event, Failed) else ""
-            where = " in " + ", ".join(filter(None, (unit, event.where)))
-            text = "".join(traceback.format_exception(event.error))
-            report.status, report.exception = FAILED, event.error
-            report.error = f"{event.task} failed{where}\n{text}"
 
     def _close(self) -> None:
         self._planner.shutdown()
@@ -257,16 +259,16 @@ class TrainingRun:
         while not self._events.empty():  # a task's very end may fail after the scheduler is through
             event = self._events.get()
             if isinstance(event, (Failed, DataFailed)):
-                self._note_failure(event)
+                self._tasks[event.task].note_failure(event)
         for worker in self._workers:
             worker.close()
         for training in self._tasks.values():
             if not training.planned.reader.close():
                 text = f"{training.report.name}: its loader did not return; its thread was left behind\n"
                 training.report.error = text + (training.report.error or "")
-            training.planned.state.close()
+            training.state.close()
         self._makespan_s = self._trace.now_s()
-        self._progress.close(map(_progress, self._tasks.values()), self._makespan_s)
+        self._progress.close((task.progress for task in self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
 
@@ -287,67 +289,38 @@ class TrainingRun:
 
     def _read(self, instruction: Read) -> None:
         training = self._tasks[instruction.task]
-        state, batch = training.planned.state, training.batch
+        state = training.state
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
-        if batch is not None and state.draws and _draws_from_main(state, batch):
+        if training.batch is not None and state.draws and training.draws_from_main:
             if training.is_new_shape and not training.owes_read:
                 training.owes_read = True  # in more micro-batches, its layers would leave the stream alone
                 return
             main = state.end_of_forward()
             training.layers_moved_reader = True
+        training.is_reading = True
         training.planned.reader.request(main)
 
     def _begin(self, instruction: Begin) -> None:
         training = self._tasks[instruction.task]
         training.is_new_shape = False
-        self._take(training)
-        self._stage(training)
+        training.take()
+        training.stage()
 
     def _start_commit(self, instruction: Commit) -> None:
         commit = partial(self._submit, instruction.task, "its commit", partial(self._commit, instruction))
         self._tasks[instruction.task].notifier.when_told(commit)
 
-    def _take(self, training: _Training) -> None:
-        """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
-        batch, following = training.batch, training.next_batch
-        assert following is not None
-        if batch is not None and not batch.training and following.evaluation != batch.evaluation:
-            self._end_evaluation(training)
-        if batch is not None and following.epoch > batch.epoch:
-            training.notifier.epoch(batch.epoch)
-        training.batch, training.next_batch = following, None
-        training.layers_moved_reader = False
-
-    def _end_evaluation(self, training: _Training) -> None:
-        """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
-        if training.means is None:
-            return
-        report, found = training.report, training.means.result()
-        training.means = None
-        report.validation_losses.append(found.loss)
-        report.validation_steps.append(report.steps)
-        for name, value in found.metrics.items():
-            report.validation_metrics.setdefault(name, []).append(value)
-        training.notifier.validation()
-
-    def _stage(self, training: _Training) -> None:
-        batch = training.batch
-        assert batch is not None
-        if training.optimizer is not None:
-            training.optimizer.epoch = batch.epoch
-        training.planned.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
-
     def _start_fit(self, instruction: Fit) -> None:
         training = self._tasks[instruction.task]
         if instruction.unit is None:
             training.is_new_shape = True
-            self._take(training)
+            training.take()
         self._submit(instruction.task, "its fit", partial(self._fit, instruction), self._planner)
 
     def _fit(self, instruction: Fit) -> Event:
         training = self._tasks[instruction.task]
-        state, batch = training.planned.state, training.batch
+        state, batch = training.state, training.batch
         assert batch is not None
         before = (state.boundaries, state.accumulation_steps)
         old, old_s = state.shards, dict(training.planned.unit_s)
@@ -372,13 +345,13 @@ class TrainingRun:
                 )
             )
         training.out_of_memory = None
-        self._stage(training)
+        training.stage()
         return Fitted(
             task=instruction.task,
             training=state.chains[True],
             evaluation=state.chains[False],
             needs=tuple(shard.needs for shard in state.shards),
-            updates=_updates(state),
+            updates=training.updates,
             unit_s=training.planned.unit_s,
         )
 
@@ -386,17 +359,16 @@ class TrainingRun:
         training = self._tasks[instruction.task]
         if training.notifier.is_stopped:
             return TaskStopped(instruction.task, uncommitted=True)
-        state, batch, report = training.planned.state, training.batch, training.report
+        state, batch, report = training.state, training.batch, training.report
         assert batch is not None
         staging = state.staging
         state.check_draws()
-        main_moved = _draws_from_main(state, batch) and not state.end_of_forward().same_as(batch.main)
+        main_moved = training.draws_from_main and not state.end_of_forward().same_as(batch.main)
         if not state.draws and main_moved:
             raise RuntimeError(
                 f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
                 f"batch was read too early for exact results; let it draw at every step, or none"
             )
-        losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
         if instruction.training:
             assert training.optimizer is not None
             record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
@@ -405,26 +377,20 @@ class TrainingRun:
                 report.loss_scales.append(record.loss_scale)
             if record.is_skipped:
                 report.skipped_steps.append(report.steps)
+            losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
+        elif training.planned.task.predicts:
+            training.commit_prediction()
         else:
-            self._commit_evaluation(training, batch, losses)
+            training.commit_evaluation()
         for index, value in staging.buffers.items():
             state.pool.buffers[index] = value
         return StepCommitted(instruction.task, instruction.training)
 
-    def _commit_evaluation(self, training: _Training, batch: Batch, losses: list[float]) -> None:
-        if training.means is None:
-            training.means = EvaluationMeans(sums_losses=training.planned.task.loss_reduction == "sum")
-        staging = training.planned.state.staging
-        # In one piece, unless it did not fit so.
-        loss = sum(each * weight for each, weight in zip(losses, staging.weights, strict=True))
-        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
-        training.means.add(loss, batch.weight, metrics, batch.num_samples)
-
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]
-        state = training.planned.state
+        state = training.state
         shard, optimizer = state.shards[instruction.shard], training.optimizer
         assert optimizer is not None
         try:
@@ -443,37 +409,20 @@ class TrainingRun:
         training = self._tasks[instruction.task]
         training.notifier.wait()
         if training.report.status == STOPPED and not self._interrupted and not training.notifier.is_stopped:
-            assert training.optimizer is not None
-            training.optimizer.reach_epoch(training.planned.task.epochs)
+            if training.optimizer is not None:
+                training.optimizer.reach_epoch(training.planned.task.epochs)
             training.report.status = FINISHED
-            self._end_evaluation(training)
+            training.end_evaluation()
             if training.batch is not None:
                 training.notifier.epoch(training.batch.epoch)
         for worker in self._workers:
             worker.settle(instruction.task)  # a claim that was revoked may still be loading
             worker.dismiss(instruction.task)
-        training.planned.state.close()
+        training.state.close()
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()
-        training.record = training.optimizer = training.planned.state.stepper = None
+        training.record = training.optimizer = training.state.stepper = None
         training.notifier.end()
-
-
-def _updates(state: TaskState) -> tuple[int, ...]:
-    """The shards that have an update of their own; none where the whole task is stepped at its commit."""
-    if state.task.optimizer_scope == "task":
-        return ()
-    return tuple(shard.index for shard in state.shards if shard.owned)
-
-
-def _progress(training: _Training) -> TaskProgress:
-    report = training.report
-    return TaskProgress(report.name, report.steps, training.num_steps, report.losses[-1] if report.losses else None)
-
-
-def _draws_from_main(state: TaskState, batch: Batch) -> bool:
-    """Whether layers draw from the task's main stream: micro-batches have streams of their own."""
-    return state.accumulation_steps == 1 or not batch.training
 
 
 def _length(loader: object) -> int | None:

@@ -113,11 +113,19 @@ class ModelLayout:
     """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
 
     In a narrow precision, floating-point parameters cross the link in it, but for those of norms and of the loss.
+    Where nothing `trains`, all parameters lie with the frozen ones: there are no gradients.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], names: Sequence[str], loss: nn.Module | None, precision: str = "float32"
+        self,
+        layers: Sequence[nn.Module],
+        names: Sequence[str],
+        loss: nn.Module | None,
+        precision: str = "float32",
+        *,
+        trains: bool = True,
     ) -> None:
+        self._trains = trains
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -142,7 +150,7 @@ class ModelLayout:
 
     def _place(self, layer: int, path: str, name: str, parameter: nn.Parameter, numbers: dict[int, int]) -> Binding:
         if id(parameter) not in numbers:
-            kind = parameter.requires_grad
+            kind = self._trains and parameter.requires_grad
             size = extent(parameter.shape, parameter.stride())
             num_bytes = size * parameter.element_size()
             link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
@@ -272,7 +280,7 @@ class Structure:
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
             empty = torch.empty(0, dtype=slot.link_dtype, device=device)
-            self.parameters.append(nn.Parameter(empty, requires_grad=slot.trainable))
+            self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
             memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [torch.empty(0, dtype=buffer.dtype, device=device) for buffer in layout.buffers]
         memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})

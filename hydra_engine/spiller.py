@@ -105,7 +105,7 @@ class Spiller:
         staging, j = state.staging, shard.index
         micro = MicroInput(value=self._bring_all(staging.entering(j, m)), random=staging.random[j, m])
         micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}
-        if state.is_last(shard):
+        if state.is_last(shard) and not state.task.predicts:
             micro.target = self._bring_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale

@@ -143,6 +143,9 @@ class ModelTask:
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
+    trains = True
+    predicts = False  # its evaluation gives the model's outputs, and has no loss
+
     def __init__(
         self,
         model: nn.Module | Iterable[nn.Module],
@@ -252,6 +255,7 @@ class ModelTask:
             )
         self.scan_batches = scan_batches
         self._check_parameters()
+        self._check_trainable()
 
     def _check_parameters(self) -> None:
         seen: dict[int, str] = {}
@@ -276,6 +280,8 @@ class ModelTask:
                     f"by assigning the same object to both"
                 )
             seen[address] = name
+
+    def _check_trainable(self) -> None:
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError("the model has no trainable parameter; set requires_grad on at least one")
         if isinstance(self.loss_fn, nn.Module):

@@ -36,17 +36,17 @@ def layout_of(task: ModelTask) -> ModelLayout:
     """Where the task's parameters and buffers lie."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
-    return ModelLayout(layers, names, loss, task.precision)
+    return ModelLayout(layers, names, loss, task.precision, trains=task.trains)
 
 
 class TaskState:
     """Joins what devices, optimizer and reader need of a task. Its staging is written by one unit at a time."""
 
-    def __init__(self, task: ModelTask, name: str, layout: ModelLayout) -> None:
+    def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool) -> None:
         self.task = task
         self.name = name
         self.layout = layout
-        self.pool = HostPool(layout, early_release=task.early_release)
+        self.pool = pool
         self.staging = StepStaging()
         self.boundaries: list[int] = []
         self.shards: list[Shard] = []
@@ -117,9 +117,10 @@ class TaskState:
 
     @property
     def lowest_backward(self) -> int:
-        """The lowest shard that holds a trainable parameter."""
+        """The lowest shard that holds a trainable parameter; where none does, the number of shards."""
         slots = self.layout.slots
-        return min(shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
+        holders = (shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
+        return min(holders, default=len(self.shards))
 
     @property
     def chains(self) -> dict[bool, tuple[tuple[str, int], ...]]:

@@ -1,0 +1,124 @@
+"""One task in one run: what is under way of it, beside what was planned, and what has come of it."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hydra_engine.batches import batch_size
+from hydra_engine.events import DataFailed, Failed
+from hydra_engine.means import EvaluationMeans, joined
+from hydra_engine.notifier import Notifier
+from hydra_engine.optimizer import StepRecord, TaskOptimizer
+from hydra_engine.planner import PlannedTask
+from hydra_engine.progress import TaskProgress
+from hydra_engine.reader import Batch
+from hydra_engine.report import FAILED, Evaluation, TaskReport
+from hydra_engine.task_state import TaskState
+from partitioners.precision import cast
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningTask:
+    """Touched by the thread that decides, or by the one job of the task's that commits, fits or ends it."""
+
+    planned: PlannedTask
+    report: TaskReport
+    notifier: Notifier
+    num_steps: int | None = None
+    optimizer: TaskOptimizer | None = None
+    is_reading: bool = False
+    next_batch: Batch | None = None  # read, not begun
+    batch: Batch | None = None
+    layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
+    is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
+    owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
+    out_of_memory: Exception | None = None  # why the step in progress has to be fitted
+    record: StepRecord | None = None
+    means: EvaluationMeans | None = None  # of the evaluation in progress
+    evaluation: Evaluation | None = None  # the last that is through
+    outputs: list[Any] = field(default_factory=list)  # of the batch that was predicted last; the caller takes it
+
+    @property
+    def state(self) -> TaskState:
+        """Its units' state."""
+        return self.planned.state
+
+    @property
+    def draws_from_main(self) -> bool:
+        """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
+        assert self.batch is not None
+        return self.state.accumulation_steps == 1 or not self.batch.training
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """The shards that have an update of their own; none where the whole task is stepped at its commit."""
+        if self.state.task.optimizer_scope == "task":
+            return ()
+        return tuple(shard.index for shard in self.state.shards if shard.owned)
+
+    @property
+    def progress(self) -> TaskProgress:
+        """Where it stands."""
+        losses = self.report.losses
+        return TaskProgress(self.report.name, self.report.steps, self.num_steps, losses[-1] if losses else None)
+
+    def take(self) -> None:
+        """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
+        batch, following = self.batch, self.next_batch
+        assert following is not None
+        if batch is not None and not batch.training and following.evaluation != batch.evaluation:
+            self.end_evaluation()
+        if batch is not None and following.epoch > batch.epoch:
+            self.notifier.epoch(batch.epoch)
+        self.batch, self.next_batch = following, None
+        self.layers_moved_reader = False
+
+    def stage(self) -> None:
+        """Set the batch in progress before its first unit."""
+        batch = self.batch
+        assert batch is not None
+        if self.optimizer is not None:
+            self.optimizer.epoch = batch.epoch
+        self.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+
+    def commit_evaluation(self) -> None:
+        """Take the evaluated batch in progress into its evaluation's means."""
+        batch, staging = self.batch, self.state.staging
+        assert batch is not None
+        if self.means is None:
+            self.means = EvaluationMeans(sums_losses=self.planned.task.loss_reduction == "sum")
+        # In one piece, unless it did not fit so.
+        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
+        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
+        self.means.add(loss, batch.weight, metrics, batch.num_samples)
+
+    def end_evaluation(self) -> None:
+        """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
+        if self.means is None:
+            return
+        self.evaluation = found = self.means.result()
+        self.means = None
+        self.report.validation_losses.append(found.loss)
+        self.report.validation_steps.append(self.report.steps)
+        for name, value in found.metrics.items():
+            self.report.validation_metrics.setdefault(name, []).append(value)
+        self.notifier.validation()
+
+    def commit_prediction(self) -> None:
+        """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
+        output = self.state.staging.take(len(self.state.shards), 0)
+        narrow = self.state.layout.narrow
+        self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
+
+    def note_failure(self, event: Failed | DataFailed) -> None:
+        """Report what was raised, unless something was before."""
+        if self.report.exception is None:
+            unit = str(event.unit or "") if isinstance(event, Failed) else ""
+            where = " in " + ", ".join(filter(None, (unit, event.where)))
+            text = "".join(traceback.format_exception(event.error))
+            self.report.status, self.report.exception = FAILED, event.error
+            self.report.error = f"{event.task} failed{where}\n{text}"
