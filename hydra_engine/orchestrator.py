@@ -97,7 +97,9 @@ class ModelOrchestrator:
         planned for the loader's first batch, which is computed once more for that; prints nothing.
 
         Changes nothing: weights, gradients, buffers, training flags and the process-wide generators are afterwards as
-        they were, and training has the bits that it would have had.
+        they were, and training has the bits that it would have had. Only the weights' memory is another: they move into
+        the engine's, and back into ordinary storage. A batch too large for one layer alone is evaluated in parts, whose
+        figures may differ in their last bits.
 
         Args:
             task: a task of this orchestrator or its name, or any other `ModelTask`.
@@ -132,15 +134,16 @@ class ModelOrchestrator:
         generator, or drop it, to end it early. Prints nothing.
 
         Args:
-            model: a `Model`, or anything `Model` takes. Left as it is, training flags and buffers included; what its
-                layers write to buffers is seen by later batches and then dropped.
+            model: a `Model`, or anything `Model` takes. Left as `evaluate` leaves it; what its layers write to buffers
+                is seen by later batches and then dropped.
             loader: batches of inputs, each what the first layer takes as its one argument; read once.
             unpack: batch -> inputs, for a loader that gives more than these.
             partitioner: as a task's.
             precision: as a task's; in a narrow one, outputs are given in float32.
             seed: of the random stream that the loader and layers draw from.
 
-        Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised.
+        Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
+        and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
         with self._alone("predict"), torch.inference_mode(False):
             task = EvaluationTask.predicting(
