@@ -298,3 +298,20 @@ def test_factory_that_returns_no_optimizer_is_refused(result):
     layout = ModelLayout(list(task.model), list(task.model._modules), None)
     with pytest.raises(TypeError, match=type(result).__name__):
         TaskOptimizer(task, layout)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_state_dict_loads_into_a_plain_optimizer_which_goes_on_with_the_same_bits(optimizer):
+    factory, lr = OPTIMIZERS[optimizer]
+    plain = Plain(factory, lr, None, None)
+    engine = ByShard(factory, lr, None, None, [2, 5], seed=1)
+    for step in range(2):
+        engine.step(gradients_of(step, plain.params))
+    plain.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.optimizer.state_dict()))
+    for own, trained in zip(plain.layers, engine.layers, strict=True):
+        own.load_state_dict(trained.state_dict())
+    for step in range(2, 4):
+        gradients = gradients_of(step, plain.params)
+        engine.step(gradients)
+        plain.step([gradient if gradient is None else gradient.clone() for gradient in gradients])
+    assert_same_bits(engine.layers, plain.layers)
