@@ -321,6 +321,15 @@ def test_a_gradient_of_another_layout_is_stepped_whole(pieces):
     assert not pieces
 
 
+def test_a_parameter_and_a_gradient_with_the_same_gaps_are_stepped_whole(pieces):
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 1000).view(100, 10)[:, :9]) for _ in range(2))
+    gradient = torch.linspace(-1, 2, 1000).view(100, 10)[:, :9]
+    for own, way in ((ours, step_narrow), (theirs, plain_step)):
+        way(torch.optim.SGD([own], lr=0.1), [NarrowUpdate(own, gradient, None)], None)
+    assert torch.equal(ours, theirs)
+    assert not pieces
+
+
 def test_a_sparse_gradient_is_stepped_whole(pieces):
     parameter = nn.Parameter(torch.linspace(-1, 1, 900).view(90, 10))
     plain = copy.deepcopy(parameter)
@@ -362,6 +371,15 @@ def test_each_element_is_finished_once_in_float32(pieces):
     assert {dtype for _, dtype in seen} == {torch.float32}
     assert sum(count for count, _ in seen) == 2 * sum(p.numel() for p in values)
     assert all(torch.equal(update.gradient, torch.ones_like(update.gradient)) for update in updates)
+
+
+def test_no_piece_is_shorter_than_a_block(pieces):
+    """One that is might be given to fewer threads, and torch would cut it elsewhere."""
+    seen = []
+    parameter = nn.Parameter(torch.zeros(3 * SMALL_CHUNK + 17))
+    update = NarrowUpdate(parameter, torch.ones_like(parameter), None)
+    step_narrow(torch.optim.SGD([parameter], lr=0.1), [update], lambda gradient: seen.append(gradient.numel()))
+    assert seen == [SMALL_CHUNK, SMALL_CHUNK, SMALL_CHUNK + 17]
 
 
 def test_counters_advance_once_a_step(pieces):
