@@ -23,6 +23,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead/main.py
 	$(BIN)/python benchmarks/partitioners/main.py
+	$(BIN)/python benchmarks/host_optimizer/main.py
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
