@@ -105,6 +105,22 @@ def test_single_task_vision_trains_as_plain_pytorch_does(run):
     assert float(ours.removesuffix("%")) > 50
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
+def test_finetune_huggingface_trains_saves_and_loads_as_plain_pytorch_does(run, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    transformers.utils.logging.disable_progress_bar()  # which leaves a thread
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    printed = run("finetune_huggingface.py", "--steps", "2", "--verify", "--save", str(tmp_path))
+    assert "LlamaForCausalLM: 2,755,008 parameters, 2,755,008 of them trained" in printed
+    assert "training state 42.0 MiB, 4.2 times the device" in printed
+    assert "yes: 57 of 57 weight tensors are bit-equal" in printed
+    assert "yes: losses of 2 steps are identical" in printed
+    printed = run("finetune_huggingface.py", str(tmp_path), "--lora", "--steps", "1", "--verify")
+    assert "PeftModel: 2,930,112 parameters, 175,104 of them trained" in printed
+    assert "yes: 141 of 141 weight tensors are bit-equal" in printed
+
+
 def test_plain_and_with_hydra_print_the_same_result(run):
     plain, with_hydra = run("plain.py"), run("with_hydra.py")
     assert plain.startswith("loss ")

@@ -44,6 +44,8 @@ GROUPS = (
 EXCEPTIONS = ()
 # May be imported inside a function, so that the package works without them.
 OPTIONAL = ("matplotlib", "optuna", "pandas", "ray", "sklearn")
+# Only modules of hydra_engine/integrations import these.
+INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The one module that may mention CUDA, streams and pinning.
 DEVICE = "device"
 
@@ -155,4 +157,15 @@ def test_public_names_of_the_issue_exist():
 
 @pytest.mark.parametrize("name", [name for name in own_modules() if name != "__main__"])
 def test_module_can_be_imported(name):
-    importlib.import_module(f"hydra_engine.{name}")
+    try:
+        importlib.import_module(f"hydra_engine.{name}")
+    except ImportError as error:
+        if place(name) != "integrations" or error.name.startswith("hydra_engine"):
+            raise
+        pytest.skip(f"needs {error.name}, of an extra that is not installed")
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINE_MODULES if place(name) != "integrations"])
+def test_only_integrations_import_the_libraries_they_are_for(name):
+    packages = {dotted.partition(".")[0] for dotted, _ in imported_names(ENGINE_MODULES[name])}
+    assert packages.isdisjoint(INTEGRATED)

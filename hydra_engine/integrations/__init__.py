@@ -1,0 +1,1 @@
+"""What joins the engine to other libraries; each module here needs the extra of its own name."""

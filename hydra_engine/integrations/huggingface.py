@@ -1,0 +1,300 @@
+"""Models of Hugging Face `transformers` as layers for the engine, and back without a copy.
+
+    from hydra_engine.integrations.huggingface import causal_lm_loss, inputs_and_labels, load_pretrained, sequential
+
+    model = load_pretrained("path/to/llama").train()             # tensor by tensor: no second copy of the weights
+    task = ModelTask(sequential(model), causal_lm_loss, loader, lr=1e-5, unpack=inputs_and_labels)
+    ModelOrchestrator([task], devices=[...]).train_models()
+    model.save_pretrained("path/to/tuned")                       # the layers hold the model's own parameters
+
+The layers compute what `model(**inputs, use_cache=False).logits` does, bit for bit, with the model's own modules and
+attention implementation (`eager` or `sdpa`). Needs the extra `huggingface`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+try:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from hydra_engine.integrations.huggingface_layers import (
+        BIDIRECTIONAL,
+        FULL,
+        SLIDING,
+        BertEmbedding,
+        Block,
+        CappedHead,
+        ClassifierHead,
+        GPT2Embedding,
+        PatchEmbedding,
+        TokenEmbedding,
+        hides_nothing,
+    )
+    from hydra_engine.integrations.huggingface_loading import load_pretrained
+except ImportError as error:
+    raise ImportError(
+        f"hydra_engine.integrations.huggingface needs transformers 5.23 or later and safetensors ({error}); "
+        f"pip install 'hydra_engine[huggingface]'",
+        name=error.name,
+    ) from error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["causal_lm_loss", "inputs_and_labels", "load_pretrained", "num_target_tokens", "sequential"]
+
+IGNORED = -100  # the label that `transformers` leaves out of a loss
+ATTENTION = ("eager", "sdpa")
+# Frequencies of these change with the longest sequence seen so far, or with the length of the present one.
+CHANGING_ROPE = ("dynamic", "longrope")
+
+Head: TypeAlias = "Callable[[Any, Any], nn.Module]"  # (model, its base model) -> the last layer
+
+
+class Family(NamedTuple):
+    """How the models of one architecture run."""
+
+    embedding: Callable[[Any], nn.Module]  # base model -> the first layer
+    blocks: str  # where in the base model
+    attention: Callable[[Any], list[str]]  # config -> kind of attention of each block
+    norm: str | None  # after the last block
+
+
+class Entry(NamedTuple):
+    """One class of `transformers`."""
+
+    family: Family
+    base: str = ""  # attribute that holds the base model; "" where it is the model itself
+    head: Head | None = None
+
+
+def _full(config: Any) -> list[str]:
+    return [FULL] * config.num_hidden_layers
+
+
+def _by_window(config: Any) -> list[str]:
+    return [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
+
+
+def _by_layer(config: Any) -> list[str]:
+    return list(config.layer_types)
+
+
+def _bidirectional(config: Any) -> list[str]:
+    return [BIDIRECTIONAL] * config.num_hidden_layers
+
+
+def _rotary_by_kind(base: Any) -> nn.Module:
+    return TokenEmbedding(base, sorted(set(base.config.layer_types)))
+
+
+def _lm_head(model: Any, base: Any) -> nn.Module:
+    head: nn.Module = model.lm_head
+    return head
+
+
+def _capped_lm_head(model: Any, base: Any) -> nn.Module:
+    cap = model.config.final_logit_softcapping
+    return _lm_head(model, base) if cap is None else CappedHead(model.lm_head, cap)
+
+
+def _masked_lm_head(model: Any, base: Any) -> nn.Module:
+    head: nn.Module = model.cls
+    return head
+
+
+def _pooled_classifier(model: Any, base: Any) -> nn.Module:
+    return ClassifierHead(model.classifier, pooler=base.pooler, dropout=model.dropout)
+
+
+def _token_classifier(model: Any, base: Any) -> nn.Module:
+    return ClassifierHead(model.classifier, dropout=model.dropout)
+
+
+def _image_classifier(model: Any, base: Any) -> nn.Module:
+    return ClassifierHead(model.classifier, first=True)
+
+
+GPT2 = Family(GPT2Embedding, "h", _full, "ln_f")
+LLAMA = Family(TokenEmbedding, "layers", _full, "norm")
+MISTRAL = LLAMA._replace(attention=_by_window)
+QWEN = LLAMA._replace(attention=_by_layer)
+GEMMA3 = QWEN._replace(embedding=_rotary_by_kind)
+BERT = Family(BertEmbedding, "encoder.layer", _bidirectional, None)
+VIT = Family(PatchEmbedding, "layers", _bidirectional, "layernorm")
+
+MODELS = {
+    "GPT2Model": Entry(GPT2),
+    "GPT2LMHeadModel": Entry(GPT2, "transformer", _lm_head),
+    "LlamaModel": Entry(LLAMA),
+    "LlamaForCausalLM": Entry(LLAMA, "model", _lm_head),
+    "MistralModel": Entry(MISTRAL),
+    "MistralForCausalLM": Entry(MISTRAL, "model", _lm_head),
+    "Qwen2Model": Entry(QWEN),
+    "Qwen2ForCausalLM": Entry(QWEN, "model", _lm_head),
+    "Qwen3Model": Entry(QWEN),
+    "Qwen3ForCausalLM": Entry(QWEN, "model", _lm_head),
+    "GemmaModel": Entry(LLAMA),
+    "GemmaForCausalLM": Entry(LLAMA, "model", _lm_head),
+    "Gemma2Model": Entry(QWEN),
+    "Gemma2ForCausalLM": Entry(QWEN, "model", _capped_lm_head),
+    "Gemma3TextModel": Entry(GEMMA3),
+    "Gemma3ForCausalLM": Entry(GEMMA3, "model", _capped_lm_head),
+    "BertModel": Entry(BERT),
+    "BertForMaskedLM": Entry(BERT, "bert", _masked_lm_head),
+    "BertForSequenceClassification": Entry(BERT, "bert", _pooled_classifier),
+    "BertForTokenClassification": Entry(BERT, "bert", _token_classifier),
+    "ViTModel": Entry(VIT),
+    "ViTForImageClassification": Entry(VIT, "vit", _image_classifier),
+}
+
+
+def sequential(model: PreTrainedModel | nn.Module) -> nn.Sequential:
+    """The model as an `nn.Sequential`: embeddings, each block, the final norm, the head.
+
+    The layers share the model's modules and Parameter objects, tied ones included, so what the engine trains is in the
+    model, which may then be saved. A PEFT model with LoRA adapters gives the layers of its base model with the adapters
+    in them. Dropout follows the model's mode: after `from_pretrained`, call `model.train()`. What the engine names by
+    layer, an average of the weights, say, goes into the model by `layers.load_state_dict`.
+
+    model: an instance of a class in `MODELS`, or a `PeftModel` around one; on the CPU, or on meta to plan with.
+
+    The layers take a tensor of token ids (B, S), of pixel values (B, C, height, width) for ViT, or a dict as tokenizers
+    make it: `input_ids`, and where the model knows them `attention_mask`, `position_ids`, `token_type_ids`
+    (`pixel_values` and `interpolate_pos_encoding` for ViT). They return logits; for a model without a head the last
+    hidden states (B, S, H), and a pooler is left out.
+
+    Raises TypeError for classes that are not in the table and for models that the engine could not run as they would:
+    quantized, on another device, with gradient checkpointing.
+
+    Sources: https://huggingface.co/docs/transformers/main_classes/model,
+    https://huggingface.co/docs/transformers/attention_interface, https://huggingface.co/docs/peft/package_reference/lora.
+    """
+    inner: Any = _without_peft(model)
+    entry = MODELS.get(type(inner).__name__)
+    if entry is None or not type(inner).__module__.startswith("transformers.models."):
+        raise _refusal(
+            inner, f"known: {', '.join(MODELS)}", "give one of those, or the model's layers as an nn.Sequential"
+        )
+    base = getattr(inner, entry.base) if entry.base else inner
+    blocks = list(attrgetter(entry.family.blocks)(base))
+    for why, remedy in _obstacles(inner, base, len(blocks)):
+        raise _refusal(inner, why, remedy)
+    layers = [entry.family.embedding(base)]
+    for k, (block, kind) in enumerate(zip(blocks, entry.family.attention(base.config), strict=True), start=1):
+        layers.append(Block(block, base.config, kind, is_last=k == len(blocks)))
+    if entry.family.norm is not None:
+        layers.append(getattr(base, entry.family.norm))
+    if entry.head is not None:
+        layers.append(entry.head(inner, base))
+    return nn.Sequential(*layers)
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of each next token, as a causal language model computes it from `labels=`.
+
+    logits: (B, S, vocabulary), cast to float32. labels: (B, S), as the input ids: they are shifted here; where -100,
+    left out. Without any label left the loss is NaN, as the model's is: leave such samples out of the data.
+
+    With micro-batches, `ModelTask(loss_reduction=num_target_tokens)` weighs each by the tokens its loss is the mean of,
+    so that a step is that of the whole batch.
+
+    Source: `ForCausalLMLoss` of https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py.
+    """
+    loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
+    return loss
+
+
+def num_target_tokens(labels: Tensor) -> int:
+    """Tokens that `causal_lm_loss` of these labels (B, S) is the mean of; for `ModelTask(loss_reduction=)`."""
+    return int((labels[..., 1:] != IGNORED).sum())
+
+
+def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Take a batch as the library's data collators make it apart; for `ModelTask(unpack=)`.
+
+    batch: a mapping with `labels` and the model's inputs. A mask that hides nothing is left out, so that the engine,
+    which knows how much memory a step takes by the names and shapes in its batch, meters those with padding apart.
+
+    Source: https://huggingface.co/docs/transformers/main_classes/data_collator.
+    """
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        found = f"with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "without names"
+        raise ValueError(
+            f"a batch of the loader is a {type(batch).__name__} {found}, limit: a mapping with 'labels'; add them to "
+            f"the data set or the collator, or give ModelTask an unpack= function of your own"
+        )
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    mask = inputs.get("attention_mask")
+    # Beside position ids a mask also says that these show no packed sequences.
+    if isinstance(mask, Tensor) and "position_ids" not in inputs and mask.dim() == 2 and hides_nothing(mask):
+        del inputs["attention_mask"]
+    return inputs, batch["labels"]
+
+
+def _without_peft(model: Any) -> Any:
+    """The model inside a PEFT model, which runs by itself where adapters are all that was added."""
+    if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
+        return model
+    for name, config in model.peft_config.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind != "LORA" or getattr(config, "alora_invocation_tokens", None) is not None:
+            raise _refusal(
+                model,
+                f"adapter {name!r} is {'activated LoRA' if kind == 'LORA' else kind}, known: LORA",
+                "use LoraConfig, whose adapters lie inside the layers",
+            )
+    return model.get_base_model()
+
+
+def _obstacles(model: Any, base: Any, num_blocks: int) -> Iterator[tuple[str, str]]:
+    """What the layers would not do as the model does, each with its remedy."""
+    config = base.config
+    if config.num_hidden_layers != num_blocks:
+        yield (
+            f"it has {num_blocks} blocks, and its config says {config.num_hidden_layers}",
+            "let config.num_hidden_layers, and config.layer_types where there are, say what it has",
+        )
+    if getattr(model, "is_quantized", False) or getattr(config, "quantization_config", None) is not None:
+        yield "its weights are quantized, limit: float32", "load it without a quantization_config, as float32"
+    places = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+    if places or hasattr(model, "_hf_hook"):
+        where = f"on {', '.join(sorted(places))}" if places else "dispatched by accelerate"
+        yield (
+            f"it is {where}, limit: the CPU",
+            "load it without device_map=, or call model.cpu(); the engine streams it",
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        yield (
+            "it has gradient checkpointing",
+            "remove it with model.activation_checkpointing_disable(); the engine recomputes already",
+        )
+    if config._attn_implementation not in ATTENTION:
+        yield (
+            f"its attention is {config._attn_implementation!r}, known: {', '.join(map(repr, ATTENTION))}",
+            "call model.set_attn_implementation('sdpa')",
+        )
+    for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention"):
+        if getattr(config, name, False):
+            yield f"its config sets {name}", "use a decoder by itself, or an encoder by itself"
+    # Set to the other direction, attention is another one in every block.
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", None) is not None:
+        yield "its config sets the direction of attention", "leave is_causal and use_bidirectional_attention unset"
+    kinds = getattr(getattr(base, "rotary_emb", None), "rope_type", None)
+    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+        if kind in CHANGING_ROPE:
+            yield (
+                f"its rotary positions are {kind!r}, which change from batch to batch",
+                "use fixed ones: 'yarn', 'llama3'",
+            )
+    if any(each._forward_hooks or each._forward_pre_hooks for each in (model, base)):
+        yield "it has hooks of its own, which running its layers would not call", "register them on its blocks"
+
+
+def _refusal(model: Any, why: str, remedy: str) -> TypeError:
+    return TypeError(f"model: a {type(model).__name__}; {why}; {remedy}")
