@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from partitioners import DependsOnValues, MemoryMeter, profile, profile_evaluation
+from partitioners import DependsOnValues, MemoryMeter, Skips, profile, profile_evaluation
 
 FLOAT, LONG = 4, 8
 
@@ -460,6 +460,22 @@ def test_a_mistake_in_an_evaluation_is_the_layers_own():
     with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
         evaluated(nn.Linear(5, 4))
     assert "layer 0 (Linear)" in error.value.__notes__[0]
+
+
+def test_values_that_skip_layers_are_counted_in_an_evaluation():
+    skips = Skips()
+
+    class Puts(nn.Module):
+        def forward(self, x):
+            skips.put("early", x * 2)
+            return x
+
+    by_value = Function(lambda x: x * (2 if x.sum().item() > 0 else 3))  # does not run on fake tensors
+    gets = Function(lambda x: x + skips.get("early"))
+    for before in ([], [by_value]):
+        costs = evaluated(Puts(), nn.Linear(4, 4), gets, *before)
+        assert [cost.puts for cost in costs[:3]] == [(("early", 3 * 4 * FLOAT),), (), ()]
+        assert [cost.gets for cost in costs[:3]] == [(), (), ("early",)]
 
 
 def test_shared_and_frozen_parameters_have_no_gradients_in_an_evaluation():

@@ -22,6 +22,7 @@ from hydra_engine.randomness import capture, install
 from partitioners import Balanced, Presharded, profile_evaluation, shard_bytes
 from tests import exact, reference, zoo
 from tests.test_evaluate import WIDTH, assert_untouched, dense, everything
+from tests.test_skips import images, unet
 
 SEED = 17
 
@@ -132,6 +133,15 @@ def test_attention_in_eval_takes_its_fast_path():
     inputs = [x[None] for x in inputs_of(5, 7)]
     found = list(orchestra_of().predict(layers, inputs, partitioner=Presharded([1, 2, 3])))
     assert_same(found, plain(nn.Sequential(*layers), inputs))
+
+
+@pytest.mark.parametrize("ends", [[9], [1, 4, 9], list(range(1, 10))])
+def test_values_that_skip_layers_arrive(ends):
+    model, inputs = unet(), [x for x, _ in images()]
+    found = list(
+        orchestra_of(memory="2MiB", num_devices=2, chaos=3).predict(model, inputs, partitioner=Presharded(ends))
+    )
+    assert_same(found, plain(model, inputs))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

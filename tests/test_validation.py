@@ -66,7 +66,18 @@ def held_out(name, loader):
 class Plain:
     """tests/reference.py's loop with an evaluation after every so many steps."""
 
-    def __init__(self, model, loss_fn, loader, validation, *, interval, accumulation_steps=1, lr_scheduler=None):
+    def __init__(
+        self,
+        model,
+        loss_fn,
+        loader,
+        validation,
+        *,
+        interval,
+        accumulation_steps=1,
+        lr_scheduler=None,
+        max_grad_norm=1.0,
+    ):
         self.model, self.loss_fn, self.validation = model, loss_fn, validation
         self.losses, self.validation_losses, self.validation_steps = [], [], []
         self.metrics = {name: [] for name in METRICS}
@@ -78,7 +89,8 @@ class Plain:
             for inputs, target in loader:
                 optimizer.zero_grad(set_to_none=True)
                 self.losses.append(self.step(inputs, target, accumulation_steps))
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
                 if len(self.losses) % interval == 0:
                     self.evaluate()
@@ -119,7 +131,11 @@ class Plain:
         self.states.append({name: tensor.clone() for name, tensor in zoo.state(self.model).items()})
 
 
-def assert_as_plain(build, validation, *, interval, partition="three", num_devices=2, **options):
+def assert_as_plain(
+    build, validation, *, interval, partition="three", num_devices=2, max_grad_norm=1.0, released=None, **options
+):
+    """`released`: options that say when and where shards are updated, which change no bit."""
+    options["max_grad_norm"] = max_grad_norm
     random.seed(0)
     np.random.seed(0)
     outside = random.getstate(), np.random.get_state()
@@ -137,12 +153,12 @@ def assert_as_plain(build, validation, *, interval, partition="three", num_devic
         name="a",
         optimizer=torch.optim.AdamW,
         lr_scheduler_interval="epoch",
-        max_grad_norm=1.0,
         partitioner=Presharded(exact.ends(partition, len(model))),
         seed=SEED,
         validation=held_out(validation, loader),
         validation_interval=interval,
         metrics=METRICS,
+        **(released or {}),
         **options,
     )
     report = exact.run([task], num_devices=num_devices, chaos=3).tasks["a"]
@@ -169,6 +185,12 @@ def test_validation_in_the_middle_of_epochs_is_the_plain_loops(name, partition, 
 @pytest.mark.parametrize(("validation", "num_devices"), [("in order", 3), ("draws", 1), ("draws", 3)])
 def test_a_validation_loader_that_draws_leaves_torchs_stream_alone(name, validation, num_devices):
     assert_as_plain(BUILDS[name], validation, interval=3, num_devices=num_devices)
+
+
+@pytest.mark.parametrize("released", [{"early_release": True}, {"optimizer_device": "device"}], ids=str)
+def test_updates_in_the_middle_of_a_step_are_through_before_its_validation(released):
+    for interval in (1, 3):
+        assert_as_plain(zoo.dropout, "shuffled", interval=interval, max_grad_norm=None, released=released)
 
 
 def test_an_epochs_schedule_moves_at_its_end_whenever_validation_comes():
