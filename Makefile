@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/multi_task_lm.py --verify
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q --durations=5
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5
 
 # The whole product of factors behind tests/test_exact.py, where `make test` covers every pair of them.
 exact: $(STAMP)

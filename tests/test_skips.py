@@ -110,10 +110,15 @@ def task_of(network, loader, partitioner, **settings):
     )
 
 
-def trained(task, *, num_devices=2, chaos=4):
+def orchestra_of(task, *, num_devices=2, chaos=4):
     devices = [EmulatedDevice("8MiB", chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
     orchestra = ModelOrchestrator([task], devices=devices)
     orchestra.verbose = 0
+    return orchestra
+
+
+def trained(task, *, num_devices=2, chaos=4):
+    orchestra = orchestra_of(task, num_devices=num_devices, chaos=chaos)
     report = orchestra.train_models()
     report.raise_failures()
     assert all(device.peak_bytes <= device.memory_bytes for device in report.devices)
@@ -147,12 +152,22 @@ def test_skips_in_a_narrow_precision(precision):
     assert all(torch.equal(a, b) for a, b in zip(network.parameters(), plain.parameters(), strict=True))
 
 
-def test_the_plan_counts_a_skip_once_where_it_is_put_and_its_gradient_where_it_is_gotten():
-    one = trained(task_of(unet(), images(), Presharded([9])))[1]
-    each = trained(task_of(unet(), images(), Presharded(list(range(1, 10)))))[1]
-    # 4 images of 2, 4, 8 channels at 16, 8, 4 pixels: the value, and its gradient.
-    skip_bytes = 4 * 4 * (2 * 16 * 16 + 4 * 8 * 8 + 8 * 4 * 4)
-    assert each.dram_bytes - one.dram_bytes == 2 * skip_bytes
+def test_the_plan_counts_a_skip_s_bytes_once_however_many_shards_it_passes():
+    step_bytes = {}
+    for middle in (0, 1, 6):
+        skips = Skips()
+        torch.manual_seed(1)
+        idle = [nn.Identity() for _ in range(middle)]
+        network = nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
+        cuts = {"skipping": list(range(1, len(network) + 1)), "inside": [1, len(network) - 1, len(network)]}
+        for name, ends in cuts.items():
+            plan = orchestra_of(task_of(network, vectors(1), Presharded(ends)), num_devices=1).generate()
+            step_bytes[name, middle] = plan.tasks["net"].dram["step"]
+    boundary = 5 * 6 * 4  # also the skip's bytes, whose value and gradient are kept beside those of the boundaries
+    assert {step_bytes["inside", middle] for middle in (0, 1, 6)} == {step_bytes["inside", 0]}
+    for middle in (0, 1, 6):
+        boundaries = 2 * boundary * (middle + 1)
+        assert step_bytes["skipping", middle] - step_bytes["inside", middle] == boundaries + 2 * boundary
 
 
 def test_a_skip_crosses_the_link_only_where_it_is_put_and_gotten():
