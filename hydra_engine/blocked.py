@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 # Elements of a block for each intra-op thread; measured in benchmarks/host_optimizer. Also more than the 2**15 below
 # which torch gives an operation to fewer threads.
-CHUNK = 2**17
+CHUNK = 2**16
 
 # Elements that any of torch's elementwise loops takes at once, or a multiple: two vectors of up to 128 bytes. What is
 # left at the end of a thread's part goes through other instructions, which may round differently.
