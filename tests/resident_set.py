@@ -20,6 +20,7 @@ WIDTH = 1024
 DEVICE_BYTES = 20 * 2**20  # a fiftieth of the state: an emulated device's memory is the process's, too
 # Settings, and layers of a million parameters: at least 1 GiB of weights, gradients and optimizer state each.
 CASES = {
+    "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 27),
     "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 54),
     "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 68),
     "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 256),

@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
-def test_a_fresh_process_grows_by_what_the_plan_says_for_a_gibibyte_of_state():
-    run = [sys.executable, "-m", "tests.resident_set", "adamw"]
+def test_a_fresh_process_grows_by_what_the_plan_says():
+    run = [sys.executable, "-m", "tests.resident_set", "half"]
     figures = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    assert figures["plan"] >= 2**30
+    assert figures["plan"] >= 2**29
     assert figures["growth"] == pytest.approx(figures["plan"], rel=0.05)
