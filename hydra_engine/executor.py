@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture,
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 from partitioners.precision import cast
-from partitioners.skips import Frame, framed
+from partitioners.skips import Frame, framed, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
@@ -245,8 +245,15 @@ class Executor:
             versions = [tensor._version for tensor in tensors]
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
+            gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
             with self._hooks(), drawing.forward(), framed(arriving) as frame:
                 value = self._layers(shard, micro.value.build(tensors))
+                gotten = [tensor for _, found in skips.values() for tensor in found]
+                if gotten_versions != [tensor._version for tensor in gotten]:
+                    raise ValueError(
+                        f"layers {self.structure.names[shard.first]} to {self.current} work in place on a value that "
+                        f"they got from skips, which other layers may get too; clone it first"
+                    )
                 if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
                     raise ValueError(
                         f"layers {self.structure.names[shard.first]} to {self.current} work in place on an input that "
@@ -258,6 +265,9 @@ class Executor:
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
+                skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
+                if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
+                    out = replace(out, shares_memory=True)  # crossing takes it apart from what skips layers
                 return MicroOutput(
                     random=drawing.state,
                     value=self._around(out),
@@ -268,7 +278,9 @@ class Executor:
                 return MicroOutput(random=drawing.state, loss=loss.item(), metrics=self._measured(value, micro))
             if loss is not None:
                 del value  # logits are large, and the plain loop does not hold them either
-                (loss if micro.loss_scale is None else loss * micro.loss_scale).backward()  # type: ignore[no-untyped-call]
+                with replayed(frame):
+                    scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
+                    scaled.backward()  # type: ignore[no-untyped-call]
             else:
                 self._backward(value, micro, shard, m, skips, frame)
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
@@ -348,17 +360,19 @@ class Executor:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
         if self._on_recomputed is not None:
             self._on_recomputed(shard, m, tensors)
-        roots = [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
+        roots: list[tuple[Tensor, Tensor]] = []
+        # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.
+        for name in sorted(micro.skip_gradients, key=lambda each: -shard.above[each]):
+            found = skips[name][1] if name in skips else self._leaving(name, frame).tensors
+            roots += [(t, g) for t, g in zip(found, micro.skip_gradients[name], strict=True) if g is not None]
+        roots += [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
         # autograd's order in the whole model.
         roots += [(self.structure.parameters[index], g) for index, g in micro.tied.items()]
-        # So is what skips layers: its gradient from above comes before that of its uses here.
-        for name, above in micro.skip_gradients.items():
-            found = skips[name][1] if name in skips else self._leaving(name, frame).tensors
-            roots += [(t, g) for t, g in zip(found, above, strict=True) if g is not None]
         if roots:
             outputs, gradients = zip(*roots, strict=True)
-            torch.autograd.backward(outputs, gradients)
+            with replayed(frame):
+                torch.autograd.backward(outputs, gradients)
 
 
 class _Drawing:

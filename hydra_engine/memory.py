@@ -137,12 +137,25 @@ class HostPool:
         if not self.is_open:
             return
         self.is_open = False
+        alone = {kind: self._is_alone(kind) for kind in self._weights}
         for slot in self.layout.slots:
             slot.parameter.grad = None
-            slot.parameter.data = copy_of(slot.parameter.data)
-            discard(self._weights[slot.trainable], slot.offset, slot.num_bytes)  # or all weights would be there twice
+            # Frozen ones may be shared with another task, which has bound them to its own pool meanwhile.
+            own = slot.view(self._weights[False], slot.offset) if not slot.trainable else slot.parameter.data
+            slot.parameter.data = copy_of(own)
+            if alone[slot.trainable]:  # or all weights would be there twice
+                discard(self._weights[slot.trainable], slot.offset, slot.num_bytes)
         self._give_buffers_back()
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent
+
+    def _is_alone(self, kind: bool) -> bool:
+        """Whether nobody else holds a tensor in a weight buffer: a callback may have kept a state dict."""
+        storage = self._weights[kind]
+        bound = [slot.parameter.data_ptr() for slot in self.layout.slots if slot.trainable == kind]
+        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        num_own = 1 + sum(first <= address < end for address in bound)
+        count: int = torch._C._storage_Use_Count(storage._cdata)
+        return count <= num_own
 
     def lend_gradients(self, shard: Shard) -> None:
         """Make room for a shard's gradients: with early release, once an update before has given its own back."""

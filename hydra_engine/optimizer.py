@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 import time
 from collections import defaultdict
@@ -212,6 +213,7 @@ class TaskOptimizer:
                 elif parameter.grad is not gradient:
                     gradient.copy_(parameter.grad)
                 parameter.grad = None
+                pool.renew([slot])  # the hook may have stepped an optimizer of its own
         return hooked
 
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
@@ -305,6 +307,15 @@ def has_hooks(layout: ModelLayout) -> bool:
     )
 
 
+def check_no_hooks(name: str, layout: ModelLayout) -> None:
+    """Refuse hooks on parameters where devices step the optimizer."""
+    if has_hooks(layout):
+        raise ValueError(
+            f"{name}: hooks are registered on parameters, which act on the host; remove them, or set "
+            f"optimizer_device='host'"
+        )
+
+
 def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The user's optimizer over these parameters, by name in the model's order, in the groups that are asked for."""
     options = {} if task.lr is None else {"lr": task.lr}
@@ -360,12 +371,16 @@ def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> dict[int, int]:
     found = {}
     for slot, parameter in zip(slots, tiny, strict=True):
         tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-        grow = [value.shape == parameter.shape and value.dim() > 0 for value in tensors]
-        found[slot.index] = sum(
-            value.element_size() * slot.parameter.numel() if grows else value.nbytes
-            for value, grows in zip(tensors, grow, strict=True)
-        )
+        found[slot.index] = sum(_grown_bytes(value, parameter, slot.shape) for value in tensors)
     return found
+
+
+def _grown_bytes(value: Tensor, tiny: Tensor, shape: Sequence[int]) -> int:
+    """Bytes of a state tensor for a parameter of this shape: it grows along every dimension in which it was as tiny."""
+    if value.dim() != tiny.dim():
+        return value.nbytes
+    sizes = [full if size == small else size for size, small, full in zip(value.shape, tiny.shape, shape, strict=True)]
+    return value.element_size() * math.prod(sizes)
 
 
 def update_bytes_per_s(task: ModelTask) -> float:
@@ -373,6 +388,8 @@ def update_bytes_per_s(task: ModelTask) -> float:
     parameter = nn.Parameter(torch.zeros(2**9, 2**9))
     name = next(name for name, each in task.model.named_parameters() if each.requires_grad)
     optimizer = make_optimizer(task, {name: parameter})
+    if any(each is not parameter for group in optimizer.param_groups for each in group["params"]):
+        return math.inf  # the factory builds groups of its own from the model, which must not be stepped
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes its state
     start_s = time.perf_counter()

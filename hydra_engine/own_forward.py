@@ -59,7 +59,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
-    structure = Structure(layout, torch.device("cpu"))
+    structure = Structure(layout, torch.device("cpu"), casts=False)
     views = {slot.index: slot.parameter.data for slot in layout.slots}
     structure.bind(views, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
     trail = _Trail(list(model._modules), structure.layers, inputs)

@@ -10,7 +10,7 @@ from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.memory import HostPool
-from hydra_engine.optimizer import has_hooks, trial_state_bytes, update_bytes_per_s
+from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
@@ -77,11 +77,8 @@ class PlannedTask:
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
             moved = masters + sum(self.state.state_bytes.values())
             return 2 * moved / link < host_s + layout.link_bytes[True] / link
-        if task.optimizer_device == "device" and has_hooks(layout):
-            raise ValueError(
-                f"{self.name}: hooks are registered on parameters, which act on the host; remove them, or set "
-                f"optimizer_device='host'"
-            )
+        if task.optimizer_device == "device":
+            check_no_hooks(self.name, layout)
         return task.optimizer_device == "device"
 
     @property

@@ -89,13 +89,13 @@ class _Stage:
     def __init__(self, state: TaskState, device: EmulatedDevice, num_threads: int) -> None:
         self._state = state
         self._events: SimpleQueue[Event] = SimpleQueue()
+        if state.steps_on_device:  # before anything is open: the factories are user code
+            with installed(Stream(capture())):
+                state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         trace = Trace()
         opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
         self._worker = Worker(0, opened, trace, self._events.put)
         state.open()
-        if state.steps_on_device:
-            with installed(Stream(capture())):  # the factories are user code
-                state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
         self._worker.admit(state, lambda: _OriginalsGuard(storages))

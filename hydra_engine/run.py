@@ -43,7 +43,7 @@ from hydra_engine.events import (
 )
 from hydra_engine.interrupt import interrupts
 from hydra_engine.notifier import Notifier
-from hydra_engine.optimizer import TaskOptimizer
+from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
@@ -178,7 +178,10 @@ class EngineRun:
         planned.state.open()
         if task.trains:
             training.optimizer = TaskOptimizer(task, planned.layout)
-            planned.state.stepper = training.optimizer if planned.state.steps_on_device else None
+            planned.state.loss_scale = training.optimizer.loss_scale
+            if planned.state.steps_on_device:
+                check_no_hooks(planned.name, planned.layout)  # since the plan was made
+                planned.state.stepper = training.optimizer
 
     def _add(self, training: RunningTask) -> None:
         planned, state = training.planned, training.state
@@ -401,7 +404,8 @@ class EngineRun:
                 assert training.record is not None
                 optimizer.update(shard, state.pool, training.record)
         except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
-            behind = f"its optimizer: shard {instruction.shard} misses the update of step {training.report.steps - 1}"
+            step = training.report.steps - (0 if state.pool.early_release else 1)
+            behind = f"its optimizer: shard {instruction.shard} misses the update of step {step}"
             self._events.put(Failed(instruction.task, error, behind))
         return ShardUpdated(instruction.task, instruction.shard)
 

@@ -275,11 +275,12 @@ class Structure:
     of flat weights) follows. Python attributes that a forward changes live on here, and are not carried over.
     """
 
-    def __init__(self, layout: ModelLayout, device: torch.device) -> None:
+    def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
+        narrow = layout.narrow if casts else None
         memo: dict[int, object] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
-            empty = torch.empty(0, dtype=slot.link_dtype, device=device)
+            empty = torch.empty(0, dtype=slot.link_dtype if casts else slot.dtype, device=device)
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
             memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [torch.empty(0, dtype=buffer.dtype, device=device) for buffer in layout.buffers]
@@ -287,11 +288,11 @@ class Structure:
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.
         self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
-        if layout.narrow is not None:
+        if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
-                compute_norms_in_float32(layer, layout.narrow)
+                compute_norms_in_float32(layer, narrow)
         self.names = layout.names
-        self.narrow = layout.narrow
+        self.narrow = narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)

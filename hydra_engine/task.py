@@ -269,6 +269,11 @@ class ModelTask:
                 )
             if parameter.device.type == "meta":
                 raise ValueError(f"parameter {name} is on the meta device and has no values; materialise it first")
+            if self.precision != "float32" and parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"parameter {name} is {parameter.dtype}, limit with precision {self.precision!r}: float32, the "
+                    f"masters' type; convert the model with model.float()"
+                )
             if type(parameter) is not nn.Parameter:
                 raise TypeError(
                     f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from partitioners.cost import ALIGNMENT_BYTES
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
-from partitioners.skips import Frame, framed
+from partitioners.skips import Frame, framed, replayed
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
@@ -77,6 +78,10 @@ class Work:
     def gotten(self) -> tuple[str, ...]:
         """What the last run took of what had arrived."""
         return tuple(self._frame.gotten)
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """Run the backward of the last run."""
+        return replayed(self._frame)
 
     def forget(self) -> None:
         """Let go of what the last run has put."""
@@ -237,7 +242,8 @@ def run_once(
     synchronize()
     begin_s = time.perf_counter()
     if roots:
-        torch.autograd.backward(roots, grads)
+        with work.replayed():
+            torch.autograd.backward(roots, grads)
     synchronize()
     backward_s = time.perf_counter() - begin_s
     for parameter in work.parameters().values():

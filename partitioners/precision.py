@@ -21,7 +21,10 @@ _NORMS = (
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalization: torch's own, or by the name of its class (LlamaRMSNorm)."""
-    return isinstance(module, _NORMS) or type(module).__name__.lower().endswith(("norm", "norm1d", "norm2d", "norm3d"))
+    if isinstance(module, _NORMS):
+        return True
+    is_one_by_name = type(module).__name__.lower().endswith(("norm", "norm1d", "norm2d", "norm3d"))
+    return is_one_by_name and next(module.children(), None) is None  # PreNorm(block) holds a whole block
 
 
 def kept_parameters(part: nn.Module) -> set[int]:
@@ -39,5 +42,7 @@ def compute_norms_in_float32(part: nn.Module, dtype: torch.dtype) -> None:
     """Let every norm of a copied layer take and return `dtype` and compute in float32."""
     for module in part.modules():
         if is_norm(module):
-            module.register_forward_pre_hook(lambda _, args: cast(args, torch.float32))
+            module.register_forward_pre_hook(
+                lambda _, args, options: (cast(args, torch.float32), cast(options, torch.float32)), with_kwargs=True
+            )
             module.register_forward_hook(lambda _, args, output: cast(output, dtype))

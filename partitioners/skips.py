@@ -64,8 +64,11 @@ class Frame:
         self._arriving = arriving
         self.values: dict[str, Any] = {}  # put
         self.gotten: list[str] = []  # of those that arrived, in order
+        self.is_replayed = False
 
     def put(self, name: str, value: Any) -> None:
+        if self.is_replayed and name in self.values:
+            return
         if name in self.values or name in self._arriving:
             raise ValueError(f"skips: {name!r} is put twice in one forward; give each value a name of its own")
         self.values[name] = value
@@ -97,6 +100,17 @@ def framed(arriving: Mapping[str, Any]) -> Iterator[Frame]:
         yield frame
     finally:
         _LOCAL.frame = before
+
+
+@contextlib.contextmanager
+def replayed(frame: Frame) -> Iterator[None]:
+    """Run the backward of layers: a checkpoint inside one runs parts of its forward again."""
+    before = current()
+    _LOCAL.frame, frame.is_replayed = frame, True
+    try:
+        yield
+    finally:
+        _LOCAL.frame, frame.is_replayed = before, False
 
 
 def _missing(name: str) -> KeyError:

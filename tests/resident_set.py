@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.memory import return_free_memory
 from partitioners import Presharded
 
 WIDTH = 1024
@@ -44,6 +45,7 @@ def main(case):
     # What torch allocates once for good: kernels, threads, the first optimizer.
     small = ModelTask([layer(), layer()], F.mse_loss, [batch] * 2, 1e-3, **settings)
     trained(small)
+    return_free_memory()
     before = psutil.Process(os.getpid()).memory_info().rss
     watch = Watch()
     model = nn.Sequential(*(layer() for _ in range(num_layers)))

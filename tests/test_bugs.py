@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Skips
 from hydra_engine.executor import MicroInput
 from partitioners import Presharded
 from tests import reference, zoo
@@ -378,3 +379,122 @@ class Unboxes(nn.Module):
 
 def test_object_with_tensors_inside_is_refused_at_a_boundary():
     assert_refused("Box with tensors inside", model_with(Boxes(), Unboxes()))
+
+
+def test_frozen_weights_of_two_tasks_survive_both_ends():
+    shared = nn.Linear(8, 8).requires_grad_(False)
+    before = shared.weight.clone()
+    models = [model_with(shared), model_with(shared)]
+    orchestrator(*(task_for(model, name=name) for model, name in zip(models, "ab", strict=True))).train_models()
+    assert torch.equal(shared.weight, before)
+
+
+def test_a_state_dict_that_a_callback_kept_goes_on_holding_weights():
+    kept = {}
+
+    class Keeps(Callback):
+        def on_step(self, report):
+            kept.update(model.state_dict())
+
+    model = model_with()
+    orchestrator(task_for(model, callbacks=[Keeps()])).train_models()
+    assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_devices_see_what_a_hook_s_own_optimizer_stepped(precision):
+    losses = []
+    for lr in (0.0, 0.5):
+        model = model_with()
+        own = torch.optim.SGD([model[0].weight], lr=lr)
+
+        def step(parameter, own=own):
+            own.step()
+            parameter.grad = None
+
+        model[0].weight.register_post_accumulate_grad_hook(step)
+        losses.append(orchestrator(task_for(model, precision=precision)).train_models().tasks["task-0"].losses)
+    assert losses[0] != losses[1]
+
+
+class PutsItsOutput(nn.Module):
+    def __init__(self, skips):
+        super().__init__()
+        self.skips = skips
+
+    def forward(self, x):
+        x = x * 2
+        self.skips.put("x", x)
+        return x
+
+
+class GetsAndAdds(nn.Module):
+    def __init__(self, skips, *, in_place=False):
+        super().__init__()
+        self.skips, self.in_place = skips, in_place
+
+    def forward(self, x):
+        value = self.skips.get("x")
+        return x + (value.relu_() if self.in_place else value)
+
+
+def test_work_in_place_on_what_skips_layers_is_refused_where_shards_would_not_share_it():
+    for build in (
+        lambda skips: [PutsItsOutput(skips), nn.ReLU(inplace=True), GetsAndAdds(skips)],
+        lambda skips: [PutsItsOutput(skips), GetsAndAdds(skips, in_place=True), GetsAndAdds(skips)],
+    ):
+        orchestra = orchestrator(task_for(model_with(*build(Skips()))))
+        with pytest.raises(ValueError, match="work in place"):
+            orchestra.generate()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, skips):
+        super().__init__()
+        self.skips, self.linear = skips, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda each: self.linear(each + self.skips.get("x")), x, use_reentrant=False)
+
+
+def test_skips_are_gotten_inside_a_checkpoint():
+    def build():
+        skips = Skips()
+        return model_with(PutsItsOutput(skips), Checkpointed(skips))
+
+    assert_exact(build)
+
+
+class OwnForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+class PreNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.inner(self.norm(input=x))
+
+
+def test_own_forwards_and_norms_by_keyword_in_a_narrow_precision():
+    task = ModelTask(OwnForward(), nn.CrossEntropyLoss(), data(), 0.05, precision="bfloat16")
+    orchestrator(task).train_models().raise_failures()
+    task = task_for(model_with(PreNorm()), precision="bfloat16")
+    orchestra = orchestrator(task)
+    orchestra.train_models().raise_failures()
+    narrow = {slot.name: slot.link_dtype for slot in orchestra._planned[0].layout.slots}
+    assert narrow["1.inner.weight"] == torch.bfloat16
+    assert narrow["1.norm.weight"] == torch.float32
+
+
+def test_masters_that_are_not_float32_are_refused_in_a_narrow_precision():
+    model = model_with().bfloat16()
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is torch\.bfloat16"):
+        task_for(model, precision="bfloat16")

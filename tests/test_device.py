@@ -313,6 +313,21 @@ class TestArena:
         assert error.value.needed_bytes == 576
         assert region(arena.take(512)) == (512, 1024)
 
+    def test_room_in_pieces_is_room_all_the_same(self):
+        arena = arena_of(640)
+        low, high, middle = arena.take(192), arena.take(128), arena.take(192)
+        assert [region(slab) for slab in (low, high, middle)] == [(0, 192), (512, 640), (320, 512)]
+        arena.give_back(low)
+        arena.give_back(high)
+        arena.take(320)
+        elsewhere = arena.take(128)
+        arena.give_back(middle)
+        apart = arena.take(192)
+        assert region(apart) == (320, 512)
+        arena.give_back(elsewhere)
+        with pytest.raises(DeviceOutOfMemory):
+            arena.take(192)
+
     def test_empty_slabs_take_nothing(self):
         arena = arena_of(128)
         empty = [arena.take(0) for _ in range(3)]
