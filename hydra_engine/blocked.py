@@ -20,13 +20,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
-# Elements of a block for each intra-op thread; measured in benchmarks/host_optimizer. Also more than the 2**15 below
-# which torch gives an operation to fewer threads.
-CHUNK = 2**16
-
-# Elements that any of torch's elementwise loops takes at once, or a multiple: two vectors of up to 128 bytes. What is
-# left at the end of a thread's part goes through other instructions, which may round differently.
-UNIT = 64
+# Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
+# costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
+CHUNK = 2**20
 
 # They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -65,28 +61,26 @@ def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gr
     be overwritten.
     """
     if not _is_elementwise(optimizer):
-        _step_whole(optimizer.step, updates, finish_gradient)
+        _step_whole(optimizer.step, updates, finish_gradient, torch.empty(0))
         return
     part = part_of(optimizer, [])
     step = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    block_size = CHUNK * torch.get_num_threads()
-    scratch: Tensor | None = None
+    # Made here, not kept: whoever updates shards side by side has one each.
+    scratch = torch.empty(min(CHUNK, sum(update.parameter.numel() for update in updates)))
     with torch.no_grad():
-        for block in _blocks(updates, block_size):
+        for block in _blocks(updates):
             first = block[0]
             group, state = groups[id(first.parameter)], optimizer.state.get(first.parameter, {})
-            if first.parameter.numel() > block_size and _can_be_cut(type(optimizer), group, first, state):
-                scratch = torch.empty(2 * block_size) if scratch is None else scratch
-                step_piece = _piece_step(optimizer, group, state)
-                _step_in_pieces(first, state, step_piece, finish_gradient, block_size, scratch)
+            if first.parameter.numel() > CHUNK and _can_be_cut(type(optimizer), group, first, state):
+                _step_in_pieces(first, state, _piece_step(optimizer, group, state), finish_gradient, scratch)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
                     {**group, "params": [p for p in group["params"] if id(p) in mine]}
                     for group in optimizer.param_groups
                 ]
-                _step_whole(step, block, finish_gradient)
+                _step_whole(step, block, finish_gradient, scratch)
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -128,13 +122,13 @@ def _is_special(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _blocks(updates: Sequence[NarrowUpdate], size: int) -> Iterator[list[NarrowUpdate]]:
+def _blocks(updates: Sequence[NarrowUpdate]) -> Iterator[list[NarrowUpdate]]:
     """Neighbours that fit into a block together; a larger one alone."""
     block: list[NarrowUpdate] = []
     total = 0
     for update in updates:
         num_elements = update.parameter.numel()
-        if block and total + num_elements > size:
+        if block and total + num_elements > CHUNK:
             yield block
             block, total = [], 0
         block.append(update)
@@ -143,11 +137,19 @@ def _blocks(updates: Sequence[NarrowUpdate], size: int) -> Iterator[list[NarrowU
         yield block
 
 
-def _step_whole(step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None) -> None:
-    """The plain way."""
+def _step_whole(
+    step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None, scratch: Tensor
+) -> None:
+    """The plain way; gradients are widened into what there is of scratch."""
     try:
         for update in updates:
-            gradient = update.gradient.to(update.parameter.dtype)
+            gradient, dtype = update.gradient, update.parameter.dtype
+            if gradient.dtype != dtype:
+                if dtype == scratch.dtype and gradient.numel() <= len(scratch) and _is_dense(gradient):
+                    place = scratch.as_strided(gradient.shape, gradient.stride())
+                    gradient, scratch = place.copy_(gradient), scratch[gradient.numel() :]
+                else:
+                    gradient = gradient.to(dtype)
             if finish_gradient is not None:
                 finish_gradient(gradient)
             update.parameter.grad = gradient
@@ -164,16 +166,16 @@ def _step_whole(step: Callable[[], object], updates: Sequence[NarrowUpdate], fin
 def _can_be_cut(
     kind: type[Optimizer], group: Mapping[str, Any], update: NarrowUpdate, state: Mapping[str, object]
 ) -> bool:
-    """Whether pieces of this parameter are stepped as they are within the whole."""
-    parameter, num_threads = update.parameter, torch.get_num_threads()
+    """Whether pieces of this parameter are stepped as they are within the whole, and it is worth it."""
+    parameter = update.parameter
+    if torch.get_num_threads() > 1:
+        return False  # they would meet at the end of every operation on a piece, and divide it elsewhere
     if not state and not (kind is torch.optim.SGD and group["momentum"] == 0):
         return False  # the first step, which makes the state
     if parameter.dtype != torch.float32 or not update.gradient.is_floating_point():
         return False
-    if num_threads > 1 and not group.get("fused") and parameter.numel() % (UNIT * num_threads) != 0:
-        return False  # torch gives each thread an equal part; fused kernels cut at multiples of 64 bytes
     tensors = [update.gradient, update.narrow, *state.values()]
-    return _is_dense(parameter) and all(
+    return all(
         tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or _lies_as(tensor, parameter)))
         for tensor in tensors
     )
@@ -181,19 +183,15 @@ def _can_be_cut(
 
 def _step_in_pieces(
     update: NarrowUpdate,
-    state: dict[str, Tensor],
+    state: Mapping[str, Tensor],
     step_piece: StepPiece,
     finish_gradient: Finish | None,
-    size: int,
     scratch: Tensor,
 ) -> None:
     """The plain way, on one piece of a parameter after the other."""
-    num_elements = update.parameter.numel()
-    lengths = [size] * (num_elements // size)
-    lengths[-1] += num_elements % size  # a short last one might be given to fewer threads
-    masters, gradients = _pieces(update.parameter, lengths), _pieces(update.gradient, lengths)
-    narrows = _pieces(update.narrow, lengths) if update.narrow is not None else None
-    states = {key: _pieces(value, lengths) for key, value in state.items() if value.dim() > 0}
+    masters, gradients = _pieces(update.parameter), _pieces(update.gradient)
+    narrows = _pieces(update.narrow) if update.narrow is not None else None
+    states = {key: _pieces(value) for key, value in state.items() if value.dim() > 0}
     for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
         if gradient.dtype != torch.float32:
             gradient = scratch[: len(gradient)].copy_(gradient)
@@ -204,16 +202,15 @@ def _step_in_pieces(
             narrows[k].copy_(master)
 
 
-def _pieces(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+def _pieces(tensor: Tensor) -> list[Tensor]:
     """Views of a dense tensor, in the order of its memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).split_with_sizes(lengths)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
 
 
 def _piece_step(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Tensor]) -> StepPiece:
     """Steps the pieces of one parameter, each from the counters of before this step."""
     counters = {key: value for key, value in state.items() if value.dim() == 0}
-    if group.get("fused") and isinstance(optimizer, torch.optim.Adam):
-        return _fused_adam(group, counters["step"])
     part = part_of(optimizer, [{**group}])
     step = _bare_step(part)
     before = {key: counter.clone() for key, counter in counters.items()}
@@ -229,23 +226,8 @@ def _piece_step(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Te
     return step_piece
 
 
-def _fused_adam(group: dict[str, Any], counter: Tensor) -> StepPiece:
-    """What fused Adam and AdamW do to a parameter, without the Python around it: it takes as long as a small piece."""
-    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    beta1, beta2 = group["betas"]
-    options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    counter += 1
-
-    def step_piece(master: Tensor, gradient: Tensor, own: dict[str, Tensor]) -> None:
-        maximum = [own["max_exp_avg_sq"]] if group["amsgrad"] else []
-        moments = [own["exp_avg"]], [own["exp_avg_sq"]]
-        kernel([master], [gradient], *moments, maximum, [counter], beta1=beta1, beta2=beta2, **options)
-
-    return step_piece
-
-
 def _bare_step(part: Optimizer) -> Callable[[], object]:
-    """The step without what torch wraps around it for hooks and the profiler, which takes as long as a small piece."""
+    """The step without what torch wraps around it for hooks and the profiler: twice as fast on next to nothing."""
     return partial(inspect.unwrap(type(part).step), part)
 
 
@@ -255,4 +237,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+    """Whether both are dense, with their elements in the same order."""
+    return _is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
