@@ -253,13 +253,12 @@ class TaskOptimizer:
             return
         mine = {id(slot.parameter) for slot in slots}
         groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
-        is_narrow = self._layout.narrow is not None
+        part = part_of(self.optimizer, groups)
+        if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls
+            self._step_wide(part, slots, pool, record)
+            return
         updates = [
-            NarrowUpdate(
-                slot.parameter,
-                record.hooked.get(slot.index, pool.gradient(slot)),
-                pool.narrow(slot) if is_narrow else None,
-            )
+            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradient(slot)), pool.narrow(slot))
             for slot in slots
         ]
         clip = None
@@ -274,7 +273,21 @@ class TaskOptimizer:
                 gradient.mul_(clip)
 
         is_plain = scale is None and clip is None
-        step_narrow(part_of(self.optimizer, groups), updates, None if is_plain else finish)
+        step_narrow(part, updates, None if is_plain else finish)
+
+    def _step_wide(
+        self, part: torch.optim.Optimizer, slots: Sequence[Slot], pool: HostPool, record: StepRecord
+    ) -> None:
+        try:
+            for slot in slots:
+                slot.parameter.grad = record.hooked.get(slot.index, pool.gradient(slot))
+            if record.total_norm is not None and self._task.max_grad_norm is not None:
+                parameters = [slot.parameter for slot in slots]
+                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
+            part.step()
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
 
     @torch.no_grad()
     def _average(self, slots: Iterable[Slot], record: StepRecord) -> None:
