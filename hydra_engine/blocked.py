@@ -24,6 +24,11 @@ from torch.optim.optimizer import Optimizer
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
 CHUNK = 2**20
 
+# Elements of a piece where torch's fused kernel is called without the Python around it, which costs ten times as much:
+# 256 KiB of widened gradient, and 768 that pass by, for the second-level cache of one core.
+KERNEL_CHUNK = 2**16
+FUSED_ADAM: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW)
+
 # They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -69,11 +74,9 @@ def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gr
     # Made here, not kept: whoever updates shards side by side has one each.
     scratch = torch.empty(min(CHUNK, sum(update.parameter.numel() for update in updates)))
     with torch.no_grad():
-        for block in _blocks(updates):
-            first = block[0]
-            group, state = groups[id(first.parameter)], optimizer.state.get(first.parameter, {})
-            if first.parameter.numel() > CHUNK and _can_be_cut(type(optimizer), group, first, state):
-                _step_in_pieces(first, state, _piece_step(optimizer, group, state), finish_gradient, scratch)
+        for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
+            if is_cut:
+                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], finish_gradient, scratch)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
@@ -122,19 +125,22 @@ def _is_special(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _blocks(updates: Sequence[NarrowUpdate]) -> Iterator[list[NarrowUpdate]]:
-    """Neighbours that fit into a block together; a larger one alone."""
+def _blocks(updates: Sequence[NarrowUpdate], cuts: Sequence[bool]) -> Iterator[tuple[list[NarrowUpdate], bool]]:
+    """Neighbours that fit into a block together; what is cut, or larger than a block, alone."""
     block: list[NarrowUpdate] = []
     total = 0
-    for update in updates:
+    for update, is_cut in zip(updates, cuts, strict=True):
         num_elements = update.parameter.numel()
-        if block and total + num_elements > CHUNK:
-            yield block
+        if block and (is_cut or total + num_elements > CHUNK):
+            yield block, False
             block, total = [], 0
-        block.append(update)
-        total += num_elements
+        if is_cut:
+            yield [update], True
+        else:
+            block.append(update)
+            total += num_elements
     if block:
-        yield block
+        yield block, False
 
 
 def _step_whole(
@@ -163,14 +169,14 @@ def _step_whole(
                 update.narrow.copy_(update.parameter)
 
 
-def _can_be_cut(
-    kind: type[Optimizer], group: Mapping[str, Any], update: NarrowUpdate, state: Mapping[str, object]
-) -> bool:
+def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> bool:
     """Whether pieces of this parameter are stepped as they are within the whole, and it is worth it."""
-    parameter = update.parameter
+    parameter, state = update.parameter, optimizer.state.get(update.parameter, {})
     if torch.get_num_threads() > 1:
         return False  # they would meet at the end of every operation on a piece, and divide it elsewhere
-    if not state and not (kind is torch.optim.SGD and group["momentum"] == 0):
+    if parameter.dim() == 0 or (parameter.numel() <= CHUNK and not _has_kernel(optimizer, group)):
+        return False  # state without dimensions is taken for counters
+    if not state and not (type(optimizer) is torch.optim.SGD and group["momentum"] == 0):
         return False  # the first step, which makes the state
     if parameter.dtype != torch.float32 or not update.gradient.is_floating_point():
         return False
@@ -181,20 +187,30 @@ def _can_be_cut(
     )
 
 
+def _has_kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a piece's step is one call of a kernel, so that even the smallest parameter is stepped sooner alone."""
+    return type(optimizer) in FUSED_ADAM and bool(group["fused"])
+
+
 def _step_in_pieces(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
     update: NarrowUpdate,
-    state: Mapping[str, Tensor],
-    step_piece: StepPiece,
     finish_gradient: Finish | None,
     scratch: Tensor,
 ) -> None:
     """The plain way, on one piece of a parameter after the other."""
-    masters, gradients = _pieces(update.parameter), _pieces(update.gradient)
-    narrows = _pieces(update.narrow) if update.narrow is not None else None
-    states = {key: _pieces(value) for key, value in state.items() if value.dim() > 0}
+    state: dict[str, Tensor] = optimizer.state.get(update.parameter, {})
+    chunk, make_step = (KERNEL_CHUNK, _kernel_step) if _has_kernel(optimizer, group) else (CHUNK, _piece_step)
+    step_piece = make_step(optimizer, group, state)
+    masters, gradients = _pieces(update.parameter, chunk), _pieces(update.gradient, chunk)
+    narrows = _pieces(update.narrow, chunk) if update.narrow is not None else None
+    states = {key: _pieces(value, chunk) for key, value in state.items() if value.dim() > 0}
+    place = scratch[:chunk]
     for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
         if gradient.dtype != torch.float32:
-            gradient = scratch[: len(gradient)].copy_(gradient)
+            size = gradient.numel()
+            gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
         if finish_gradient is not None:
             finish_gradient(gradient)
         step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
@@ -202,13 +218,30 @@ def _step_in_pieces(
             narrows[k].copy_(master)
 
 
-def _pieces(tensor: Tensor) -> list[Tensor]:
+def _pieces(tensor: Tensor, chunk: int) -> Sequence[Tensor]:
     """Views of a dense tensor, in the order of its memory."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return [flat[start : start + CHUNK] for start in range(0, len(flat), CHUNK)]
+    return torch.split(tensor.detach().as_strided((tensor.numel(),), (1,)), chunk)
 
 
-def _piece_step(optimizer: Optimizer, group: dict[str, Any], state: dict[str, Tensor]) -> StepPiece:
+def _kernel_step(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> StepPiece:
+    """Steps the pieces of one parameter by the kernel of torch's fused Adam and AdamW alone, once its counter is ahead.
+
+    The same call that `torch.optim.adam` makes at the end of its fused path, in all of torch's versions from 2.11 on.
+    """
+    kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    beta1, beta2 = group["betas"]
+    options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    state["step"].add_(1)
+
+    def step_piece(master: Tensor, gradient: Tensor, own: dict[str, Tensor]) -> None:
+        largest = [own["max_exp_avg_sq"]] if group["amsgrad"] else []
+        averages = [own["exp_avg"]], [own["exp_avg_sq"]], largest
+        kernel([master], [gradient], *averages, [state["step"]], beta1=beta1, beta2=beta2, **options)
+
+    return step_piece
+
+
+def _piece_step(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Tensor]) -> StepPiece:
     """Steps the pieces of one parameter, each from the counters of before this step."""
     counters = {key: value for key, value in state.items() if value.dim() == 0}
     part = part_of(optimizer, [{**group}])
@@ -233,7 +266,11 @@ def _bare_step(part: Optimizer) -> Callable[[], object]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
-    return tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if tensor.layout != torch.strided:
+        return False
+    if tensor.is_contiguous() and 1 not in tensor.shape:
+        return True  # the common case, without a call into the meta device for each tensor of each update
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
