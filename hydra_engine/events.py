@@ -19,6 +19,8 @@ class TaskAdded(NamedTuple):
     num_steps: int | None  # None: the loader does not say
     reads_ahead: bool  # a batch may be read before the forward of the one before it is through
     early_release: bool = False  # a shard is updated once its backward is stored, not after the commit
+    priority: int = 0  # units of higher ones go first, under any policy
+    weight: float = 1.0  # share of compute time, under "fair-share"
 
 
 class BatchReady(NamedTuple):
@@ -42,6 +44,7 @@ class Computed(NamedTuple):
     device: int
     unit: Unit
     seconds: float
+    failed: bool = False  # its `Failed` or `DidNotFit` comes: nothing may go on from it
 
 
 class Stored(NamedTuple):

@@ -1,42 +1,130 @@
-"""Policies: which of several units a device should take. One method over a read-only view; no clock, no randomness."""
+"""Policies: which of several units a device should take. A key for each unit, the lowest first; no clock, no state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+# In `Candidate.ready_order`: the unit waits for its input.
+NOT_YET = 2**62
+
+# A unit under "locality" is passed over for units whose shard is on the device already so many times at most.
+MAX_PASSES = 8
 
 
 class Candidate(NamedTuple):
-    """A unit that a device could take, as a policy sees it."""
+    """A unit that a device could take, as a policy sees it: one for each task at most."""
 
     task: str
-    order: int  # of the task in the orchestrator's list
+    order: int  # of the task: they count up as tasks are added
     remaining_s: float  # predicted compute time that the task has left, this unit included
-    ready_order: int  # counts up: the lower, the longer the unit has been waiting
+    ready_order: int  # counts up: the lower, the longer the unit has been waiting; NOT_YET while its input is made
+    served_order: int = 0  # counts up: the lower, the longer ago a unit of the task was begun; 0: never
+    used_s: float = 0.0  # compute time that the task has had, and what it was given for coming later
+    weight: float = 1.0  # of the task, `ModelTask(weight=)`
 
 
 class Policy(Protocol):
-    """Chooses among candidates. Keeps settings at most, so one object may serve any number of runs."""
+    """Orders units. Keeps settings at most, so one object may serve any number of runs.
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        """One of the candidates (never empty). The same candidates give the same choice."""
+    Attributes:
+        max_passes: how often a unit may be passed over for one with a higher key whose shard is on the device already
+            (0 where the policy does not have it).
+    """
+
+    def key(self, candidate: Candidate) -> Any:
+        """What the unit is ordered by, the lowest first; equal keys go by the order of tasks.
+
+        Asked whenever something that a candidate holds has changed, and not again until something changes: it must
+        depend on the candidate alone. `ModelTask(priority=)` goes before it.
+        """
 
 
 class ShardedLRTF:
     """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first."""
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        return max(candidates, key=lambda c: (c.remaining_s, -c.order))
+    def key(self, candidate: Candidate) -> float:
+        """Remaining time, the longest first."""
+        return -candidate.remaining_s
+
+
+class Locality(ShardedLRTF):
+    """Sharded-LRTF among the tasks whose next shard is on the device already; the others wait a bounded time.
+
+    Args:
+        max_passes: how often a unit may be passed over.
+    """
+
+    def __init__(self, max_passes: int = MAX_PASSES) -> None:
+        if max_passes < 1:
+            raise ValueError(f"max_passes: {max_passes}, at least 1; 'sharded-lrtf' passes no unit over")
+        self.max_passes = max_passes
+
+
+class ShortestRemaining:
+    """The task with the shortest remaining time goes first: most tasks are through early, the longest last."""
+
+    def key(self, candidate: Candidate) -> float:
+        """Remaining time, the shortest first."""
+        return candidate.remaining_s
 
 
 class FIFO:
     """The unit that has been waiting longest goes first."""
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        return min(candidates, key=lambda c: (c.ready_order, c.order))
+    def key(self, candidate: Candidate) -> int:
+        """When the unit became ready."""
+        return candidate.ready_order
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fifo": FIFO, "sharded-lrtf": ShardedLRTF}
+class RoundRobin:
+    """The task whose turn was longest ago goes first."""
+
+    def key(self, candidate: Candidate) -> int:
+        """When the task was served last."""
+        return candidate.served_order
+
+
+class FairShare:
+    """Tasks get compute time in proportion to their weights: who has had least of its share goes first.
+
+    Stride scheduling (Waldspurger and Weihl, 1995), with measured seconds for quanta. Who comes later shares from then
+    on; it gets nothing for the time before.
+    """
+
+    def key(self, candidate: Candidate) -> float:
+        """Compute time had per weight."""
+        return candidate.used_s / candidate.weight
+
+
+class RandomOrder:
+    """Any unit goes first. The order follows from the seed and what happens, not from the process's generators.
+
+    Args:
+        seed: of the order.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = int(seed)
+
+    def key(self, candidate: Candidate) -> int:
+        """A number as good as random, another for each unit (the finalizer of SplitMix64, Steele et al. 2014)."""
+        mask = 2**64 - 1
+        z = (self.seed * 0x9E3779B97F4A7C15 + candidate.ready_order * 0xBF58476D1CE4E5B9 + candidate.order) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fair-share": FairShare,
+    "fifo": FIFO,
+    "locality": Locality,
+    "random": RandomOrder,
+    "round-robin": RoundRobin,
+    "sharded-lrtf": ShardedLRTF,
+    "shortest-remaining": ShortestRemaining,
+}
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
@@ -45,6 +133,6 @@ def resolve_policy(policy: str | Policy) -> Policy:
         if policy not in POLICIES:
             raise ValueError(f"policy: {policy!r}, known: {', '.join(map(repr, sorted(POLICIES)))}")
         return POLICIES[policy]()
-    if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
-        raise TypeError(f"policy: {policy!r} has no method choose(candidates); see hydra_engine.policies.Policy")
+    if isinstance(policy, type) or not callable(getattr(policy, "key", None)):
+        raise TypeError(f"policy: {policy!r} has no method key(candidate); see hydra_engine.policies.Policy")
     return policy

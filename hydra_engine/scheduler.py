@@ -8,15 +8,22 @@ A task works through its batches; a batch is a chain of units, then a commit, th
 Where a batch has new shapes, Fit -> Fitted stands for Begin; and a unit that does not fit, DidNotFit -> Fit -> Fitted,
 starts the step again, on a finer partition.
 
-A unit is load-ready when its shard's weights are up to date, run-ready when its input is in DRAM as well. A device runs
+A unit is load-ready when its shard's weights are up to date. It is run-ready when its input is in DRAM as well, or on
+its way there: then on the device that computed the unit before it, and on no other until it is stored. A device runs
 one unit and holds at most one claim: the next unit, whose shard it loads meanwhile. Claims bind nobody: an idle device
 takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
+
+A task offers one unit at most, so a decision is the least key of three queues of tasks: run-ready and unclaimed,
+run-ready and claimed, load-ready and unclaimed. An event changes a few places in them, whatever the number of tasks
+and devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
 
 from hydra_engine.events import (
     BatchReady,
@@ -45,11 +52,13 @@ from hydra_engine.events import (
     TaskStopped,
     Update,
 )
-from hydra_engine.policies import Candidate, Policy
-from hydra_engine.schedule import BACKWARD, EVALUATE, FUSED, Unit
+from hydra_engine.policies import NOT_YET, Candidate, Policy
+from hydra_engine.ready import ReadyQueue
+from hydra_engine.schedule import BACKWARD, FUSED, Unit
 
-# Weight of the newest measurement in a unit's running time.
-NEWEST = 0.3
+# Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
+# at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
+NEWEST, MOST_TIMES = 0.3, 2.0
 
 
 @dataclass(eq=False)
@@ -57,10 +66,12 @@ class _Task:
     added: TaskAdded
     order: int
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
-    position: int = 0
+    position: int = 0  # of the first unit that was not begun
     step: int = 0
     training: bool = True
-    running: bool = False  # unit `position` is on a device, or on its way to DRAM
+    computing: _Device | None = None  # has the unit before `position`
+    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
+    near: _Device | None = None  # which computed what is on its way
     committing: bool = False
     fitting: bool = False
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
@@ -71,29 +82,40 @@ class _Task:
     over: bool = False  # failed or stopped: begins nothing more
     finished: bool = False
     num_steps_done: int = 0
-    ready_order: int = 0
     unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    step_s: float = 0.0
+    step_s: float = 0.0  # of a training batch
+    left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
+    used_s: float = 0.0
+    served_order: int = 0
+    ready_order: int = 0
+    offer: Unit | None = None  # load-ready
+    key: Any = None  # of the offer
+    claim: _Device | None = None  # who has claimed the offer
+    queue: ReadyQueue[_Task] | None = None  # which the task is in
+    passes: int = 0  # how often the offer was passed over for one that is on the device already
 
-    def unit(self, ahead: int = 0) -> Unit | None:
-        """The unit to run next, or the one after it."""
-        if self.position + ahead >= len(self.chain):
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit is on a device, or on its way to DRAM."""
+        return self.computing is not None or self.storing
+
+    def next_unit(self) -> Unit | None:
+        """The unit that could be loaded now."""
+        if self.over or self.position >= len(self.chain):
             return None
-        kind, shard = self.chain[self.position + ahead]
-        return Unit(self.added.task, kind, shard, self.step)
+        kind, shard = self.chain[self.position]
+        return Unit(self.added.task, kind, shard, self.step) if self.is_fresh(shard) else None
 
-    def up_to_date(self, unit: Unit) -> bool:
-        return self.stale.isdisjoint(self.added.needs[unit.shard])
+    def is_fresh(self, shard: int) -> bool:
+        return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
 
-    def run_ready(self) -> Unit | None:
-        """The unit that could be computed now."""
-        unit = None if self.running or self.over else self.unit()
-        return unit if unit is not None and self.up_to_date(unit) else None
-
-    def load_ready(self) -> Unit | None:
-        """The unit that could be loaded now, to be computed once the one before it is stored."""
-        unit = None if self.over else self.unit(ahead=int(self.running))
-        return unit if unit is not None and self.up_to_date(unit) else None
+    def estimate(self) -> None:
+        """Add up a new chain's times. They are not measured again before their unit is through."""
+        left_s = [0.0]
+        for node in reversed(self.chain):
+            left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
+        self.left_s = left_s[::-1]
+        self.step_s = self.left_s[0] if self.training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
 
     def remaining_s(self) -> float:
         """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
@@ -101,13 +123,27 @@ class _Task:
         if num_steps is None:  # the loader does not say: as many again as so far
             num_steps = 2 * self.num_steps_done + 2
         to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
-        return to_come * self.step_s + sum(self.unit_s.get(node, 0.0) for node in self.chain[self.position :])
+        return to_come * self.step_s + self.left_s[self.position]
+
+    def measured(self, node: tuple[str, int], seconds: float) -> None:
+        """Take a measurement of a unit into its estimate."""
+        estimate = self.unit_s.get(node, 0.0)
+        if estimate <= 0:
+            self.unit_s[node] = seconds
+            return
+        seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
+        self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
 
 
 @dataclass(eq=False)
 class _Device:
+    index: int
     running: Unit | None = None
-    claim: Unit | None = None
+    task: _Task | None = None  # whose unit is running
+    claim: _Task | None = None  # whose offer is claimed
+    near: dict[_Task, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+    in_idle: bool = False
+    in_wanting: bool = False
 
 
 class Scheduler:
@@ -119,7 +155,16 @@ class Scheduler:
         self._tasks: dict[str, _Task] = {}
         self._devices: dict[int, _Device] = {}
         self._out: list[Instruction] = []
+        self._num_unfinished = 0
         self._ready_count = 0
+        self._served_count = 0
+        self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
+        self._ready: ReadyQueue[_Task] = ReadyQueue()  # run-ready, unclaimed
+        self._claimed: ReadyQueue[_Task] = ReadyQueue()  # run-ready, claimed
+        self._loadable: ReadyQueue[_Task] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
+        self._idle: list[int] = []  # heaps, with devices that are no more among them
+        self._wanting: list[int] = []
+        self._touched: dict[_Device, None] = {}  # to be looked at for what only they could take
         self._handlers: dict[type, Callable[..., None]] = {
             TaskAdded: self._task_added,
             BatchReady: self._batch_ready,
@@ -140,7 +185,7 @@ class Scheduler:
     @property
     def finished(self) -> bool:
         """Whether every task is finished."""
-        return all(task.finished for task in self._tasks.values())
+        return self._num_unfinished == 0
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in; what to do about it, in order."""
@@ -153,12 +198,15 @@ class Scheduler:
 
     def _task_added(self, event: TaskAdded) -> None:
         task = _Task(event, order=len(self._tasks), unit_s=dict(event.unit_s))
-        task.step_s = sum(task.unit_s.get(node, 0.0) for node in event.training)
+        task.used_s = self._share_s * event.weight
+        task.estimate()
         self._tasks[event.task] = task
+        self._num_unfinished += 1
         self._out.append(Read(event.task))
 
     def _device_added(self, event: DeviceAdded) -> None:
-        self._devices[event.device] = _Device()
+        device = self._devices[event.device] = _Device(event.device)
+        self._free(device)
 
     def _batch_ready(self, event: BatchReady) -> None:
         task = self._tasks[event.task]
@@ -171,30 +219,45 @@ class Scheduler:
         self._advance(task)
 
     def _computed(self, event: Computed) -> None:
-        self._devices[event.device].running = None
         task, node = self._tasks[event.unit.task], (event.unit.kind, event.unit.shard)
-        task.unit_s[node] = (1 - NEWEST) * task.unit_s.get(node, event.seconds) + NEWEST * event.seconds
-        task.step_s = sum(task.unit_s.get(each, 0.0) for each in task.added.training)
+        device = self._devices[event.device]
+        device.running = device.task = None
+        task.computing = None
+        task.used_s += event.seconds - task.unit_s.get(node, 0.0)
+        task.measured(node, event.seconds)
+        task.storing = True
+        if not event.failed:
+            task.near = device
+            device.near[task] = None
+        self._free(device)
+        self._refresh(task)
+
+    def _through(self, task: _Task) -> None:
+        """Nothing of the task is on its way to DRAM any more."""
+        task.storing = False
+        if task.near is not None:
+            task.near.near.pop(task, None)
+            task.near = None
 
     def _stored(self, event: Stored) -> None:
         task = self._tasks[event.unit.task]
-        assert task.unit() == event.unit, (task.unit(), event.unit)
-        task.running = False
-        task.position += 1
-        self._mark_ready(task)
+        assert task.storing, event.unit
+        self._through(task)
+        node = (event.unit.kind, event.unit.shard)
         has_gradients = event.unit.kind in (FUSED, BACKWARD) and event.unit.shard in task.added.updates
         if task.added.early_release and has_gradients and not task.over:
             task.stale.add(event.unit.shard)
             self._out.append(Update(event.unit.task, event.unit.shard))
-        through = event.unit.kind == FUSED or (event.unit.kind == EVALUATE and task.position == len(task.chain))
-        if through and not task.over:
+        ends_forward = event.unit.kind == FUSED or (not task.training and node == task.chain[-1])
+        if ends_forward and not task.over:
             self._read(task)
         self._commit(task)
         self._advance(task)
+        self._refresh(task)
 
     def _commit(self, task: _Task) -> None:
         """Commit a step whose units are all through, and the updates that were released early."""
-        is_through = bool(task.chain) and task.position == len(task.chain)
+        is_through = bool(task.chain) and task.position == len(task.chain) and not task.under_way
         if is_through and not (task.over or task.committing or (task.training and task.stale)):
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))
@@ -207,7 +270,7 @@ class Scheduler:
 
     def _did_not_fit(self, event: DidNotFit) -> None:
         task = self._tasks[event.unit.task]
-        task.running = False
+        self._through(task)
         task.chain = ()
         task.misfit = event.unit
         self._revoke(task)
@@ -220,7 +283,6 @@ class Scheduler:
             training=event.training, evaluation=event.evaluation, needs=event.needs, updates=event.updates
         )
         task.unit_s = dict(event.unit_s)
-        task.step_s = sum(task.unit_s.get(node, 0.0) for node in event.training)
         if task.next_batch is not None:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
         if task.over:
@@ -243,12 +305,14 @@ class Scheduler:
         task = self._tasks[event.task]
         task.stale.discard(event.shard)
         self._commit(task)
-        self._mark_ready(task)
         self._advance(task)
+        if task.offer is None:
+            self._refresh(task)
 
     def _failed(self, event: Failed) -> None:
         task = self._tasks[event.task]
-        task.running = task.running and event.unit is None
+        if event.unit is not None:
+            self._through(task)
         if event.commit:
             task.committing = task.fitting = False
         self._end(task)
@@ -270,17 +334,18 @@ class Scheduler:
         self._advance(task)
 
     def _revoke(self, task: _Task) -> None:
-        for index, device in self._devices.items():
-            if device.claim is not None and device.claim.task == task.added.task:
-                self._drop(index, device)
+        if task.claim is not None:
+            self._drop(task.claim)
+        self._refresh(task)
 
     def _advance(self, task: _Task) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
-        if task.finished or task.committing or task.fitting or task.running or (task.chain and not task.over):
+        if task.finished or task.committing or task.fitting or task.under_way or (task.chain and not task.over):
             return
         if task.over or (task.ended and task.next_batch is None and task.misfit is None):
             if not task.stale:
                 task.finished = True
+                self._num_unfinished -= 1
                 self._out.append(Finish(task.added.task))
             return
         has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.new_shapes)
@@ -303,70 +368,168 @@ class Scheduler:
     def _begin_chain(self, task: _Task) -> None:
         task.position = 0
         task.chain = task.added.training if task.training else task.added.evaluation
-        self._mark_ready(task)
+        task.estimate()
+        self._refresh(task)
         if task.added.reads_ahead:
             self._read(task)
 
-    def _mark_ready(self, task: _Task) -> None:
-        self._ready_count += 1
-        task.ready_order = self._ready_count
+    # -- what tasks offer
+
+    def _refresh(self, task: _Task) -> None:
+        """Put what a task offers where it belongs, after anything about it has changed."""
+        if task.queue is not None:
+            task.queue.discard(task)
+            task.queue = None
+        before, task.offer = task.offer, task.next_unit()
+        if task.offer is None:
+            return
+        if task.offer != before:
+            task.passes = 0
+            task.ready_order = NOT_YET
+        is_ready = not task.under_way
+        if task.computing is None and task.ready_order == NOT_YET:  # be it on one device only
+            self._ready_count += 1
+            task.ready_order = self._ready_count
+        task.key = self._key(task)
+        if task.claim is not None:
+            if is_ready:
+                self._put(self._claimed, task)
+            self._touched[task.claim] = None
+        else:
+            self._put(self._ready if is_ready else self._loadable, task)
+        only = task.computing or task.near
+        if only is not None:
+            self._touched[only] = None
+
+    def _put(self, queue: ReadyQueue[_Task], task: _Task) -> None:
+        task.queue = queue
+        queue.put(task, task.key)
+
+    def _key(self, task: _Task) -> Any:
+        added = task.added
+        candidate = Candidate(
+            added.task,
+            task.order,
+            task.remaining_s(),
+            task.ready_order,
+            task.served_order,
+            task.used_s,
+            added.weight,
+        )
+        return (-added.priority, self._policy.key(candidate), task.order)
 
     # -- units to devices
 
     def _dispatch(self) -> None:
-        idle = [(index, device) for index, device in self._devices.items() if device.running is None]
-        for index, device in idle:  # a claim that is loaded costs nothing more: nobody takes it away
-            if device.claim is not None and self._tasks[device.claim.task].run_ready() == device.claim:
-                self._run(index, device, device.claim)
-        for index, device in idle:
+        touched, self._touched = self._touched, {}
+        for device in touched:
             if device.running is None:
-                self._run_best(index, device)
-        for index, device in self._devices.items():
-            if device.claim is None and (device.running is None or self._double_buffer):
-                self._claim_best(index, device)
+                self._run_own(device)
+        while self._ready or self._claimed:
+            idle = self._lowest(self._idle)
+            if idle is None:
+                break
+            self._run_best(idle)
+        for device in (*touched, *self._touched):
+            self._claim_best(device, self._own_offers(device))
+        while self._ready or self._loadable:
+            wanting = self._lowest(self._wanting)
+            if wanting is None:
+                break
+            self._claim_best(wanting, ())
+        self._touched = {}
 
-    def _run_best(self, index: int, device: _Device) -> None:
-        claimed = {other.claim for other in self._devices.values()}
-        ready = {unit: task for task in self._tasks.values() if (unit := task.run_ready()) is not None}
-        unit = self._choose({u: t for u, t in ready.items() if u not in claimed}) or self._choose(ready)
-        if unit is None:
+    def _is_wanting(self, device: _Device) -> bool:
+        return device.claim is None and (device.running is None or self._double_buffer)
+
+    def _free(self, device: _Device) -> None:
+        """Enter a device where devices are looked for, after it lost its unit or its claim."""
+        if device.running is None and not device.in_idle:
+            device.in_idle = True
+            heappush(self._idle, device.index)
+        if self._is_wanting(device) and not device.in_wanting:
+            device.in_wanting = True
+            heappush(self._wanting, device.index)
+        self._touched[device] = None
+
+    def _lowest(self, heap: list[int]) -> _Device | None:
+        """The first device that is idle, or that wants a claim."""
+        while heap:
+            device = self._devices[heap[0]]
+            if device.running is None if heap is self._idle else self._is_wanting(device):
+                return device
+            heappop(heap)
+            if heap is self._idle:
+                device.in_idle = False
+            else:
+                device.in_wanting = False
+        return None
+
+    def _own_offers(self, device: _Device) -> Iterable[_Task]:
+        """Tasks whose unit before the offered one is on the device, or on its way from it to DRAM."""
+        if device.task is not None:
+            yield device.task
+        yield from device.near
+
+    def _run_own(self, device: _Device) -> None:
+        """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first."""
+        claim = device.claim
+        if claim is not None and (not claim.under_way or claim.near is device):
+            self._run(device, claim)
             return
-        for holder, other in self._devices.items():
-            if other.claim == unit or other is device:
-                self._drop(holder, other)
-        self._run(index, device, unit)
+        near = [task for task in device.near if task.offer is not None]
+        if not near:
+            return
+        best = min(near, key=lambda task: (task.claim is not None, task.key))
+        other = self._ready.best()
+        self._run(device, best if other is None or best.key < other.key else other)
 
-    def _claim_best(self, index: int, device: _Device) -> None:
-        claimed = {other.claim for other in self._devices.values()}
+    def _run_best(self, device: _Device) -> None:
+        task = self._ready.best() or self._claimed.best()
+        assert task is not None
+        self._run(device, task)
 
-        def free(units: Iterator[tuple[Unit | None, _Task]]) -> dict[Unit, _Task]:
-            return {unit: task for unit, task in units if unit is not None and unit not in claimed}
+    def _claim_best(self, device: _Device, own: Iterable[_Task]) -> None:
+        """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
+        if not self._is_wanting(device):
+            return
+        free = [task for task in own if task.offer is not None and task.claim is None]
+        ready = self._ready.best()
+        if ready is not None:
+            free.append(ready)
+        task = min(free, key=lambda task: task.key) if free else self._loadable.best()
+        if task is not None:
+            task.claim, device.claim = device, task
+            assert task.offer is not None
+            self._out.append(Load(device.index, task.offer))
+            self._refresh(task)
 
-        # What can run at once goes before what still waits for its input.
-        unit = self._choose(free((task.run_ready(), task) for task in self._tasks.values())) or self._choose(
-            free((task.load_ready(), task) for task in self._tasks.values())
-        )
-        if unit is not None:
-            device.claim = unit
-            self._out.append(Load(index, unit))
+    def _run(self, device: _Device, task: _Task) -> None:
+        unit = task.offer
+        assert unit is not None
+        if task.claim is not device:
+            if task.claim is not None:
+                self._drop(task.claim)
+            if device.claim is not None:
+                self._drop(device)
+            self._out.append(Load(device.index, unit))
+        device.claim = task.claim = None
+        device.running, device.task = unit, task
+        task.computing = device
+        task.position += 1
+        task.used_s += task.unit_s.get((unit.kind, unit.shard), 0.0)
+        self._share_s = max(self._share_s, task.used_s / task.added.weight)
+        self._served_count += 1
+        task.served_order = self._served_count
+        self._out.append(Run(device.index, unit))
+        self._refresh(task)
+        self._free(device)
 
-    def _choose(self, units: dict[Unit, _Task]) -> Unit | None:
-        if not units:
-            return None
-        candidates = {
-            Candidate(task.added.task, task.order, task.remaining_s(), task.ready_order): unit
-            for unit, task in units.items()
-        }
-        return candidates[self._policy.choose(list(candidates))]
-
-    def _run(self, index: int, device: _Device, unit: Unit) -> None:
-        if device.claim != unit:
-            self._out.append(Load(index, unit))
-        device.claim, device.running = None, unit
-        self._tasks[unit.task].running = True
-        self._out.append(Run(index, unit))
-
-    def _drop(self, index: int, device: _Device) -> None:
-        if device.claim is not None:
-            self._out.append(Drop(index, device.claim))
-            device.claim = None
+    def _drop(self, device: _Device) -> None:
+        task = device.claim
+        assert task is not None
+        assert task.offer is not None
+        self._out.append(Drop(device.index, task.offer))
+        device.claim = task.claim = None
+        self._refresh(task)
+        self._free(device)

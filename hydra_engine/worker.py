@@ -58,6 +58,8 @@ class _Work:
         self.error: BaseException | None = None  # the first
         self.where = ""
         # From here on known when it runs.
+        self.after: Future[None] | None = None  # the unit before it, where that is still on its way to DRAM
+        self.stored: Future[None] = Future()
         self.num_micro_batches = 0
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
@@ -86,6 +88,7 @@ class Worker:
         self._spiller = Spiller(device)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
+        self._stored: dict[str, Future[None]] = {}  # by task, of the last unit that was run here
         self._outstanding: set[_Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -99,6 +102,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         """Forget a task."""
         del self._executors[name]
+        self._stored.pop(name, None)
 
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
@@ -154,6 +158,9 @@ class Worker:
     def run(self, unit: Unit) -> None:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
         work, _ = self._claims.pop(unit)
+        before = self._stored.get(unit.task)
+        work.after = before if before is not None and not before.done() else None
+        self._stored[unit.task] = work.stored
         staging = work.state.staging
         work.num_micro_batches = staging.num_micro_batches
         work.signature = staging.signature
@@ -197,6 +204,9 @@ class Worker:
     def _submit_input(self, work: _Work, m: int) -> None:
         def load() -> MicroInput:
             if m == 0:
+                if work.after is not None:
+                    work.after.result()  # its job in the store lane was queued before this one, and waits for no load
+                    work.after = None
                 work.buffers = self._spiller.load_buffers(work.state, work.shard)
                 if work.stepper is not None:
                     work.step = self._spiller.load_step(work.stepper, work.shard)
@@ -296,7 +306,8 @@ class Worker:
         else:
             self._unload(work)
         self.device.ledger.release(held_bytes - kept_bytes)
-        self._report(Computed(self.index, work.unit, self._trace.now_s() - start_s))
+        seconds = self._trace.now_s() - start_s
+        self._report(Computed(self.index, work.unit, seconds, failed=work.error is not None))
         self.device.submit(STORE, str(work.unit), partial(self._store, work, output, kept_bytes))
 
     def _step(
@@ -333,4 +344,10 @@ class Worker:
         work.buffers = {}
         self.device.ledger.release(kept_bytes, deactivates=True)
         self._over(work)
-        self._report(Stored(unit) if work.error is None else Failed(unit.task, work.error, work.where, unit))
+        # In this order: whoever waits for it must not be reported before it.
+        if work.error is None:
+            self._report(Stored(unit))
+            work.stored.set_result(None)
+        else:
+            self._report(Failed(unit.task, work.error, work.where, unit))
+            work.stored.set_exception(work.error)

@@ -52,8 +52,10 @@ class FakeTask:
         self.position = 0
         self.step = -1
         self.training = True
-        self.unit = None  # on a device, or on its way to DRAM
-        self.computed = False
+        self.unit = None  # on a device
+        self.storing = None  # on its way to DRAM
+        self.near = None  # the device that computed it, where it is whole
+        self.broken = False  # a unit failed on its way to DRAM: whatever went on from it fails as well
         self.ready = None  # the batch that was read and is not begun
         self.reading = False
         self.ended = False
@@ -75,13 +77,12 @@ class FakeTask:
         kind, shard = self.chain[position]
         return Unit(self.name, kind, shard, self.step)
 
-    def next_units(self):
-        """The unit that may be run, and the units that may be loaded; each is None or empty where there is none."""
-        if self.over or self.position >= len(self.chain):
-            return None, []
-        first = self.position + (self.unit is not None)
-        loadable = [self.at(first)] if first < len(self.chain) and self.fresh(self.chain[first][1]) else []
-        return (loadable[0] if loadable and self.unit is None else None), loadable
+    def next_unit(self):
+        """The unit that may be loaded, and whether it may be run: on any device, or on which."""
+        if self.over or self.position >= len(self.chain) or not self.fresh(self.chain[self.position][1]):
+            return None, None
+        where = "any" if self.unit is None and self.storing is None else self.near if self.unit is None else None
+        return self.at(self.position), where
 
     def fresh(self, shard):
         return not set(self.updating) & set(self.added.needs[shard])
@@ -122,23 +123,25 @@ class World:
         task.num_read[what] += 1
         return self.send(BatchReady(task.name, *task.ready, new_shapes))
 
-    def compute(self, device, seconds=1.0):
+    def compute(self, device, seconds=1.0, *, failed=False):
         unit, self.running[device] = self.running[device], None
-        self.tasks[unit.task].computed = True
-        return self.send(Computed(device, unit, seconds))
+        task = self.tasks[unit.task]
+        failed = failed or task.broken
+        assert task.storing is None or task.broken, "what a unit goes on from is stored before it is through"
+        task.unit, task.storing, task.near = None, unit, None if failed else device
+        return self.send(Computed(device, unit, seconds, failed))
 
     def store(self, task, error=None):
         """What the task's unit left is in DRAM, or the unit failed."""
-        unit, task.unit, task.computed = task.unit, None, False
+        unit, task.storing, task.near = task.storing, None, None
         if error is not None:
-            task.over = True
+            task.over = task.broken = True
             return self.send(Failed(task.name, error, "a layer", unit))
-        task.position += 1
         return self.send(Stored(unit))
 
     def misfit(self, task):
         """A device ran out of memory in the task's unit."""
-        task.misfit, task.unit, task.computed = task.unit, None, False
+        task.misfit, task.storing = task.storing, None
         task.chain, task.position = (), 0
         return self.send(DidNotFit(task.misfit))
 
@@ -202,7 +205,7 @@ class World:
         task = self.tasks[unit.task]
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
-        assert unit in task.next_units()[1], "nothing is loaded before its shard's update is through, nor out of turn"
+        assert task.next_unit()[0] == unit, "nothing is loaded before its shard's update is through, nor out of turn"
         self.claims[device] = unit
 
     def _drop(self, instruction, _):
@@ -215,9 +218,12 @@ class World:
         task = self.tasks[unit.task]
         assert self.claims[device] == unit, "what is run was loaded"
         assert self.running[device] is None, "a device runs one unit"
-        assert task.next_units()[0] == unit, "units run in the order of the chain, each once its input is there"
+        found, where = task.next_unit()
+        assert found == unit, "units run in the order of the chain"
+        assert where in ("any", device), "a unit runs once its input is in DRAM, or where it was made"
         self.claims[device] = None
         self.running[device] = task.unit = unit
+        task.position += 1
 
     def _read(self, instruction, _):
         task = self.tasks[instruction.task]
@@ -227,6 +233,7 @@ class World:
         assert not task.over
         if not task.added.reads_ahead:  # layers draw: the read begins where the batch's forward left the stream
             assert {kind for kind, _ in task.chain[task.position :]} <= {"b"}
+            assert task.unit is None or task.unit.kind == "b", "the forward is through"
         task.reading = True
 
     def _begin(self, instruction, _):
@@ -259,6 +266,8 @@ class World:
         assert instruction.training == task.training
         assert task.chain
         assert task.position == len(task.chain), "every unit of the batch is stored"
+        assert task.unit is None
+        assert task.storing is None
         assert not task.committing
         assert not task.over
         task.committing = True
@@ -271,6 +280,7 @@ class World:
         task = self.tasks[instruction.task]
         assert not task.finished, "a task finishes once"
         assert task.unit is None
+        assert task.storing is None
         assert not task.committing
         assert not task.fitting
         assert not task.updating
@@ -285,14 +295,14 @@ class World:
         for claim in self.claims.values():
             assert claim is None or not self.tasks[claim.task].over, "a failed task claims nothing"
         on_devices = [unit for unit in self.running.values() if unit is not None]
-        waiting = [task.next_units() for task in self.tasks.values()]
-        runnable = [unit for unit, _ in waiting if unit is not None]
-        unclaimed = [unit for _, units in waiting for unit in units if unit not in self.claims.values()]
+        waiting = [task.next_unit() for task in self.tasks.values()]
+        runnable = {unit: where for unit, where in waiting if where is not None}
+        unclaimed = [unit for unit, _ in waiting if unit is not None and unit not in self.claims.values()]
         assert len({unit.task for unit in on_devices}) == len(on_devices), "a task's units run one after the other"
         assert not set(on_devices) & set(self.claims.values())
         for device, unit in self.running.items():
             if unit is None:
-                assert not runnable, f"{runnable} wait beside the idle device {device}"
+                assert not {"any", device} & set(runnable.values()), f"{runnable} wait beside the idle device {device}"
             if self.claims[device] is None:
                 assert not unclaimed or not (self.double_buffer or unit is None), f"device {device} loads nothing"
             else:
@@ -303,13 +313,18 @@ class World:
         """Everything that can come through next, as (what, call)."""
         for device, unit in self.running.items():
             if unit is not None:
-                yield "compute", lambda device=device: self.compute(device)
+                if self.tasks[unit.task].storing is None or self.tasks[unit.task].broken:
+                    yield "compute", lambda device=device: self.compute(device)
+                    yield "fail", lambda device=device: self.compute(device, failed=True)
         for task in self.tasks.values():
             if task.reading:
                 yield "read", lambda task=task: self.read(task)
-            if task.unit is not None and task.computed:
+            if task.storing is not None and task.near is None:
+                yield "break", lambda task=task: self.store(task, RuntimeError("unit"))
+                if not task.broken:
+                    yield "misfit", lambda task=task: self.misfit(task)
+            elif task.storing is not None:
                 yield "store", lambda error=None, task=task: self.store(task, error)
-                yield "misfit", lambda task=task: self.misfit(task)
             if task.reading:
                 yield "read anew", lambda task=task: self.read(task, new_shapes=True)
             if task.fitting:
@@ -396,8 +411,12 @@ def walk(seed, *, failures=False, stops=False, misfits=False):
             choices = list(world.under_way())
             assert choices, "nothing is under way and tasks are unfinished: the run hangs"
             what, happens = rng.choice(choices)
-            if what in ("misfit", "read anew") and rng.random() >= misfit_share:
+            if what == "fail" and rng.random() >= max(failure_share, misfit_share):
                 continue
+            if what == "read anew" and rng.random() >= misfit_share:
+                continue
+            if what == "break" and misfits and not failures and len(choices) > 1:
+                continue  # it shall not fail, but be cut finer
             if what in ("store", "commit", "update", "fit") and rng.random() < failure_share:
                 happens(RuntimeError(what))
             else:
@@ -471,36 +490,37 @@ def words(instructions):
 
 
 # One task in three shards on one device, two steps. Each line: what comes through, and what the scheduler says to it.
-# The claim of fb2 cannot be made before f1 runs; at the commit all updates are released, lowest first, and shard 0 is
-# loaded for the next step as soon as its own update is through.
+# The claim of fb2 cannot be made before f1 runs; f1 runs as soon as f0 is computed, since its input is on this device
+# or on its way; at the commit all updates are released, lowest first, and shard 0 is loaded for the next step as soon
+# as its own update is through.
 ONE_TASK_THREE_SHARDS = """
     device           |
     task             | read
     batch 0          | begin 0, read, load f0, run f0, load f1
-    f0 computed      |
-    f0 stored        | run f1, load fb2
-    f1 computed      |
-    f1 stored        | run fb2, load b1
+    f0 computed      | run f1, load fb2
+    f0 stored        |
+    f1 computed      | run fb2, load b1
+    f1 stored        |
     batch 1          |
-    fb2 computed     |
-    fb2 stored       | run b1, load b0
-    b1 computed      |
-    b1 stored        | run b0
+    fb2 computed     | run b1, load b0
+    fb2 stored       |
+    b1 computed      | run b0
+    b1 stored        |
     b0 computed      |
     b0 stored        | commit
     committed        | update 0, update 1, update 2, begin 1, read
     shard 0 updated  | load f0, run f0
     end of data      |
     shard 1 updated  | load f1
-    f0 computed      |
-    f0 stored        | run f1
+    f0 computed      | run f1
+    f0 stored        |
     shard 2 updated  | load fb2
-    f1 computed      |
-    f1 stored        | run fb2, load b1
-    fb2 computed     |
-    fb2 stored       | run b1, load b0
-    b1 computed      |
-    b1 stored        | run b0
+    f1 computed      | run fb2, load b1
+    f1 stored        |
+    fb2 computed     | run b1, load b0
+    fb2 stored       |
+    b1 computed      | run b0
+    b1 stored        |
     b0 computed      |
     b0 stored        | commit
     committed        | update 0, update 1, update 2
@@ -527,7 +547,7 @@ def test_one_task_in_three_shards_is_the_drawing(policy):
                 assert world.running[0] == Unit.parse(f"task.{unit}@{task.step}")
                 out = world.compute(0)
             case [unit, "stored"]:
-                assert task.unit == Unit.parse(f"task.{unit}@{task.step}")
+                assert task.storing == Unit.parse(f"task.{unit}@{task.step}")
                 out = world.store(task)
             case ["committed"]:
                 out = world.commit(task)
@@ -543,10 +563,10 @@ def test_without_double_buffering_a_shard_is_loaded_when_it_runs():
     world.add_task(task_added("task", 2), [TRAIN])
     task = world.tasks["task"]
     assert words(world.read(task)) == "begin 0, read, load f0, run f0"
-    assert words(world.compute(0)) == "load fb1"  # the device is free: it loads what it will run
-    assert words(world.store(task)) == "run fb1"
-    assert words(world.compute(0)) == "load b0"
-    assert words(world.store(task)) == "run b0"
+    assert words(world.compute(0)) == "load fb1, run fb1"
+    assert words(world.store(task)) == ""
+    assert words(world.compute(0)) == "load b0, run b0"
+    assert words(world.store(task)) == ""
 
 
 def test_task_that_draws_reads_on_when_its_forward_is_through():
@@ -555,18 +575,18 @@ def test_task_that_draws_reads_on_when_its_forward_is_through():
     world.add_task(task_added("task", 2, num_steps=2, reads_ahead=False), [TRAIN, EVALUATE])
     task = world.tasks["task"]
     assert words(world.read(task)) == "begin 0, load f0, run f0, load fb1"
-    world.compute(0)
-    assert words(world.store(task)) == "run fb1, load b0"
-    world.compute(0)
-    assert words(world.store(task)) == "read, run b0"
+    assert words(world.compute(0)) == "run fb1, load b0"
+    world.store(task)
+    assert words(world.compute(0)) == "run b0"
+    assert words(world.store(task)) == "read"
     world.read(task)
     world.compute(0)
     world.store(task)
     assert words(world.commit(task)) == "update 0, update 1, begin 0"
     assert words(world.update(task, 0)) == "load e0, run e0"
     assert words(world.update(task, 1)) == "load e1"
-    world.compute(0)
-    assert words(world.store(task)) == "run e1"
+    assert words(world.compute(0)) == "run e1"
+    world.store(task)
     world.compute(0)
     assert words(world.store(task)) == "read, commit"
     assert words(world.commit(task)) == ""
@@ -598,7 +618,7 @@ def two_tasks(policy, **options):
     return world
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ["fair-share", "fifo", "locality", "round-robin", "sharded-lrtf"])
 def test_two_equal_tasks_alternate_on_one_device(policy):
     #           compute   a.f0   b.f0   a.fb1  b.fb1  a.b0   b.b0
     #           load             b.f0   a.fb1  b.fb1  a.b0   b.b0      each while the unit before it computes
@@ -635,26 +655,19 @@ def test_device_computes_another_task_while_one_is_updated():
 
 
 def test_sharded_lrtf_runs_the_longest_task_first_and_fifo_the_first_to_be_ready():
-    for policy, first in (("sharded-lrtf", "long"), ("fifo", "short")):
+    for policy, first, second in (("sharded-lrtf", "long", "long"), ("fifo", "short", "long")):
         world = two_tasks(policy, short=1.0, long=3.0)
         world.add_device(0)
         assert world.running[0].task == first
-        assert world.claims[0].task != first
+        assert world.claims[0].task == second
 
 
 class Spy:
-    """Takes the first candidate, and keeps what it was shown."""
+    """Keeps what it was shown last."""
 
-    def __init__(self):
-        self.shown = []
-
-    def choose(self, candidates):
-        self.shown.append(candidates)
-        return candidates[0]
-
-    @property
-    def remaining_s(self):
-        return self.shown[-1][0].remaining_s
+    def key(self, candidate):
+        self.remaining_s = candidate.remaining_s
+        return 0
 
 
 def spied_task(num_steps):
@@ -680,18 +693,19 @@ def run_step(world, task):
 
 def test_remaining_time_is_that_of_the_units_left_and_of_the_steps_to_come():
     world, task, spy = spied_task(num_steps=3)
-    assert spy.remaining_s == (1 + 2 + 4) + 2 * 7
+    assert spy.remaining_s == (2 + 4) + 2 * 7  # f0 runs, and fb1 is what could be loaded
     world.compute(0, 1.0)
+    assert spy.remaining_s == 4 + 2 * 7
     world.store(task)
-    world.compute(0, 2.0)  # the device is free for the shard of b0, and fb1 is not stored yet
-    assert spy.remaining_s == (2 + 4) + 2 * 7
+    world.compute(0, 2.0)
     world.store(task)
     world.compute(0, 4.0)
     world.store(task)
     world.read(task)
     world.commit(task)
     world.update(task, 0)
-    assert spy.remaining_s == 7 + 1 * 7
+    world.update(task, 1)
+    assert spy.remaining_s == (2 + 4) + 1 * 7
 
 
 def test_remaining_time_during_an_evaluation_counts_the_steps_after_it():
@@ -699,25 +713,28 @@ def test_remaining_time_during_an_evaluation_counts_the_steps_after_it():
     run_step(world, task)
     run_step(world, task)
     assert world.running[0] == Unit("task", "e", 0, 0)
+    world.compute(0, 0.0)
     assert spy.remaining_s == 0 + 1 * 7  # nobody knows yet how long an evaluation takes
 
 
 def test_loader_that_does_not_say_has_as_many_steps_again_as_so_far():
     world, task, spy = spied_task(num_steps=None)
-    assert spy.remaining_s == 7 + 1 * 7
+    assert spy.remaining_s == 6 + 1 * 7
     run_step(world, task)
-    assert spy.remaining_s == 7 + 2 * 7
+    assert spy.remaining_s == 6 + 2 * 7
 
 
 def test_remaining_time_follows_what_was_measured():
     world, task, spy = spied_task(num_steps=3)
-    world.compute(0, seconds=101.0)
-    before_s = spy.remaining_s
-    world.store(task)
-    world.compute(0, seconds=2.0)
-    learned_s = before_s - spy.remaining_s  # f0 is stored since
-    assert 1.0 < learned_s < 101.0
-    assert spy.remaining_s == pytest.approx((2 + 4) + 2 * (learned_s + 2 + 4))
+    for seconds in (101.0, 2.0, 4.0):  # the first disturbed: 1 s so far
+        world.compute(0, seconds=seconds)
+        world.store(task)
+    world.read(task)
+    world.commit(task)
+    world.update(task, 0)
+    world.update(task, 1)
+    learned_s = 0.7 * 1.0 + 0.3 * 2.0  # it counts as twice the estimate, no more
+    assert spy.remaining_s == pytest.approx((2 + 4) + 1 * (learned_s + 2 + 4))
 
 
 def test_unit_waits_from_the_update_that_made_it_ready():
@@ -752,16 +769,20 @@ def test_idle_device_steals_a_claim():
 
 
 def test_claim_that_is_loaded_stays_where_it_is_loaded():
-    # Both devices become able to run b.fb1 in one event; the one that has it loaded does.
-    world = two_tasks("fifo", a=1.0, b=1.0)
+    # Device 1 has loaded b.f0 and is idle when it becomes ready, as device 0 is; a.f0 is on neither.
+    world = World("fifo")
     world.add_device(0)
     world.add_device(1)
+    world.add_task(task_added("a", 1), [TRAIN])
+    world.add_task(task_added("b", 2), [TRAIN])
+    a, b = world.tasks["a"], world.tasks["b"]
+    world.read(b)
+    world.read(a)
+    assert world.running == {0: Unit("b", "f", 0, 0), 1: Unit("a", "fb", 0, 0)}
     claim = Unit("b", "fb", 1, 0)
     [holder] = [device for device, unit in world.claims.items() if unit == claim]
-    world.compute(0)
-    world.compute(1)
-    out = world.store(world.tasks["b"])
-    assert out[0] == Run(holder, claim)
+    world.compute(1 - holder)
+    assert world.compute(holder)[0] == Run(holder, claim)
 
 
 def test_claims_of_a_failed_task_are_dropped():
@@ -770,10 +791,98 @@ def test_claims_of_a_failed_task_are_dropped():
     world.add_task(task_added("task", 3), [TRAIN])
     task = world.tasks["task"]
     world.read(task)
-    world.compute(0)
+    assert world.compute(0, failed=True) == []
     assert world.claims[0] == Unit("task", "f", 1, 0)
     out = world.store(task, RuntimeError("a layer"))
     assert out == [Drop(0, Unit("task", "f", 1, 0)), Finish("task")]
+
+
+def test_task_ends_once_what_went_on_from_a_failed_unit_is_through():
+    # f0 is computed and f1 begun on the same device; then f0 fails on its way to DRAM.
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 3), [TRAIN])
+    task = world.tasks["task"]
+    world.read(task)
+    assert words(world.compute(0)) == "run f1, load fb2"
+    assert words(world.store(task, RuntimeError("full"))) == "drop fb2"
+    assert world.compute(0) == []  # fails, for want of its input
+    assert words(world.store(task, RuntimeError("full"))) == "finish"
+
+
+def test_unit_runs_only_where_its_input_was_made_until_that_is_stored():
+    world = two_tasks("fifo", a=1.0)
+    world.add_device(0)
+    world.add_device(1)
+    world.add_task(task_added("b", 1), [TRAIN])
+    world.read(world.tasks["b"])
+    assert world.running == {0: Unit("a", "f", 0, 0), 1: Unit("b", "fb", 0, 0)}
+    world.compute(1)
+    assert world.running[1] is None
+    world.add_task(task_added("c", 1), [TRAIN])
+    assert words(world.compute(0)) == "run fb1, load b0"  # on device 0, and device 1 stays idle
+    world.read(world.tasks["c"])
+    assert world.running == {0: Unit("a", "fb", 1, 0), 1: Unit("c", "fb", 0, 0)}
+
+
+def test_units_of_higher_priority_go_first_under_any_policy():
+    for policy in sorted(POLICIES):
+        world = World(policy)
+        for name, priority in (("a", 0), ("b", 7), ("c", -1)):
+            world.add_task(task_added(name, 1, priority=priority), [TRAIN])
+            world.read(world.tasks[name])
+        world.add_device(0)
+        assert (world.running[0].task, world.claims[0].task) == ("b", "a"), policy
+        world.compute(0)
+        world.store(world.tasks["b"])
+        assert (world.running[0].task, world.claims[0].task) == ("a", "c"), policy
+
+
+def test_fair_share_gives_time_by_weight():
+    world = World("fair-share", double_buffer=False)
+    world.add_device(0)
+    for name, weight in (("a", 3.0), ("b", 1.0)):
+        world.add_task(task_added(name, 1, weight=weight, num_steps=200), [TRAIN] * 200)
+    had = Counter()
+
+    def settle():
+        while (found := next((h for what, h in world.under_way() if what not in ("compute", "fail")), None)) is not None:
+            found()
+
+    settle()
+    while sum(had.values()) < 80:
+        # What ran last is not ready before it is committed; with two tasks alone they would alternate.
+        had[world.running[0].task] += 1
+        unit = world.running[0]
+        world.compute(0, seconds=1.0 if unit.task == "a" else 3.0)
+        settle()
+    assert had["a"] / had["b"] == pytest.approx(1.0, rel=0.1)  # equal numbers of units: the seconds are 1 to 3
+
+
+def test_newcomer_gets_nothing_for_the_time_before():
+    world = World("fair-share")
+    world.add_device(0)
+    world.add_task(task_added("a", 1, num_steps=50), [TRAIN] * 50)
+    a = world.tasks["a"]
+    for _ in range(20):
+        world.read(a)
+        world.compute(0)
+        world.store(a)
+        world.commit(a)
+        world.update(a, 0)
+    world.add_task(task_added("b", 3, num_steps=50), [TRAIN] * 50)
+    world.add_task(task_added("c", 3, num_steps=50), [TRAIN] * 50)
+    world.read(a)
+    world.read(world.tasks["b"])
+    world.read(world.tasks["c"])
+    order = []
+    for _ in range(6):
+        unit = world.running[0]
+        order.append(unit.task)
+        world.compute(0)
+        world.store(world.tasks[unit.task])
+    assert order.count("b") <= 3
+    assert order.count("c") <= 3
 
 
 def test_stop_finishes_what_is_committed():
@@ -816,7 +925,7 @@ def makespan(tasks, num_devices, policy):
         world.add_task(added, [TRAIN] * num_steps)
     now_s, ties, ends, started = 0.0, count(), [], set()
     while not world.scheduler.finished:
-        instant = next((happens for what, happens in world.under_way() if what != "compute"), None)
+        instant = next((happens for what, happens in world.under_way() if what not in ("compute", "fail")), None)
         if instant is not None:
             instant()
             continue
@@ -836,12 +945,13 @@ def lower_bound(tasks, num_devices):
     return max(*task_s, sum(task_s) / num_devices)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ["fair-share", "fifo", "locality", "round-robin", "sharded-lrtf"])
 @pytest.mark.parametrize(("num_tasks", "num_devices"), [(2, 1), (2, 2), (4, 2), (4, 4), (6, 3), (6, 4), (3, 4)])
 def test_makespan_of_equal_tasks_is_close_to_the_best_there_is(policy, num_tasks, num_devices):
     tasks = [(task_added(f"task-{k}", 3, num_steps=4), 4) for k in range(num_tasks)]
     best = lower_bound(tasks, num_devices)
-    assert best <= makespan(tasks, num_devices, policy) <= best + 1.0  # one unit takes 1.0
+    num_units = 2 if policy in ("fifo", "round-robin") else 1  # the others keep tasks equally long
+    assert best <= makespan(tasks, num_devices, policy) <= best + num_units  # a unit takes 1.0
 
 
 def test_makespan_of_random_tasks_is_within_grahams_bound():
