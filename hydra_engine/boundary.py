@@ -98,7 +98,7 @@ def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
     if tensor.is_contiguous():
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
 
 

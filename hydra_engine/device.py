@@ -11,7 +11,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
@@ -30,6 +29,8 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 # The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
 CHAOS_SHARE = 0.3
 CHAOS_MAX_S = 0.0005
+# As many bytes are copied in the time that it takes to wake a thread which waits.
+HANDOFF_BYTES = 2**17
 # Copies that tell the speed of memory.
 PROBE_BYTES, NUM_PROBES = 2**22, 5
 
@@ -112,6 +113,11 @@ class Lane:
     def submit(self, job: Callable[[], None]) -> None:
         """Queue a job."""
         self._jobs.put(job)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is queued; a job may be under way."""
+        return self._jobs.empty()
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -199,28 +205,45 @@ class OpenDevice:
         self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)  # type: ignore[no-untyped-call]
         self._bandwidth = spec.bandwidth
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
+        self._is_quick = spec.bandwidth is None and spec.chaos is None
         self._trace = trace
+        self._links = {lane: threading.Lock() for lane in (LOAD, STORE)}  # one copy at a time in each direction
         self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
 
-    def submit(self, lane: str, label: str, job: Callable[[], None]) -> None:
-        """Queue a job in a lane. It is traced as a span named `label`; what computes traces itself, since it waits."""
-        self._lanes[lane].submit(lambda: self._run(lane, label, job))
+    def submit(self, lane: str, label: str, job: Callable[[], None], num_bytes: int | None = None) -> None:
+        """Queue a job in a lane. It is traced as a span named `label`; what computes traces itself, since it waits.
+
+        `num_bytes`: that the job moves. Where waking the lane costs more, the caller's thread does it at once.
+        """
+        if num_bytes is not None and num_bytes <= HANDOFF_BYTES and self._is_quick and self._lanes[lane].is_empty:
+            self._run(lane, label, job)
+        else:
+            self._lanes[lane].submit(lambda: self._run(lane, label, job))
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
         if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:
             time.sleep(self._chaos.uniform(0, CHAOS_MAX_S))
-        with nullcontext() if lane == COMPUTE else self._trace.span(self.name, lane, label):
+        if lane == COMPUTE:
             job()
+            return
+        start_s = self._trace.now_s()
+        try:
+            job()
+        finally:
+            self._trace.add(self.name, lane, label, start_s)
 
     def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy each (target, source) across the link, at its speed."""
-        start_s = time.perf_counter()
-        num_bytes = 0
-        for target, source in pairs:
-            target.copy_(source)
-            num_bytes += source.numel() * source.element_size()
+        num_bytes = sum(source.nbytes for _, source in pairs)
         self._trace.count_bytes(self.name, lane, num_bytes)
-        if self._bandwidth is not None:
+        if self._bandwidth is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return
+        with self._links[lane]:
+            start_s = time.perf_counter()
+            for target, source in pairs:
+                target.copy_(source)
             left_s = num_bytes / self._bandwidth - (time.perf_counter() - start_s)
             if left_s > 0:
                 time.sleep(left_s)

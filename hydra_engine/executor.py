@@ -177,7 +177,7 @@ class Executor:
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
         m = 0
         try:
-            with self._modes(), self._mode(kind, shard):
+            with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 for micro in inputs:  # not enumerate, which holds on to the micro-batch before
                     if m > 0:
                         self._accumulate(shard)
@@ -223,11 +223,7 @@ class Executor:
         return shard.last if shard.last < self._num_layers else len(self.structure.layers)
 
     @contextmanager
-    def _mode(self, kind: str, shard: Shard) -> Iterator[None]:
-        if kind != EVALUATE:
-            with torch.enable_grad():
-                yield
-            return
+    def _evaluating(self, shard: Shard) -> Iterator[None]:
         layers = self.structure.layers[shard.first : self._end(shard)]
         flags = [(module, module.training) for layer in layers for module in layer.modules()]
         try:

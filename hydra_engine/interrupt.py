@@ -1,35 +1,75 @@
-"""Ctrl-C as an event."""
+"""Events from every thread to the one that decides, and Ctrl-C as one of them."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
+from queue import SimpleQueue
 
 from hydra_engine.events import Event, StopRequested
 
 
-@contextmanager
-def interrupts(put: Callable[[Event], None]) -> Iterator[None]:
-    """Turn Ctrl-C into an event: an exception could strike anywhere, also in the middle of a decision.
+class Inbox:
+    """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
 
-    A second one does what it always did.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is not signal.default_int_handler:  # the user's own; it is theirs to decide
-        yield
-        return
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Event] = SimpleQueue()
+        self._taken: deque[Event] = deque()
+        self._depth = 0  # of events being handled
+        self._is_deferred = False  # a second Ctrl-C waits for the end of what is being handled
 
-    def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGINT, usual)
-        put(StopRequested())
+    def put(self, event: Event) -> None:
+        """Tell something; from any thread."""
+        self._queue.put(event)
 
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there now."""
+        return not self._taken and self._queue.empty()
+
+    def __enter__(self) -> Event:
+        """Wait for the next event."""
+        if not self._taken:
+            # In one call of C: an exception out of a signal handler strikes before it or after it.
+            self._taken.extend(islice(iter(self._queue.get, None), 1))
+        self._depth += 1
+        return self._taken.popleft()
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._is_deferred and not self._depth:
+            self._is_deferred = False
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Turn Ctrl-C into an event: an exception could strike anywhere, also in the middle of a decision.
+
+        A second one is the exception that it always is, as soon as the event in hand is through.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        usual = signal.getsignal(signal.SIGINT)
+        if usual is not signal.default_int_handler:  # the user's own; it is theirs to decide
+            yield
+            return
+
+        def second(*_: object) -> None:
+            if not self._depth:
+                raise KeyboardInterrupt
+            self._is_deferred = True
+
+        def first(*_: object) -> None:
+            signal.signal(signal.SIGINT, second)
+            self.put(StopRequested())
+
+        signal.signal(signal.SIGINT, first)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, usual)

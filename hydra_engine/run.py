@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from hydra_engine.events import (
     TaskStopped,
     Update,
 )
-from hydra_engine.interrupt import interrupts
+from hydra_engine.interrupt import Inbox
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.planner import PlannedTask
@@ -70,7 +69,7 @@ class EngineRun:
         num_threads: int,
     ) -> None:
         self._trace = Trace()
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._events = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer)
         self._progress = Progress(verbose)
         self._num_threads = num_threads
@@ -117,7 +116,7 @@ class EngineRun:
         try:
             self._open()
             while not self._scheduler.finished:
-                with interrupts(self._events.put):
+                with self._events.interrupts():
                     predicted = self._work()
                 if predicted is not None and self._interrupted:
                     predicted.outputs.clear()
@@ -205,15 +204,16 @@ class EngineRun:
     def _work(self) -> RunningTask | None:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
         while not self._scheduler.finished:
-            event = self._events.get()
-            task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
-            if task is not None and task.outputs:
-                # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
-                while task.is_reading and not self._interrupted:
-                    self._handle(self._events.get())
-                self._events.put(event)
-                return task
-            self._handle(event)
+            with self._events as event:
+                task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
+                if task is not None and task.outputs:
+                    # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
+                    while task.is_reading and not self._interrupted:
+                        with self._events as other:
+                            self._handle(other)
+                    self._events.put(event)
+                    return task
+                self._handle(event)
             self._progress.show((task.progress for task in self._tasks.values()), self._trace.now_s())
         return None
 
@@ -221,7 +221,8 @@ class EngineRun:
         """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
         self._handle(StopRequested())
         while not self._scheduler.finished:
-            self._handle(self._events.get())
+            with self._events as event:
+                self._handle(event)
 
     def _handle(self, event: Event) -> None:
         event = self._made_fit(event)
@@ -259,10 +260,10 @@ class EngineRun:
         self._planner.shutdown()
         self._pool.shutdown()
         self._callbacks.shutdown()
-        while not self._events.empty():  # a task's very end may fail after the scheduler is through
-            event = self._events.get()
-            if isinstance(event, (Failed, DataFailed)):
-                self._tasks[event.task].note_failure(event)
+        while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
+            with self._events as event:
+                if isinstance(event, (Failed, DataFailed)):
+                    self._tasks[event.task].note_failure(event)
         for worker in self._workers:
             worker.close()
         for training in self._tasks.values():

@@ -44,10 +44,14 @@ class Trace:
         try:
             yield
         finally:
-            span = Span(device, lane, label, start_s, self.now_s())
-            with self._lock:
-                self._spans.append(span)
-                self._busy_s[device, lane] += span.end_s - span.start_s
+            self.add(device, lane, label, start_s)
+
+    def add(self, device: str, lane: str, label: str, start_s: float) -> None:
+        """Record a span from `start_s` to now."""
+        span = Span(device, lane, label, start_s, self.now_s())
+        with self._lock:
+            self._spans.append(span)
+            self._busy_s[device, lane] += span.end_s - span.start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
         """Add to the bytes a lane moved."""

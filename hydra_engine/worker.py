@@ -2,7 +2,8 @@
 
     instruction      ledger, in order            lanes
     load(unit)       slab                        load     parameters into the slab
-    run(unit)        work, inputs, outputs       load     buffers and input of micro-batch 0; inputs of 1, ...
+    run(unit)        work, inputs, outputs       compute  buffers and input of micro-batch 0
+                                                 load     inputs of micro-batches 1, ...
                      slab, work given back       compute  micro-batch 0, 1, ...; reports Computed
                      outputs given back          store    outputs of 0, 1, ...; gradients; reports Stored or Failed
     drop(unit)       slab given back
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -26,6 +26,7 @@ from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
 from hydra_engine.ledger import Ticket
+from hydra_engine.promise import Promise
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import LoadedShard, Spiller
@@ -47,6 +48,7 @@ class _Work:
 
     def __init__(self, unit: Unit, state: TaskState) -> None:
         self.unit = unit
+        self.label = str(unit)
         self.state = state
         self.shard = state.shards[unit.shard]
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
@@ -54,20 +56,20 @@ class _Work:
         self.slab_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         self.slab_granted = False
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
-        self.loaded: Future[LoadedShard] = Future()
+        self.loaded: Promise[LoadedShard] = Promise()
         self.error: BaseException | None = None  # the first
         self.where = ""
         # From here on known when it runs.
-        self.after: Future[None] | None = None  # the unit before it, where that is still on its way to DRAM
-        self.stored: Future[None] = Future()
+        self.after: Promise[None] | None = None  # the unit before it, where that is still on its way to DRAM
+        self.stored: Promise[None] = Promise()
         self.num_micro_batches = 0
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.held_bytes = 0  # granted beside the slab
         self.buffers: dict[int, Tensor] = {}  # come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
-        self.inputs: list[Future[MicroInput] | None] = []
-        self.stores: list[Future[None]] = []
+        self.inputs: list[Promise[MicroInput] | None] = []
+        self.stores: list[Promise[None]] = []
         self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
         self.input_bytes = 0
         self.output_bytes = 0
@@ -88,7 +90,7 @@ class Worker:
         self._spiller = Spiller(device)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
-        self._stored: dict[str, Future[None]] = {}  # by task, of the last unit that was run here
+        self._stored: dict[str, Promise[None]] = {}  # by task, of the last unit that was run here
         self._outstanding: set[_Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -159,7 +161,7 @@ class Worker:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
         work, _ = self._claims.pop(unit)
         before = self._stored.get(unit.task)
-        work.after = before if before is not None and not before.done() else None
+        work.after = before if before is not None and not before.is_done else None
         self._stored[unit.task] = work.stored
         staging = work.state.staging
         work.num_micro_batches = staging.num_micro_batches
@@ -183,44 +185,51 @@ class Worker:
     def _admitted(self, work: _Work, num_bytes: int) -> None:
         work.admitted = True
         work.held_bytes = num_bytes
-        work.inputs = [Future() for _ in range(work.num_micro_batches)]
-        self._submit_input(work, 0)
-        self.device.submit(COMPUTE, str(work.unit), partial(self._compute, work))
+        work.inputs = [Promise() for _ in range(work.num_micro_batches)]
+        self.device.submit(COMPUTE, work.label, partial(self._compute, work))
 
-    def _submit(self, lane: str, work: _Work, future: Future[T], job: Callable[[], T]) -> None:
-        """Queue part of a unit; where the unit has failed, it fails too without being run."""
+    def _submit(self, lane: str, work: _Work, promise: Promise[T], job: Callable[[], T]) -> None:
+        """Queue part of a unit."""
+        self.device.submit(lane, work.label, lambda: self._do(lane, work, promise, job))
 
-        def run() -> None:
-            try:
-                if work.error is not None:
-                    raise work.error
-                future.set_result(job())
-            except BaseException as error:
-                work.fail(error, f"{lane} lane")
-                future.set_exception(error)
-
-        self.device.submit(lane, str(work.unit), run)
+    def _do(self, lane: str, work: _Work, promise: Promise[T], job: Callable[[], T]) -> None:
+        """Part of a unit; where the unit has failed, it fails too without being run."""
+        try:
+            if work.error is not None:
+                raise work.error
+            promise.keep(job())
+        except BaseException as error:
+            work.fail(error, f"{lane} lane")
+            promise.give_up(error)
 
     def _submit_input(self, work: _Work, m: int) -> None:
-        def load() -> MicroInput:
-            if m == 0:
-                if work.after is not None:
-                    work.after.result()  # its job in the store lane was queued before this one, and waits for no load
-                    work.after = None
-                work.buffers = self._spiller.load_buffers(work.state, work.shard)
-                if work.stepper is not None:
-                    work.step = self._spiller.load_step(work.stepper, work.shard)
-            micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
-            work.input_bytes = max(work.input_bytes, micro.num_bytes)
-            return micro
+        promise = work.inputs[m]
+        assert promise is not None
+        self._submit(LOAD, work, promise, lambda: self._load_input(work, m))
 
-        future = work.inputs[m]
-        assert future is not None
-        self._submit(LOAD, work, future, load)
+    def _load_input(self, work: _Work, m: int) -> MicroInput:
+        if m == 0:
+            work.buffers = self._spiller.load_buffers(work.state, work.shard)
+            if work.stepper is not None:
+                work.step = self._spiller.load_step(work.stepper, work.shard)
+        micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
+        work.input_bytes = max(work.input_bytes, micro.num_bytes)
+        return micro
 
-    def _first_input(self, work: _Work) -> Future[MicroInput]:
-        assert work.inputs[0] is not None
-        return work.inputs[0]
+    def _bring_first(self, work: _Work) -> None:
+        """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
+
+        In the compute lane, which has nothing else to do: the load lane must not stand still for it, and waking one
+        thread less is more than a small copy costs.
+        """
+        promise = work.inputs[0]
+        assert promise is not None
+        if work.after is not None:
+            work.after.result()  # its job was queued before this one, and waits for no load
+        start_s = self._trace.now_s()
+        self._do(LOAD, work, promise, lambda: self._load_input(work, 0))
+        self._trace.add(self.device.name, LOAD, work.label, start_s)
+        promise.result()
 
     def _inputs(self, work: _Work) -> Iterator[MicroInput]:
         for m in range(work.num_micro_batches):
@@ -230,9 +239,9 @@ class Worker:
             yield self._take_input(work, m)
 
     def _take_input(self, work: _Work, m: int) -> MicroInput:
-        future, work.inputs[m] = work.inputs[m], None
-        assert future is not None
-        return future.result()
+        promise, work.inputs[m] = work.inputs[m], None
+        assert promise is not None
+        return promise.result()
 
     def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
         if m > 0:
@@ -241,7 +250,7 @@ class Worker:
         if m == work.num_micro_batches - 1:
             work.last_output = out
             return
-        work.stores.append(Future())
+        work.stores.append(Promise())
         kind, shard = work.unit.kind, work.shard
         self._submit(STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
         if work.known is None:
@@ -250,10 +259,7 @@ class Worker:
 
     @contextmanager
     def _metered(self, work: _Work) -> Iterator[None]:
-        """Count what the unit creates, when nothing is known of it or every unit is to be counted."""
-        if work.known is not None and not self.device.meter_every_unit:
-            yield
-            return
+        """Count what the unit creates."""
         ledger = self.device.ledger
 
         def on_change(delta: int) -> None:
@@ -278,11 +284,12 @@ class Worker:
         executor = self._executors[work.unit.task]
         start_s = self._trace.now_s()
         output: UnitOutput | None = None
+        executing = False
         try:
-            self._first_input(work).result()  # with it the buffers
+            self._bring_first(work)
             loaded = work.loaded.result()
-            start_s = self._trace.now_s()  # waiting is not work
-            with self._trace.span(self.device.name, COMPUTE, str(work.unit)), self._metered(work):
+            start_s, executing = self._trace.now_s(), True  # waiting is not work
+            with self._metered(work) if work.known is None or self.device.meter_every_unit else nullcontext():
                 output = executor.run(
                     work.unit.kind,
                     work.shard,
@@ -297,6 +304,8 @@ class Worker:
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
+        if executing:
+            self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
         held_bytes = work.slab_bytes * work.slab_granted + work.held_bytes
         # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
@@ -308,7 +317,8 @@ class Worker:
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
         self._report(Computed(self.index, work.unit, seconds, failed=work.error is not None))
-        self.device.submit(STORE, str(work.unit), partial(self._store, work, output, kept_bytes))
+        left_bytes = work.output_bytes + (output.num_bytes if output else 0)
+        self.device.submit(STORE, work.label, partial(self._store, work, output, kept_bytes), left_bytes)
 
     def _step(
         self,
@@ -322,7 +332,7 @@ class Worker:
         return stepper.step(work.shard, loaded, parameters, gradients)
 
     def _unload(self, work: _Work) -> None:
-        if work.slab_granted and work.loaded.exception() is None:
+        if work.slab_granted and work.loaded.is_kept():
             self._spiller.unload(work.loaded.result())
 
     def _store(self, work: _Work, output: UnitOutput | None, kept_bytes: int) -> None:
@@ -347,7 +357,7 @@ class Worker:
         # In this order: whoever waits for it must not be reported before it.
         if work.error is None:
             self._report(Stored(unit))
-            work.stored.set_result(None)
+            work.stored.keep(None)
         else:
             self._report(Failed(unit.task, work.error, work.where, unit))
-            work.stored.set_exception(work.error)
+            work.stored.give_up(work.error)

@@ -12,7 +12,7 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "errors", "trace"),
+    ("_version", "errors", "promise", "ready", "trace"),
     ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample", "schedule"),
     ("callbacks", "means"),
     ("device", "events", "plan_ahead", "progress", "shard", "task"),

@@ -242,7 +242,7 @@ def test_presharded_without_shards():
 
 
 def test_unknown_policy():
-    refused(r"(?s)(?=.*round-robin)(?=.*sharded-lrtf)(?=.*fifo)", task(), policy="round-robin")
+    refused(r"(?s)(?=.*longest)(?=.*round-robin)(?=.*sharded-lrtf)(?=.*fifo)", task(), policy="longest")
 
 
 MALFORMED_SIZES = ["64 apples", "MiB", "", "-1MiB", "12QiB", "1e", "0x10", "nan", "infGiB"]

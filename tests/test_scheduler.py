@@ -312,10 +312,9 @@ class World:
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
         for device, unit in self.running.items():
-            if unit is not None:
-                if self.tasks[unit.task].storing is None or self.tasks[unit.task].broken:
-                    yield "compute", lambda device=device: self.compute(device)
-                    yield "fail", lambda device=device: self.compute(device, failed=True)
+            if unit is not None and (self.tasks[unit.task].storing is None or self.tasks[unit.task].broken):
+                yield "compute", lambda device=device: self.compute(device)
+                yield "fail", lambda device=device: self.compute(device, failed=True)
         for task in self.tasks.values():
             if task.reading:
                 yield "read", lambda task=task: self.read(task)
@@ -846,7 +845,9 @@ def test_fair_share_gives_time_by_weight():
     had = Counter()
 
     def settle():
-        while (found := next((h for what, h in world.under_way() if what not in ("compute", "fail")), None)) is not None:
+        while (
+            found := next((h for what, h in world.under_way() if what not in ("compute", "fail")), None)
+        ) is not None:
             found()
 
     settle()

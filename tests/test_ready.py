@@ -1,0 +1,61 @@
+"""Queues by key: the lowest first, whatever came and went before, in bounded memory."""
+
+import random
+
+from hydra_engine.ready import MAX_STALE, ReadyQueue
+
+
+def test_best_is_the_lowest_key_and_among_equals_the_first():
+    queue = ReadyQueue()
+    for member, key in (("a", 2), ("b", 1), ("c", 1), ("d", 3)):
+        queue.put(member, key)
+    found = []
+    while (member := queue.best()) is not None:
+        found.append(member)
+        queue.discard(member)
+    assert found == ["b", "c", "a", "d"]
+
+
+def test_another_key_takes_the_place_of_the_first():
+    queue = ReadyQueue()
+    queue.put("a", 1)
+    queue.put("b", 2)
+    queue.put("a", 3)
+    assert queue.best() == "b"
+    queue.discard("b")
+    assert queue.best() == "a"
+    assert len(queue) == 1
+
+
+def test_members_need_not_be_ordered_themselves():
+    queue = ReadyQueue()
+    members = [object(), object()]
+    for member in members:
+        queue.put(member, 0)
+    assert queue.best() is members[0]
+
+
+def test_queue_is_a_sorted_list_in_any_order_of_changes():
+    rng = random.Random(0)
+    queue, keys = ReadyQueue(), {}
+    for _ in range(10_000):
+        member = rng.randrange(30)
+        if rng.random() < 0.6:
+            keys.pop(member, None)
+            keys[member] = rng.randrange(10)
+            queue.put(member, keys[member])
+        else:
+            keys.pop(member, None)
+            queue.discard(member)
+        assert len(queue) == len(keys)
+        assert bool(queue) == bool(keys)
+        assert queue.best() == (min(keys, key=lambda each: keys[each]) if keys else None)
+
+
+def test_memory_is_that_of_the_members():
+    queue = ReadyQueue()
+    for k in range(10):
+        queue.put(k, k)
+    for k in range(100_000):
+        queue.put(k % 10, k)
+        assert len(queue._heap) <= 2 * 10 + MAX_STALE
