@@ -17,6 +17,10 @@ class _Slot(NamedTuple):
     number: int
 
 
+# Of a lone tensor, which most values are: taken apart and put together without walking a tree.
+_LEAF = pytree.tree_structure(0)
+
+
 @dataclass(frozen=True)
 class Boundary:
     """A value taken apart: its unique tensors, and how to build it again around other tensors."""
@@ -30,6 +34,8 @@ class Boundary:
     @classmethod
     def of(cls, value: Any, where: str) -> Boundary:
         """Take `value` apart; `where` names its origin in errors."""
+        if type(value) is Tensor and value.layout == torch.strided and not (value.is_conj() or value.is_neg()):
+            return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
         tensors: list[Tensor] = []
@@ -49,6 +55,8 @@ class Boundary:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The value around these tensors; its containers are new each time, so a layer may change them."""
+        if self.spec is _LEAF and tensors:
+            return tensors[0]
         leaves = [tensors[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
