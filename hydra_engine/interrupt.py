@@ -9,20 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
-from hydra_engine.events import Event, StopRequested
+from hydra_engine.events import StopRequested
+
+T = TypeVar("T")
 
 
-class Inbox:
+class Inbox(Generic[T]):
     """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Event] = SimpleQueue()
-        self._taken: deque[Event] = deque()
+        self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
+        self._taken: deque[T | StopRequested] = deque()
         self._depth = 0  # of events being handled
         self._is_deferred = False  # a second Ctrl-C waits for the end of what is being handled
 
-    def put(self, event: Event) -> None:
+    def put(self, event: T | StopRequested) -> None:
         """Tell something; from any thread."""
         self._queue.put(event)
 
@@ -31,7 +34,7 @@ class Inbox:
         """Whether nothing is there now."""
         return not self._taken and self._queue.empty()
 
-    def __enter__(self) -> Event:
+    def __enter__(self) -> T | StopRequested:
         """Wait for the next event."""
         if not self._taken:
             # In one call of C: an exception out of a signal handler strikes before it or after it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.report import FAILED, Evaluation, Plan, Report
+from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
 from hydra_engine.run import EngineRun
 from hydra_engine.sharing import check_apart, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
@@ -54,8 +54,10 @@ class ModelOrchestrator:
         self._double_buffer = bool(double_buffer)
         self._planned = [PlannedTask(task, name) for task, name in _named(tasks)]
         check_sharing(self._planned)
+        self._pending = list(self._planned)  # not begun to train
         self._busy = threading.Lock()
-        self._trained = False
+        self._changing = threading.Lock()  # of which tasks there are, and whether they train
+        self._running: EngineRun | None = None
         self.verbose = 1
         self.buffer: int | str | None = None
         self.plan: Plan | None = None
@@ -67,22 +69,58 @@ class ModelOrchestrator:
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._alone("generate"):
-            return self._generate()
+        with self._alone("generate"), self._changing:
+            return self._generate() if self._pending or self.plan is None else self.plan
 
     def train_models(self) -> Report:
-        """Train every task to its end, and return what became of them.
+        """Train every task that was not trained yet to its end, and return what became of them.
 
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
         After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
         """
         with self._alone("train_models"):
-            if self._trained:
-                raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
-            if self.plan is None:
-                self._generate()
-            self._trained = True
             return self._train()
+
+    def add_task(self, task: ModelTask) -> str:
+        """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
+
+        From any thread, a callback's too; another task's bits are as without it. What planning takes of a device comes
+        on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
+        training has ended before the plan is made, the task waits for the next `train_models()`.
+
+        Raises what the constructor raises of a task, and what `generate()` raises.
+        """
+        with self._changing:
+            [(task, name)] = _named([task], len(self._planned))
+            if name in (each.name for each in self._planned):
+                raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
+            planned = PlannedTask(task, name)
+            run = self._running
+            beside = self._planned if run is not None else self._pending
+            check_sharing([*beside, planned])
+            if run is None:
+                self.plan = None  # it would lack the new one
+            else:
+                self._plan_one([*beside, planned], planned)
+            self._planned.append(planned)
+            if run is None or not run.add(planned):
+                self._pending.append(planned)
+            return name
+
+    def stop_task(self, name: str) -> None:
+        """End a task at its last committed step; the others train on. One that waits for training is not begun.
+
+        From any thread, a callback's too; returns at once. The report says "stopped". Nothing happens to a task that is
+        over. Raises ValueError for an unknown name.
+        """
+        with self._changing:
+            planned = self._named(name, "stop_task")
+            if planned in self._pending:
+                self._pending.remove(planned)
+                planned.reader.close()
+                self.plan = None
+            elif self._running is not None:
+                self._running.stop(name)
 
     def evaluate(
         self,
@@ -175,16 +213,18 @@ class ModelOrchestrator:
         if isinstance(task, ModelTask):
             names = [each.name for each in self._planned if each.task is task]
             return task, names[0] if names else task.name or "evaluate"
+        return self._named(task, "evaluate").task, task
+
+    def _named(self, name: str, what: str) -> PlannedTask:
         for each in self._planned:
-            if each.name == task:
-                return each.task, each.name
+            if each.name == name:
+                return each
         known = ", ".join(repr(each.name) for each in self._planned)
-        raise ValueError(f"evaluate: task {task!r}, known: {known}; give one of these names, or a ModelTask")
+        raise ValueError(f"{what}: task {name!r}, known: {known}")
 
     def _plan_apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Plan a task that is not one of those to train; it must not read what they have yet to read."""
-        if not self._trained:
-            check_apart(what, task.validation, self._planned)
+        check_apart(what, task.validation, self._pending)
         planned = PlannedTask(task, name)
         try:
             if not (task.predicts and planned.reader.is_empty):  # then there is nothing to do
@@ -210,14 +250,28 @@ class ModelOrchestrator:
         )
 
     def _generate(self) -> Plan:
-        check_dram(self._planned)
+        check_dram(self._pending)
         budget, num_threads = self._budget(), torch.get_num_threads()
-        plans = [each.make_plan(self._smallest, budget, num_threads) for each in self._planned]
-        check_shared_buffers(self._planned)
-        self.plan = Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
+        plans = [each.make_plan(self._smallest, budget, num_threads) for each in self._pending]
+        check_shared_buffers(self._pending)
+        self.plan = self._as_plan(plans)
         if self.verbose:
             print(self.plan)
         return self.plan
+
+    def _as_plan(self, plans: Iterable[TaskPlan]) -> Plan:
+        return Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
+
+    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> None:
+        """Plan a task while others train."""
+        check_dram([planned])
+        try:
+            plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads())
+            check_shared_buffers(beside)
+        except BaseException:
+            planned.reader.close()
+            raise
+        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
 
     @contextmanager
     def _run(self, planned: Sequence[PlannedTask], *, verbose: int) -> Iterator[EngineRun]:
@@ -236,10 +290,20 @@ class ModelOrchestrator:
             torch.set_num_threads(num_threads)
 
     def _train(self) -> Report:
-        with self._run(self._planned, verbose=self.verbose) as run:
+        with ExitStack() as stack:
+            with self._changing:
+                if not self._pending:
+                    raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
+                if self.plan is None:
+                    self._generate()
+                begun, self._pending = self._pending, []
+                run = self._running = stack.enter_context(self._run(begun, verbose=self.verbose))
             try:
-                self.report = run.train()
+                run.train()
             finally:
+                with self._changing:
+                    self._running = None
+                self._pending += run.left_over
                 self.report = run.report()
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
@@ -270,12 +334,12 @@ class _Alone:
         self._busy.release()
 
 
-def _named(tasks: Sequence[ModelTask]) -> list[tuple[ModelTask, str]]:
+def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
     if not isinstance(tasks, Sequence):
         raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
     if not tasks:
         raise ValueError("tasks: empty list; give at least one ModelTask")
-    named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks)]
+    named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
     for task, _ in named:
         if not isinstance(task, ModelTask):
             raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")

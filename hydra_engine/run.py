@@ -7,10 +7,11 @@ all speak to the caller through one queue of events, so everything the scheduler
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +56,22 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
 
+class _Arrived(NamedTuple):
+    """A task came while others train."""
+
+    planned: PlannedTask
+
+
+class _Stop(NamedTuple):
+    """Its user ends a task."""
+
+    task: str
+
+
+class _Ended(NamedTuple):
+    """A task's end was told to its callbacks."""
+
+
 class EngineRun:
     """Trains, evaluates or predicts planned tasks on devices until all are finished, failed or stopped."""
 
@@ -69,7 +86,7 @@ class EngineRun:
         num_threads: int,
     ) -> None:
         self._trace = Trace()
-        self._events = Inbox()
+        self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer)
         self._progress = Progress(verbose)
         self._num_threads = num_threads
@@ -87,6 +104,11 @@ class EngineRun:
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
         self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
+        self._arriving = threading.Lock()
+        self._num_arriving = 0  # tasks on their way to `_take_in`
+        self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
+        self._is_over = False
+        self.left_over: list[PlannedTask] = []  # that came too late to be begun
         self._makespan_s = 0.0
         self._interrupted = False
         self._actions: dict[type, Callable[..., None]] = {
@@ -98,7 +120,7 @@ class EngineRun:
             Fit: self._start_fit,
             Commit: self._start_commit,
             Update: lambda i: self._submit(i.task, "its optimizer", partial(self._update, i)),
-            Finish: lambda i: self._submit(i.task, "its end", partial(self._finish, i)),
+            Finish: self._start_finish,
         }
 
     def train(self) -> Report:
@@ -115,7 +137,7 @@ class EngineRun:
         """
         try:
             self._open()
-            while not self._scheduler.finished:
+            while not self._has_ended():
                 with self._events.interrupts():
                     predicted = self._work()
                 if predicted is not None and self._interrupted:
@@ -159,16 +181,40 @@ class EngineRun:
             self._workers.append(Worker(index, device, self._trace, self._events.put))
             self._handle(DeviceAdded(index))
         for planned in self._planned:
-            report = TaskReport(name=planned.name, seed=planned.task.seed)
-            notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
-            training = RunningTask(planned=planned, report=report, notifier=notifier)
-            self._tasks[planned.name] = training
-            try:
-                self._set_up(training)
-            except Exception as error:  # user code: factories, the loader's length
-                training.note_failure(Failed(planned.name, error, "its set-up"))
-            else:
-                self._add(training)
+            self._take_in(planned)
+
+    def _take_in(self, planned: PlannedTask) -> None:
+        report = TaskReport(name=planned.name, seed=planned.task.seed)
+        notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
+        training = RunningTask(planned=planned, report=report, notifier=notifier)
+        self._tasks[planned.name] = training
+        try:
+            self._set_up(training)
+        except Exception as error:  # user code: factories, the loader's length
+            training.note_failure(Failed(planned.name, error, "its set-up"))
+        else:
+            self._add(training)
+
+    def add(self, planned: PlannedTask) -> bool:
+        """Train one more task from now on; False where the run is over already. From any thread."""
+        with self._arriving:
+            if self._is_over:
+                return False
+            self._num_arriving += 1
+            self._events.put(_Arrived(planned))
+            return True
+
+    def stop(self, task: str) -> None:
+        """End a task at its last committed step. From any thread."""
+        self._events.put(_Stop(task))
+
+    def _has_ended(self) -> bool:
+        """Whether all is finished and told, and nothing more can come."""
+        if not self._scheduler.finished or self._num_ending:
+            return False
+        with self._arriving:
+            self._is_over = self._num_arriving == 0
+            return self._is_over
 
     def _set_up(self, training: RunningTask) -> None:
         planned, task = training.planned, training.planned.task
@@ -198,12 +244,14 @@ class EngineRun:
                 num_steps=training.num_steps,
                 reads_ahead=not state.draws,
                 early_release=state.pool.early_release,
+                priority=planned.task.priority,
+                weight=planned.task.weight,
             )
         )
 
     def _work(self) -> RunningTask | None:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
-        while not self._scheduler.finished:
+        while not self._has_ended():
             with self._events as event:
                 task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
                 if task is not None and task.outputs:
@@ -220,11 +268,22 @@ class EngineRun:
     def _drain(self) -> None:
         """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
         self._handle(StopRequested())
-        while not self._scheduler.finished:
+        while not self._has_ended():
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event | _Arrived | _Stop | _Ended) -> None:
+        if isinstance(event, _Arrived):
+            self._arrived(event.planned)
+            return
+        if isinstance(event, _Ended):
+            self._num_ending -= 1
+            return
+        if isinstance(event, _Stop):
+            if self._tasks[event.task].report.exception is not None:
+                return  # it is over, or was never begun
+            self._tasks[event.task].notifier.is_stopped = True
+            event = TaskStopped(event.task)
         event = self._made_fit(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
             self._tasks[event.task].is_reading = False
@@ -238,6 +297,14 @@ class EngineRun:
             self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
             self._actions[type(instruction)](instruction)
+
+    def _arrived(self, planned: PlannedTask) -> None:
+        with self._arriving:
+            self._num_arriving -= 1
+        if self._interrupted:
+            self.left_over.append(planned)
+        else:
+            self._take_in(planned)
 
     def _made_fit(self, event: Event) -> Event:
         """What of an event has to do with memory, put as the scheduler needs it."""
@@ -410,8 +477,18 @@ class EngineRun:
             self._events.put(Failed(instruction.task, error, behind))
         return ShardUpdated(instruction.task, instruction.shard)
 
+    def _start_finish(self, instruction: Finish) -> None:
+        self._num_ending += 1
+        self._submit(instruction.task, "its end", partial(self._finish, instruction))
+
     def _finish(self, instruction: Finish) -> None:
-        training = self._tasks[instruction.task]
+        try:
+            self._end(instruction.task)
+        finally:
+            self._tasks[instruction.task].notifier.when_told(partial(self._events.put, _Ended()))
+
+    def _end(self, name: str) -> None:
+        training = self._tasks[name]
         training.notifier.wait()
         if training.report.status == STOPPED and not self._interrupted and not training.notifier.is_stopped:
             if training.optimizer is not None:
@@ -421,8 +498,8 @@ class EngineRun:
             if training.batch is not None:
                 training.notifier.epoch(training.batch.epoch)
         for worker in self._workers:
-            worker.settle(instruction.task)  # a claim that was revoked may still be loading
-            worker.dismiss(instruction.task)
+            worker.settle(name)  # a claim that was revoked may still be loading
+            worker.dismiss(name)
         training.state.close()
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()

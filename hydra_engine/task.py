@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -131,6 +132,8 @@ class ModelTask:
             the end.
         metrics: name -> function (output, target) -> number, of each validation batch; a validation's figure is their
             mean, weighted by samples. In `TaskReport.validation_metrics`.
+        priority: units of tasks of a higher one go first, under every policy; any int.
+        weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called after steps, validations and epochs and at the end.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
@@ -177,6 +180,8 @@ class ModelTask:
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
         callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
+        priority: int = 0,
+        weight: float = 1.0,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
         _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
@@ -202,6 +207,12 @@ class ModelTask:
             raise ValueError(f"max_grad_norm: {max_grad_norm}, limit: above 0; leave it out to clip nothing")
         if ema_decay is not None and not (isinstance(ema_decay, (int, float)) and 0 <= ema_decay < 1):
             raise ValueError(f"ema_decay: {ema_decay!r}, limit: 0 <= ema_decay < 1; 0.999 is common")
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority: {priority!r} is not an int; 0 is every task's, higher goes first")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+            raise TypeError(f"weight: {weight!r} is not a number")
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight: {weight}, limit: finite, above 0; 1 is every task's")
         functions = {"loss_fn": loss_fn, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         for field, value in {**functions, "param_groups": param_groups, "unpack": unpack, "split": split}.items():
             if value is not None and not callable(value):
@@ -228,6 +239,8 @@ class ModelTask:
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
         self.early_release = bool(early_release)
+        self.priority = priority
+        self.weight = float(weight)
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps

@@ -1,0 +1,563 @@
+"""Predicts a run: discrete events through the very scheduler that decides in a real one.
+
+    simulate([TaskCost(name="a", unit_s=(0.1, 0.2, 0.3), num_steps=50)], devices=8).makespan_s
+
+What a device, its links and the host take time for is modelled as the engine does it:
+
+    Load     the shard's parameters, over the link to the device, one copy after the other
+    Run      what the unit starts from, once the unit before it is stored, over the same link; then its seconds
+    Computed -> its output and gradients, over the link to DRAM -> Stored
+    Commit, Update                      a pool of threads of the host
+    all that computes, where asked      shares the host's cores evenly
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from itertools import accumulate, count
+from typing import Any, NamedTuple, TypeAlias
+
+from hydra_engine.events import (
+    BatchReady,
+    Begin,
+    Commit,
+    Computed,
+    DataEnded,
+    DeviceAdded,
+    Drop,
+    Event,
+    Finish,
+    Instruction,
+    Load,
+    Read,
+    Run,
+    ShardUpdated,
+    StepCommitted,
+    Stored,
+    TaskAdded,
+    Update,
+)
+from hydra_engine.policies import Policy, resolve_policy
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Placed, Unit, training_chain
+from hydra_engine.scheduler import Scheduler
+
+Done: TypeAlias = "Callable[[], None]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCost:
+    """What a task takes.
+
+    Args:
+        name: of the task; unique in a simulation.
+        unit_s: seconds of each unit of a step, in order, on a device of speed 1: f0 ... fb(n-1) ... b0, an odd number;
+            an even one where shard 0 has nothing to train, and so no backward.
+        num_steps: steps that it trains.
+        load_bytes: of each shard's parameters, as they cross the link; one number for all shards alike.
+        boundary_bytes: of what enters each shard, and of its gradient; one number for all alike.
+        gradient_bytes: of each shard's gradients.
+        update_s: seconds of each shard's optimizer step on the host.
+        commit_s: seconds of a step's commit on the host.
+        read_s: seconds of reading a batch; the next one is read while one is computed.
+        priority: as `ModelTask`'s. weight: as `ModelTask`'s.
+    """
+
+    name: str
+    unit_s: Sequence[float]
+    num_steps: int = 1
+    load_bytes: Sequence[float] | float = 0
+    boundary_bytes: Sequence[float] | float = 0
+    gradient_bytes: Sequence[float] | float = 0
+    update_s: Sequence[float] | float = 0.0
+    commit_s: float = 0.0
+    read_s: float = 0.0
+    priority: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.unit_s:
+            raise ValueError(f"unit_s of {self.name}: empty; give the seconds of each unit of a step")
+        for name in ("unit_s", "load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "commit_s", "read_s"):
+            value = getattr(self, name)
+            values = [value] if isinstance(value, (int, float)) else value
+            if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in values):
+                raise ValueError(f"{name} of {self.name}: {value!r}, limit: finite numbers, at least 0")
+            if name not in ("unit_s", "commit_s", "read_s") and len(values) not in (1, self.num_shards):
+                raise ValueError(
+                    f"{name} of {self.name}: {len(values)} values for {self.num_shards} shards; give one for each, or "
+                    f"one number for all"
+                )
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps of {self.name}: {self.num_steps}, at least 1")
+        if not self.weight > 0:
+            raise ValueError(f"weight of {self.name}: {self.weight}, limit: above 0")
+
+    @property
+    def num_shards(self) -> int:
+        """The shards that so many units a step make."""
+        return len(self.unit_s) // 2 + 1
+
+    @property
+    def chain(self) -> tuple[tuple[str, int], ...]:
+        """(kind, shard) of a step's units, in order."""
+        return training_chain(self.num_shards, 1 - len(self.unit_s) % 2)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step's units."""
+        return sum(self.unit_s)
+
+    def of_shard(self, name: str, shard: int) -> float:
+        """One of the figures by shard."""
+        value = getattr(self, name)
+        return float(value if isinstance(value, (int, float)) else value[shard])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCost:
+    """What a device takes.
+
+    Args:
+        speed: units take their seconds divided by this.
+        load_bytes_per_s: of the link from DRAM; None: copies take no time.
+        store_bytes_per_s: of the link to DRAM.
+        unit_s: seconds of each unit beside its own: launches, threads that wake each other.
+        copies_compute: copies keep a core of the host busy, as those of an emulated device without a link do.
+    """
+
+    speed: float = 1.0
+    load_bytes_per_s: float | None = None
+    store_bytes_per_s: float | None = None
+    unit_s: float = 0.0
+    copies_compute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("speed", "load_bytes_per_s", "store_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """What the host has.
+
+    Args:
+        optimizer_threads: commits and updates at a time.
+        cores: shared by the units of emulated devices, their copies and the optimizer; None: enough for all.
+    """
+
+    optimizer_threads: int = 1
+    cores: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer_threads < 1:
+            raise ValueError(f"optimizer_threads: {self.optimizer_threads}, at least 1")
+        if self.cores is not None and not self.cores > 0:
+            raise ValueError(f"cores: {self.cores}, limit: above 0; None for enough")
+
+
+class SimulatedDevice(NamedTuple):
+    """What came of a device."""
+
+    num_units: int
+    busy: dict[str, float]  # by lane: share of the makespan
+    loaded_bytes: float
+    stored_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of a simulated run."""
+
+    makespan_s: float
+    bound_s: float  # no schedule is faster
+    devices: tuple[SimulatedDevice, ...]
+    finished_s: dict[str, float]  # by task
+    num_units: int
+    schedule: tuple[Placed, ...] = ()  # with `record=True`: units in the order of their ends
+
+    @property
+    def busy_share(self) -> float:
+        """Of the makespan, the mean share that devices computed."""
+        return sum(device.busy["compute"] for device in self.devices) / len(self.devices)
+
+
+def simulate(
+    tasks: Sequence[TaskCost],
+    devices: int | Sequence[DeviceCost] = 1,
+    policy: str | Policy = "sharded-lrtf",
+    *,
+    host: HostCost | None = None,
+    double_buffer: bool = True,
+    record: bool = False,
+    handle: Callable[[Callable[[Event], list[Instruction]], Event], list[Instruction]] | None = None,
+) -> Simulation:
+    """Simulate training tasks to their end.
+
+    Takes memory for tasks, devices and what is under way, and with `record` for every unit.
+
+    Args:
+        tasks: at least one, of different names.
+        devices: a number of equal devices whose links take no time, or what each device takes.
+        policy: as `ModelOrchestrator`'s.
+        host: what the host has; default: one optimizer thread, and cores enough.
+        double_buffer: load the next unit's shard while one computes.
+        record: keep the schedule.
+        handle: called as handle(scheduler.handle, event) for each decision, to measure it.
+
+    Raises ValueError for what cannot be simulated.
+    """
+    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    if not tasks:
+        raise ValueError("tasks: empty list; give at least one TaskCost")
+    if not costs:
+        raise ValueError(f"devices: {devices!r}; give at least one")
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"tasks: {names.count(twice)} are named {twice!r}; give each a name of its own")
+    scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
+    decide = scheduler.handle if handle is None else partial(handle, scheduler.handle)
+    world = _World(tasks, costs, host or HostCost(), decide, record=record)
+    world.run(scheduler)
+    return world.result(bound_s(tasks, costs))
+
+
+def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> float:
+    """Seconds that no schedule is faster than: max(max T, sum T / devices) where devices are equal.
+
+    T is all of a task's units, with what of its commits and updates they wait for: a task's units run one after the
+    other. In general, k tasks cannot be through before the k fastest devices could compute them (Horvath, Lam and
+    Sethi 1977).
+    """
+    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    speeds = sorted((cost.speed for cost in costs), reverse=True)
+    work_s = sorted((task.num_steps * task.step_s for task in tasks), reverse=True)
+    bounds = [w / s for w, s in zip(accumulate(work_s), accumulate(speeds), strict=False)]
+    bounds.append(sum(work_s) / sum(speeds))
+    for task in tasks:
+        lowest = 1 - len(task.unit_s) % 2
+        waits_s = task.commit_s * task.num_steps
+        waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
+        bounds.append(task.num_steps * task.step_s / speeds[0] + waits_s)
+    return max(bounds)
+
+
+class _Cores:
+    """Jobs that share cores evenly: with n of them on c cores each goes at min(1, c / n) of its speed.
+
+    In virtual time, which goes at that speed, every job takes its own seconds; so jobs end in the order in which they
+    would, and nothing is reckoned anew when one comes or goes.
+    """
+
+    def __init__(self, cores: float | None) -> None:
+        self._cores = math.inf if cores is None else cores
+        self._jobs: list[tuple[float, int, Done]] = []
+        self._serial = count()
+        self._virtual_s = 0.0
+        self._now_s = 0.0
+
+    @property
+    def _rate(self) -> float:
+        return min(1.0, self._cores / len(self._jobs)) if self._jobs else 1.0
+
+    def _advance(self, now_s: float) -> None:
+        self._virtual_s += (now_s - self._now_s) * self._rate
+        self._now_s = now_s
+
+    def start(self, now_s: float, seconds: float, done: Done) -> None:
+        """Begin a job."""
+        self._advance(now_s)
+        heappush(self._jobs, (self._virtual_s + seconds, next(self._serial), done))
+
+    @property
+    def next_s(self) -> float:
+        """When the next job ends, if nothing changes."""
+        if not self._jobs:
+            return math.inf
+        return self._now_s + max(0.0, self._jobs[0][0] - self._virtual_s) / self._rate
+
+    def pop(self) -> Done:
+        """The job that ends next."""
+        self._advance(self.next_s)
+        end_s, _, done = heappop(self._jobs)
+        self._virtual_s = end_s  # not what adding up made of it
+        return done
+
+
+class _Queue:
+    """Jobs that so many servers take in order."""
+
+    def __init__(self, start: Callable[[float, Done], None], num_servers: int = 1) -> None:
+        self._start = start  # (seconds, what to call then)
+        self._num_free = num_servers
+        self._waiting: deque[tuple[float, Done]] = deque()
+        self.busy_s = 0.0
+
+    def submit(self, seconds: float, done: Done) -> None:
+        """Queue a job."""
+        self._waiting.append((seconds, done))
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._num_free and self._waiting:
+            seconds, done = self._waiting.popleft()
+            self.busy_s += seconds
+            if seconds == 0:  # at once, and without an event of its own
+                done()
+                continue
+            self._num_free -= 1
+            self._start(seconds, partial(self._end, done))
+
+    def _end(self, done: Done) -> None:
+        self._num_free += 1
+        done()
+        self._pump()
+
+
+@dataclass(eq=False)
+class _Claim:
+    """A unit whose shard is on its way to a device, or there."""
+
+    unit: Unit
+    is_loaded: bool = False
+    is_run: bool = False
+    has_input: bool = False
+    is_dropped: bool = False
+
+
+@dataclass(eq=False)
+class _Task:
+    cost: TaskCost
+    unit_s: dict[tuple[str, int], float]
+    num_read: int = 0
+    storing: bool = False
+    waiting: list[Done] = field(default_factory=list)  # for what is being stored
+
+
+class _Device:
+    def __init__(self, cost: DeviceCost, copy: Callable[[float, Done], None]) -> None:
+        self.cost = cost
+        self.load, self.store = _Queue(copy), _Queue(copy)
+        self.claims: dict[Unit, _Claim] = {}
+        self.num_units = 0
+        self.compute_s = 0.0
+        self.loaded_bytes = self.stored_bytes = 0.0
+
+
+class _World:
+    """Carries out instructions in simulated time."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskCost],
+        devices: Sequence[DeviceCost],
+        host: HostCost,
+        decide: Callable[[Event], list[Instruction]],
+        *,
+        record: bool,
+    ) -> None:
+        self._decide = decide
+        self._now_s = 0.0
+        self._cores = _Cores(host.cores)
+        self._timers: list[tuple[float, int, Done]] = []
+        self._serial = count()
+        self._events: deque[Event] = deque()
+        self._tasks = {task.name: _Task(task, dict(zip(task.chain, task.unit_s, strict=True))) for task in tasks}
+        self._devices = [_Device(cost, self._compute if cost.copies_compute else self._wait) for cost in devices]
+        self._host = _Queue(self._compute, host.optimizer_threads)
+        self._placed: list[Placed] | None = [] if record else None
+        self._finished_s: dict[str, float] = {}
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Load: self._load,
+            Drop: self._drop,
+            Run: self._run,
+            Read: self._read,
+            Begin: lambda _: None,
+            Commit: self._commit,
+            Update: self._update,
+            Finish: self._finish,
+        }
+
+    def run(self, scheduler: Scheduler) -> None:
+        """To the end."""
+        self._events.extend(DeviceAdded(index) for index in range(len(self._devices)))
+        self._events.extend(_added(task) for task in self._tasks.values())
+        while True:
+            while self._events:
+                for instruction in self._decide(self._events.popleft()):
+                    self._actions[type(instruction)](instruction)
+            if scheduler.finished:
+                return
+            timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
+            assert min(timer_s, cores_s) < math.inf, "nothing is under way and tasks are unfinished"
+            self._now_s = max(self._now_s, min(timer_s, cores_s))
+            (heappop(self._timers)[2] if timer_s <= cores_s else self._cores.pop())()
+
+    def result(self, bound: float) -> Simulation:
+        """What came of it."""
+        makespan_s = self._now_s
+        whole_s = makespan_s or 1.0
+        devices = tuple(
+            SimulatedDevice(
+                num_units=device.num_units,
+                busy={
+                    "load": device.load.busy_s / whole_s,
+                    "compute": device.compute_s / whole_s,
+                    "store": device.store.busy_s / whole_s,
+                },
+                loaded_bytes=device.loaded_bytes,
+                stored_bytes=device.stored_bytes,
+            )
+            for device in self._devices
+        )
+        return Simulation(
+            makespan_s=makespan_s,
+            bound_s=bound,
+            devices=devices,
+            finished_s=self._finished_s,
+            num_units=sum(device.num_units for device in devices),
+            schedule=tuple(self._placed or ()),
+        )
+
+    # -- time
+
+    def _wait(self, seconds: float, done: Done) -> None:
+        heappush(self._timers, (self._now_s + seconds, next(self._serial), done))
+
+    def _compute(self, seconds: float, done: Done) -> None:
+        self._cores.start(self._now_s, seconds, done)
+
+    # -- instructions
+
+    def _load(self, instruction: Load) -> None:
+        index, unit = instruction
+        device = self._devices[index]
+        claim = device.claims[unit] = _Claim(unit)
+        num_bytes = self._tasks[unit.task].cost.of_shard("load_bytes", unit.shard)
+
+        def loaded() -> None:
+            claim.is_loaded = True
+            self._start(index, claim)
+
+        self._copy_in(device, num_bytes, loaded)
+
+    def _copy_in(self, device: _Device, num_bytes: float, done: Done) -> None:
+        device.loaded_bytes += num_bytes
+        rate = device.cost.load_bytes_per_s
+        device.load.submit(num_bytes / rate if rate else 0.0, done)
+
+    def _drop(self, instruction: Drop) -> None:
+        index, unit = instruction
+        self._devices[index].claims.pop(unit).is_dropped = True
+
+    def _run(self, instruction: Run) -> None:
+        index, unit = instruction
+        device, task = self._devices[index], self._tasks[unit.task]
+        claim = device.claims[unit]
+        claim.is_run = True
+
+        def brought() -> None:
+            claim.has_input = True
+            self._start(index, claim)
+
+        def bring() -> None:
+            self._copy_in(device, _input_bytes(task.cost, unit), brought)
+
+        if task.storing:
+            task.waiting.append(bring)
+        else:
+            bring()
+
+    def _start(self, index: int, claim: _Claim) -> None:
+        """Compute a unit, once all is there."""
+        if claim.is_dropped or not (claim.is_loaded and claim.is_run and claim.has_input):
+            return
+        device, unit = self._devices[index], claim.unit
+        del device.claims[unit]
+        task = self._tasks[unit.task]
+        seconds = task.unit_s[unit.kind, unit.shard] / device.cost.speed + device.cost.unit_s
+        self._compute(seconds, partial(self._computed, index, unit, seconds, self._now_s))
+
+    def _computed(self, index: int, unit: Unit, seconds: float, start_s: float) -> None:
+        device, task = self._devices[index], self._tasks[unit.task]
+        device.num_units += 1
+        device.compute_s += self._now_s - start_s
+        if self._placed is not None:
+            self._placed.append(Placed(unit, index, start_s, self._now_s))
+        task.storing = True
+        self._events.append(Computed(index, unit, seconds))
+        num_bytes = _output_bytes(task.cost, unit)
+        device.stored_bytes += num_bytes
+        rate = device.cost.store_bytes_per_s
+        device.store.submit(num_bytes / rate if rate else 0.0, partial(self._stored, unit))
+
+    def _stored(self, unit: Unit) -> None:
+        task = self._tasks[unit.task]
+        task.storing = False
+        self._events.append(Stored(unit))
+        waiting, task.waiting = task.waiting, []
+        for bring in waiting:
+            bring()
+
+    def _read(self, instruction: Read) -> None:
+        task = self._tasks[instruction.task]
+        name = instruction.task
+        if task.num_read == task.cost.num_steps:
+            self._events.append(DataEnded(name))
+            return
+        event = BatchReady(name, task.num_read, True)
+        task.num_read += 1
+        if task.cost.read_s == 0:
+            self._events.append(event)
+        else:
+            self._compute(task.cost.read_s, partial(self._events.append, event))
+
+    def _commit(self, instruction: Commit) -> None:
+        event = StepCommitted(instruction.task, instruction.training)
+        self._host.submit(self._tasks[instruction.task].cost.commit_s, partial(self._events.append, event))
+
+    def _update(self, instruction: Update) -> None:
+        seconds = self._tasks[instruction.task].cost.of_shard("update_s", instruction.shard)
+        self._host.submit(seconds, partial(self._events.append, ShardUpdated(instruction.task, instruction.shard)))
+
+    def _finish(self, instruction: Finish) -> None:
+        self._finished_s[instruction.task] = self._now_s
+
+
+def _added(task: _Task) -> TaskAdded:
+    cost = task.cost
+    lowest = 1 - len(cost.unit_s) % 2
+    return TaskAdded(
+        task=cost.name,
+        training=cost.chain,
+        evaluation=(),
+        needs=tuple((shard,) if shard >= lowest else () for shard in range(cost.num_shards)),
+        updates=tuple(range(lowest, cost.num_shards)),
+        unit_s=task.unit_s,
+        num_steps=cost.num_steps,
+        reads_ahead=True,
+        priority=cost.priority,
+        weight=cost.weight,
+    )
+
+
+def _input_bytes(cost: TaskCost, unit: Unit) -> float:
+    """What a unit starts from: its boundary, and in a backward the gradient from above."""
+    num_bytes = cost.of_shard("boundary_bytes", unit.shard)
+    return num_bytes + (cost.of_shard("boundary_bytes", unit.shard + 1) if unit.kind == BACKWARD else 0.0)
+
+
+def _output_bytes(cost: TaskCost, unit: Unit) -> float:
+    """What a unit leaves: the boundary above it, or gradients."""
+    if unit.kind == FORWARD:
+        return cost.of_shard("boundary_bytes", unit.shard + 1)
+    assert unit.kind in (FUSED, BACKWARD)
+    below = cost.of_shard("boundary_bytes", unit.shard) if unit.shard > 0 else 0.0
+    return below + cost.of_shard("gradient_bytes", unit.shard)
