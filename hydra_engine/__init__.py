@@ -8,16 +8,19 @@ from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNot
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
 from hydra_engine.report import DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
+from hydra_engine.simulator import DeviceCost, HostCost, Simulation, TaskCost, simulate
 from hydra_engine.task import Model, ModelTask
 from partitioners import Skips
 
 __all__ = [
     "Callback",
     "CudaDevice",
+    "DeviceCost",
     "DeviceOutOfMemory",
     "DeviceReport",
     "EmulatedDevice",
     "Evaluation",
+    "HostCost",
     "HostOutOfMemory",
     "Model",
     "ModelOrchestrator",
@@ -26,11 +29,14 @@ __all__ = [
     "Report",
     "Revision",
     "ShardDoesNotFit",
+    "Simulation",
     "Skips",
     "StopTask",
+    "TaskCost",
     "TaskPlan",
     "TaskReport",
     "__version__",
+    "simulate",
     "split",
     "stream_seed",
 ]

@@ -29,6 +29,8 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 # The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
 CHAOS_SHARE = 0.3
 CHAOS_MAX_S = 0.0005
+# A copy over an emulated link is in the way of an urgent one for so long at most.
+PIECE_S = 0.002
 # As many bytes are copied in the time that it takes to wake a thread which waits.
 HANDOFF_BYTES = 2**17
 # Copies that tell the speed of memory.
@@ -132,6 +134,38 @@ class Lane:
             del job  # or the last job of a queue would keep its unit's tensors alive until the next one comes
 
 
+class Link:
+    """One direction of an emulated link: one copy at a time, urgent ones between the pieces of others.
+
+    What a unit starts from holds the device up; the shard of the unit after it does not.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._changed = threading.Condition()
+        self._is_busy = False
+        self._num_urgent = 0
+
+    def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
+        """Take as long as so many bytes take, less what was spent on them."""
+        left_s = num_bytes / self._bytes_per_s - spent_s
+        with self._changed:
+            self._num_urgent += urgent
+        while left_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
+                self._is_busy = True
+            start_s = time.perf_counter()
+            time.sleep(left_s if urgent else min(left_s, PIECE_S))
+            left_s -= time.perf_counter() - start_s
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+        with self._changed:
+            self._num_urgent -= urgent
+            self._changed.notify_all()
+
+
 class EmulatedDevice:
     """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
 
@@ -203,11 +237,10 @@ class OpenDevice:
         self.meter_every_unit = spec.meter_every_unit
         self.ledger = Ledger(name, spec.memory_bytes)
         self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)  # type: ignore[no-untyped-call]
-        self._bandwidth = spec.bandwidth
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
         self._is_quick = spec.bandwidth is None and spec.chaos is None
         self._trace = trace
-        self._links = {lane: threading.Lock() for lane in (LOAD, STORE)}  # one copy at a time in each direction
+        self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
         self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
 
     def submit(self, lane: str, label: str, job: Callable[[], None], num_bytes: int | None = None) -> None:
@@ -232,21 +265,15 @@ class OpenDevice:
         finally:
             self._trace.add(self.name, lane, label, start_s)
 
-    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy each (target, source) across the link, at its speed."""
+    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> None:
+        """Copy each (target, source) across the link, at its speed; `urgent` before what else is on its way."""
         num_bytes = sum(source.nbytes for _, source in pairs)
         self._trace.count_bytes(self.name, lane, num_bytes)
-        if self._bandwidth is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return
-        with self._links[lane]:
-            start_s = time.perf_counter()
-            for target, source in pairs:
-                target.copy_(source)
-            left_s = num_bytes / self._bandwidth - (time.perf_counter() - start_s)
-            if left_s > 0:
-                time.sleep(left_s)
+        start_s = time.perf_counter()
+        for target, source in pairs:
+            target.copy_(source)
+        if self._links is not None:
+            self._links[lane].spend(num_bytes, time.perf_counter() - start_s, urgent=urgent)
 
     def take_slab(self, num_bytes: int) -> Slab:
         """A region of the arena, whose bytes the ledger has granted."""

@@ -28,6 +28,8 @@ class Policy(Protocol):
     """Orders units. Keeps settings at most, so one object may serve any number of runs.
 
     Attributes:
+        longest_first: a unit that is claimed and loaded stands back for a task on the critical path (False where the
+            policy does not have it).
         max_passes: how often a unit may be passed over for one with a higher key whose shard is on the device already
             (0 where the policy does not have it).
     """
@@ -42,6 +44,8 @@ class Policy(Protocol):
 
 class ShardedLRTF:
     """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first."""
+
+    longest_first = True
 
     def key(self, candidate: Candidate) -> float:
         """Remaining time, the longest first."""

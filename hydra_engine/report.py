@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hydra_engine.schedule import Placed, Unit
+from hydra_engine.trace import Span
 from partitioners import format_bytes
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
@@ -114,11 +116,27 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What became of a run; prints as two tables."""
+    """What became of a run; prints as two tables.
+
+    Attributes:
+        spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
+            task) and updates ("update", labelled "task.shard"); of a long run the last 100,000.
+    """
 
     makespan_s: float
     tasks: dict[str, TaskReport]
     devices: list[DeviceReport]
+    spans: Sequence[Span] = field(default=(), repr=False)
+
+    @property
+    def schedule(self) -> list[Placed]:
+        """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`."""
+        indices = {device.name: index for index, device in enumerate(self.devices)}
+        return [
+            Placed(Unit.parse(span.label), indices[span.device], span.start_s, span.end_s)
+            for span in self.spans
+            if span.lane == "compute"
+        ]
 
     def raise_failures(self) -> None:
         """Raise the first failed task's exception, if any."""

@@ -119,7 +119,7 @@ class EngineRun:
             Begin: self._begin,
             Fit: self._start_fit,
             Commit: self._start_commit,
-            Update: lambda i: self._submit(i.task, "its optimizer", partial(self._update, i)),
+            Update: self._start_update,
             Finish: self._start_finish,
         }
 
@@ -162,7 +162,7 @@ class EngineRun:
         """What became of it."""
         devices = [self._device_report(worker) for worker in self._workers]
         tasks = {name: training.report for name, training in self._tasks.items()}
-        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices)
+        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=self._trace.spans())
 
     def _device_report(self, worker: Worker) -> DeviceReport:
         name = worker.device.name
@@ -379,8 +379,18 @@ class EngineRun:
         training.stage()
 
     def _start_commit(self, instruction: Commit) -> None:
-        commit = partial(self._submit, instruction.task, "its commit", partial(self._commit, instruction))
+        job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
+        commit = partial(self._submit, instruction.task, "its commit", job)
         self._tasks[instruction.task].notifier.when_told(commit)
+
+    def _start_update(self, instruction: Update) -> None:
+        label = f"{instruction.task}.{instruction.shard}"
+        job = partial(self._timed, "update", label, partial(self._update, instruction))
+        self._submit(instruction.task, "its optimizer", job)
+
+    def _timed(self, what: str, label: str, job: Callable[[], Event]) -> Event:
+        with self._trace.span("host", what, label):
+            return job()
 
     def _start_fit(self, instruction: Fit) -> None:
         training = self._tasks[instruction.task]

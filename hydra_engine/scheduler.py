@@ -85,6 +85,7 @@ class _Task:
     unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
     step_s: float = 0.0  # of a training batch
     left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
+    counted_s: float = 0.0  # of what is left, in the scheduler's sum
     used_s: float = 0.0
     served_order: int = 0
     ready_order: int = 0
@@ -115,7 +116,8 @@ class _Task:
         for node in reversed(self.chain):
             left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
         self.left_s = left_s[::-1]
-        self.step_s = self.left_s[0] if self.training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
+        in_training = self.training and bool(self.chain)
+        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
 
     def remaining_s(self) -> float:
         """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
@@ -151,6 +153,7 @@ class Scheduler:
 
     def __init__(self, policy: Policy, *, double_buffer: bool = True) -> None:
         self._policy = policy
+        self._policy_is_longest_first = getattr(policy, "longest_first", False)
         self._double_buffer = double_buffer
         self._tasks: dict[str, _Task] = {}
         self._devices: dict[int, _Device] = {}
@@ -158,6 +161,7 @@ class Scheduler:
         self._num_unfinished = 0
         self._ready_count = 0
         self._served_count = 0
+        self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
         self._ready: ReadyQueue[_Task] = ReadyQueue()  # run-ready, unclaimed
         self._claimed: ReadyQueue[_Task] = ReadyQueue()  # run-ready, claimed
@@ -189,7 +193,16 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in; what to do about it, in order."""
+        return [*self.take(event), *self.dispatch()]
+
+    def take(self, event: Event) -> list[Instruction]:
+        """The first half of `handle`, for events that come at one time: nothing is given to devices yet."""
         self._handlers[type(event)](event)
+        out, self._out = self._out, []
+        return out
+
+    def dispatch(self) -> list[Instruction]:
+        """The second half: give to devices what they can have now."""
         self._dispatch()
         out, self._out = self._out, []
         return out
@@ -202,6 +215,7 @@ class Scheduler:
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
+        self._refresh(task)  # it counts from now on
         self._out.append(Read(event.task))
 
     def _device_added(self, event: DeviceAdded) -> None:
@@ -345,6 +359,7 @@ class Scheduler:
         if task.over or (task.ended and task.next_batch is None and task.misfit is None):
             if not task.stale:
                 task.finished = True
+                self._refresh(task)  # nothing is left of it
                 self._num_unfinished -= 1
                 self._out.append(Finish(task.added.task))
             return
@@ -381,6 +396,9 @@ class Scheduler:
             task.queue.discard(task)
             task.queue = None
         before, task.offer = task.offer, task.next_unit()
+        remaining_s = 0.0 if task.over or task.finished else task.remaining_s()
+        self._remaining_s += remaining_s - task.counted_s
+        task.counted_s = remaining_s
         if task.offer is None:
             return
         if task.offer != before:
@@ -410,7 +428,7 @@ class Scheduler:
         candidate = Candidate(
             added.task,
             task.order,
-            task.remaining_s(),
+            task.counted_s,
             task.ready_order,
             task.served_order,
             task.used_s,
@@ -472,10 +490,15 @@ class Scheduler:
         yield from device.near
 
     def _run_own(self, device: _Device) -> None:
-        """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first."""
+        """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first.
+
+        A claim has to stand back for a task on the critical path, which any wait would make longer.
+        """
         claim = device.claim
         if claim is not None and (not claim.under_way or claim.near is device):
-            self._run(device, claim)
+            urgent = self._ready.best() if self._policy_is_longest_first else None
+            is_urgent = urgent is not None and urgent.key < claim.key and self._is_critical(urgent)
+            self._run(device, urgent if urgent is not None and is_urgent else claim)
             return
         near = [task for task in device.near if task.offer is not None]
         if not near:
@@ -483,6 +506,10 @@ class Scheduler:
         best = min(near, key=lambda task: (task.claim is not None, task.key))
         other = self._ready.best()
         self._run(device, best if other is None or best.key < other.key else other)
+
+    def _is_critical(self, task: _Task) -> bool:
+        """Whether the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
+        return task.counted_s * len(self._devices) >= self._remaining_s
 
     def _run_best(self, device: _Device) -> None:
         task = self._ready.best() or self._claimed.best()

@@ -5,7 +5,8 @@
 What a device, its links and the host take time for is modelled as the engine does it:
 
     Load     the shard's parameters, over the link to the device, one copy after the other
-    Run      what the unit starts from, once the unit before it is stored, over the same link; then its seconds
+    Run      what the unit starts from, once the unit before it is stored, over the same link and before any shard
+             that is on its way there; then its seconds
     Computed -> its output and gradients, over the link to DRAM -> Stored
     Commit, Update                      a pool of threads of the host
     all that computes, where asked      shares the host's cores evenly
@@ -196,7 +197,7 @@ def simulate(
     host: HostCost | None = None,
     double_buffer: bool = True,
     record: bool = False,
-    handle: Callable[[Callable[[Event], list[Instruction]], Event], list[Instruction]] | None = None,
+    scheduler: Scheduler | None = None,
 ) -> Simulation:
     """Simulate training tasks to their end.
 
@@ -209,7 +210,7 @@ def simulate(
         host: what the host has; default: one optimizer thread, and cores enough.
         double_buffer: load the next unit's shard while one computes.
         record: keep the schedule.
-        handle: called as handle(scheduler.handle, event) for each decision, to measure it.
+        scheduler: who decides, in place of a `Scheduler` of that policy: one that measures itself, say.
 
     Raises ValueError for what cannot be simulated.
     """
@@ -222,9 +223,9 @@ def simulate(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"tasks: {names.count(twice)} are named {twice!r}; give each a name of its own")
-    scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
-    decide = scheduler.handle if handle is None else partial(handle, scheduler.handle)
-    world = _World(tasks, costs, host or HostCost(), decide, record=record)
+    if scheduler is None:
+        scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
+    world = _World(tasks, costs, host or HostCost(), record=record)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs))
 
@@ -321,6 +322,45 @@ class _Queue:
         self._pump()
 
 
+class _Link:
+    """Copies in one direction, one at a time: urgent ones first, which others stop for in the middle."""
+
+    def __init__(self, world: _World, *, computes: bool) -> None:
+        self._world = world
+        self._computes = computes  # copies keep a core busy; what has begun is then finished
+        self._waiting: tuple[deque[tuple[float, Done]], deque[tuple[float, Done]]] = (deque(), deque())
+        self._current: tuple[float, Done, bool] | None = None  # (end, what to call then, whether it stops for others)
+        self.busy_s = 0.0
+
+    def submit(self, seconds: float, done: Done, *, urgent: bool = False) -> None:
+        """Queue a copy; one without bytes takes no turn."""
+        if seconds == 0:
+            done()
+            return
+        self.busy_s += seconds
+        if urgent and self._current is not None and self._current[2]:
+            end_s, stopped, _ = self._current
+            self._waiting[False].appendleft((end_s - self._world.now_s, stopped))
+            self._current = None
+        self._waiting[urgent].append((seconds, done))
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._current is None and any(self._waiting):
+            urgent = bool(self._waiting[True])
+            seconds, done = self._waiting[urgent].popleft()
+            current = self._current = (self._world.now_s + seconds, done, not (urgent or self._computes))
+            start = self._world.compute if self._computes else self._world.wait
+            start(seconds, partial(self._end, current))
+
+    def _end(self, copy: tuple[float, Done, bool]) -> None:
+        if self._current is not copy:
+            return  # it was stopped since
+        self._current = None
+        copy[1]()
+        self._pump()
+
+
 @dataclass(eq=False)
 class _Claim:
     """A unit whose shard is on its way to a device, or there."""
@@ -342,9 +382,9 @@ class _Task:
 
 
 class _Device:
-    def __init__(self, cost: DeviceCost, copy: Callable[[float, Done], None]) -> None:
+    def __init__(self, cost: DeviceCost, world: _World) -> None:
         self.cost = cost
-        self.load, self.store = _Queue(copy), _Queue(copy)
+        self.load, self.store = (_Link(world, computes=cost.copies_compute) for _ in range(2))
         self.claims: dict[Unit, _Claim] = {}
         self.num_units = 0
         self.compute_s = 0.0
@@ -359,19 +399,17 @@ class _World:
         tasks: Sequence[TaskCost],
         devices: Sequence[DeviceCost],
         host: HostCost,
-        decide: Callable[[Event], list[Instruction]],
         *,
         record: bool,
     ) -> None:
-        self._decide = decide
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._cores = _Cores(host.cores)
         self._timers: list[tuple[float, int, Done]] = []
         self._serial = count()
         self._events: deque[Event] = deque()
         self._tasks = {task.name: _Task(task, dict(zip(task.chain, task.unit_s, strict=True))) for task in tasks}
-        self._devices = [_Device(cost, self._compute if cost.copies_compute else self._wait) for cost in devices]
-        self._host = _Queue(self._compute, host.optimizer_threads)
+        self._devices = [_Device(cost, self) for cost in devices]
+        self._host = _Queue(self.compute, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -391,18 +429,19 @@ class _World:
         self._events.extend(_added(task) for task in self._tasks.values())
         while True:
             while self._events:
-                for instruction in self._decide(self._events.popleft()):
-                    self._actions[type(instruction)](instruction)
+                self._act(scheduler.take(self._events.popleft()))
+                if not self._events:  # of what comes at one time, all is known before a device is given anything
+                    self._act(scheduler.dispatch())
             if scheduler.finished:
                 return
             timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
             assert min(timer_s, cores_s) < math.inf, "nothing is under way and tasks are unfinished"
-            self._now_s = max(self._now_s, min(timer_s, cores_s))
+            self.now_s = max(self.now_s, min(timer_s, cores_s))
             (heappop(self._timers)[2] if timer_s <= cores_s else self._cores.pop())()
 
     def result(self, bound: float) -> Simulation:
         """What came of it."""
-        makespan_s = self._now_s
+        makespan_s = self.now_s
         whole_s = makespan_s or 1.0
         devices = tuple(
             SimulatedDevice(
@@ -426,13 +465,17 @@ class _World:
             schedule=tuple(self._placed or ()),
         )
 
+    def _act(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            self._actions[type(instruction)](instruction)
+
     # -- time
 
-    def _wait(self, seconds: float, done: Done) -> None:
-        heappush(self._timers, (self._now_s + seconds, next(self._serial), done))
+    def wait(self, seconds: float, done: Done) -> None:
+        heappush(self._timers, (self.now_s + seconds, next(self._serial), done))
 
-    def _compute(self, seconds: float, done: Done) -> None:
-        self._cores.start(self._now_s, seconds, done)
+    def compute(self, seconds: float, done: Done) -> None:
+        self._cores.start(self.now_s, seconds, done)
 
     # -- instructions
 
@@ -448,10 +491,10 @@ class _World:
 
         self._copy_in(device, num_bytes, loaded)
 
-    def _copy_in(self, device: _Device, num_bytes: float, done: Done) -> None:
+    def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
         device.loaded_bytes += num_bytes
         rate = device.cost.load_bytes_per_s
-        device.load.submit(num_bytes / rate if rate else 0.0, done)
+        device.load.submit(num_bytes / rate if rate else 0.0, done, urgent=urgent)
 
     def _drop(self, instruction: Drop) -> None:
         index, unit = instruction
@@ -468,7 +511,7 @@ class _World:
             self._start(index, claim)
 
         def bring() -> None:
-            self._copy_in(device, _input_bytes(task.cost, unit), brought)
+            self._copy_in(device, _input_bytes(task.cost, unit), brought, urgent=True)
 
         if task.storing:
             task.waiting.append(bring)
@@ -483,14 +526,14 @@ class _World:
         del device.claims[unit]
         task = self._tasks[unit.task]
         seconds = task.unit_s[unit.kind, unit.shard] / device.cost.speed + device.cost.unit_s
-        self._compute(seconds, partial(self._computed, index, unit, seconds, self._now_s))
+        self.compute(seconds, partial(self._computed, index, unit, seconds, self.now_s))
 
     def _computed(self, index: int, unit: Unit, seconds: float, start_s: float) -> None:
         device, task = self._devices[index], self._tasks[unit.task]
         device.num_units += 1
-        device.compute_s += self._now_s - start_s
+        device.compute_s += self.now_s - start_s
         if self._placed is not None:
-            self._placed.append(Placed(unit, index, start_s, self._now_s))
+            self._placed.append(Placed(unit, index, start_s, self.now_s))
         task.storing = True
         self._events.append(Computed(index, unit, seconds))
         num_bytes = _output_bytes(task.cost, unit)
@@ -517,7 +560,7 @@ class _World:
         if task.cost.read_s == 0:
             self._events.append(event)
         else:
-            self._compute(task.cost.read_s, partial(self._events.append, event))
+            self.compute(task.cost.read_s, partial(self._events.append, event))
 
     def _commit(self, instruction: Commit) -> None:
         event = StepCommitted(instruction.task, instruction.training)
@@ -528,7 +571,7 @@ class _World:
         self._host.submit(seconds, partial(self._events.append, ShardUpdated(instruction.task, instruction.shard)))
 
     def _finish(self, instruction: Finish) -> None:
-        self._finished_s[instruction.task] = self._now_s
+        self._finished_s[instruction.task] = self.now_s
 
 
 def _added(task: _Task) -> TaskAdded:

@@ -171,7 +171,7 @@ class Spiller:
 
     def _bring(self, tensor: Tensor) -> Tensor:
         place = place_for(tensor, self._device.torch_device)
-        self._device.copy(LOAD, [(flat(place), flat(tensor))])
+        self._device.copy(LOAD, [(flat(place), flat(tensor))], urgent=True)
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "errors", "promise", "ready", "trace"),
-    ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample", "schedule"),
+    ("_version", "errors", "promise", "ready", "schedule", "trace"),
+    ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample"),
     ("callbacks", "means"),
-    ("device", "events", "plan_ahead", "progress", "shard", "task"),
+    ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
     (
         "blocked",
         "checkpoint",

@@ -5,11 +5,17 @@ import pytest
 
 from hydra_engine.schedule import (
     KINDS,
+    Placed,
     Unit,
+    critical_path,
     critical_path_s,
     evaluation_chain,
+    format_schedule,
+    parse_schedule,
+    schedule_graph,
     step_graph,
     training_chain,
+    validate,
 )
 
 
@@ -105,3 +111,81 @@ def test_step_graph_is_the_chain_with_costs_on_nodes_and_out_edges():
 def test_critical_path_of_units_that_take_no_time_is_zero():
     chain = training_chain(3, 0)
     assert critical_path_s(step_graph(chain, dict.fromkeys(chain, 0.0))) == 0.0
+
+
+# -- schedules
+
+
+def placed(unit, device, start_s, end_s):
+    return Placed(Unit.parse(unit), device, start_s, end_s)
+
+
+#     device 0   |a.f0  |a.fb1   |a.b0 |
+#     device 1   |b.fb0    |c.fb0|
+SCHEDULE = [
+    placed("a.f0@0", 0, 0.0, 2.0),
+    placed("b.fb0@0", 1, 0.0, 3.0),
+    placed("a.fb1@0", 0, 2.0, 5.0),
+    placed("c.fb0@0", 1, 3.0, 5.0),
+    placed("a.b0@0", 0, 5.0, 7.0),
+]
+CHAINS = {"a": training_chain(2, 0), "b": training_chain(1, 0)}
+
+
+def test_schedule_parses_back_from_what_it_prints():
+    assert str(SCHEDULE[0]) == "a.f0@0 on 0 from 0.0 to 2.0"
+    assert parse_schedule(format_schedule(SCHEDULE)) == SCHEDULE
+    odd = [placed("on 3 from.f0@0", 12, 1 / 3, 1e-30), placed("b.e2@7", 0, 1e9, 1e9 + 1 / 7)]
+    assert parse_schedule(format_schedule(odd)) == odd
+    assert parse_schedule("\n") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["a.f0@0", "a.f0@0 on 0", "a.f0@0 on x from 0 to 1", "a.f0 on 0 from 0 to 1", "a.f0@0 on 0 from a to 1"]
+)
+def test_malformed_schedule_is_refused(text):
+    with pytest.raises(ValueError, match=r"schedule|unit|float"):
+        parse_schedule(text)
+
+
+def test_graph_says_what_waited_for_what():
+    graph = schedule_graph(SCHEDULE)
+    assert graph.nodes[Unit("a", "fb", 1, 0)] == {"seconds": 3.0, "device": 0, "start_s": 2.0, "end_s": 5.0}
+    edges = {(str(u), str(v)): data["of"] for u, v, data in graph.edges(data=True)}
+    assert edges == {("a.f0@0", "a.fb1@0"): "both", ("a.fb1@0", "a.b0@0"): "both", ("b.fb0@0", "c.fb0@0"): "device"}
+    assert nx.dag_longest_path_length(graph) == 2.0 + 3.0
+
+
+def test_graph_has_tasks_that_change_their_device():
+    graph = schedule_graph([placed("a.f0@0", 0, 0.0, 1.0), placed("a.fb1@0", 1, 1.5, 2.0)])
+    assert [data for *_, data in graph.edges(data=True)] == [{"of": "task", "weight": 1.0}]
+
+
+def test_valid_schedule_passes():
+    validate(SCHEDULE, CHAINS)
+    validate(SCHEDULE[::-1], CHAINS)
+    validate([])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ([placed("a.f0@0", 0, 2.0, 1.0)], "ends before it starts"),
+        ([placed("a.f0@0", 0, -1.0, 1.0)], "before 0"),
+        ([*SCHEDULE, placed("b.fb0@0", 1, 8.0, 9.0)], "b.fb0@0 is in it twice"),
+        ([*SCHEDULE, placed("d.fb0@0", 1, 2.5, 2.7)], "one device at the same time"),
+        ([*SCHEDULE, placed("b.fb0@1", 2, 2.5, 3.7)], "one task at the same time"),
+        (SCHEDULE[:3], "a ends in the middle of a step, after a.fb1@0"),
+        ([*SCHEDULE[:2], *SCHEDULE[3:]], r"a.b0@0 where a.fb1@0 comes next: a.f0@0 \[a.b0@0\]"),
+    ],
+)
+def test_schedule_that_could_not_have_been_is_refused(schedule, words):
+    with pytest.raises(ValueError, match=words):
+        validate(schedule, CHAINS)
+
+
+def test_critical_path_is_what_the_last_unit_waited_for():
+    assert [str(unit) for unit in critical_path(SCHEDULE)] == ["a.f0@0", "a.fb1@0", "a.b0@0"]
+    waits = [placed("b.fb0@0", 0, 0.0, 4.0), placed("a.f0@0", 1, 0.0, 1.0), placed("a.fb1@0", 0, 4.0, 5.0)]
+    assert [str(unit) for unit in critical_path(waits)] == ["b.fb0@0", "a.fb1@0"]
+    assert critical_path([]) == []

@@ -1,0 +1,207 @@
+"""Makespans predicted by simulation, to a file, against later runs of the engine. See README.md.
+
+python benchmarks/simulator/main.py                       # all of it; exit code 1 beyond the limit
+python benchmarks/simulator/main.py predict costs.json    # what it does first, in a process of its own
+python benchmarks/simulator/main.py run NAME              # one run of a workload, in a process of its own
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost, simulate
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
+from partitioners import Presharded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import gpt, token_batches
+
+LIMIT = 0.10
+CORES = 2
+MEASURED_STEPS = 6
+HANDOFF_S = 300e-6  # of a unit: threads that wake one another (benchmarks/overhead)
+NUM_LAYERS = 6  # embedding, four blocks, head
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task: its GPT's width, its shards, its batch."""
+
+    width: int
+    boundaries: tuple[int, ...]
+    batch_size: int
+
+    def task(self, name, num_steps):
+        batches = token_batches(num_steps, self.batch_size, 128)
+        return ModelTask(
+            gpt(width=self.width),
+            nn.CrossEntropyLoss(),
+            batches,
+            1e-3,
+            name=name,
+            optimizer=torch.optim.AdamW,
+            partitioner=Presharded(list(self.boundaries)),
+            seed=0,
+        )
+
+
+SMALL = Kind(192, (2, 4, 6), 8)
+WIDE = Kind(384, (2, 3, 4, 6), 4)
+WHOLE = Kind(192, (6,), 8)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tasks as (kind, steps), on so many devices with a link of so many bytes per second, or none."""
+
+    tasks: tuple[tuple[Kind, int], ...]
+    num_devices: int
+    bandwidth: int | None
+    policy: str = "sharded-lrtf"
+
+
+WORKLOADS = {
+    "one task, slow link": Workload(((WIDE, 12),), 1, 40_000_000),
+    "two tasks, one device": Workload(((SMALL, 20), (SMALL, 20)), 1, 40_000_000),
+    "three unequal tasks, two devices": Workload(((WIDE, 14), (SMALL, 20), (SMALL, 10)), 2, 100_000_000),
+    "four equal tasks, two devices": Workload(((SMALL, 14),) * 4, 2, 100_000_000),
+    "four tasks in one shard, two devices": Workload(((WHOLE, 16),) * 4, 2, 100_000_000),
+    "very slow link, three tasks": Workload(((WIDE, 6), (WIDE, 6), (SMALL, 12)), 2, 20_000_000),
+    "no link, four tasks, two devices": Workload(((SMALL, 16),) * 4, 2, None),
+    "four tasks, first come first served": Workload(
+        ((WIDE, 8), (SMALL, 14), (SMALL, 14), (WHOLE, 14)), 2, 100_000_000, "fifo"
+    ),
+}
+
+
+def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf"):
+    """The report of a run, planning aside."""
+    torch.set_num_threads(1)
+    devices = [EmulatedDevice("1GiB", bandwidth=bandwidth) for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy)
+    orchestra.verbose = 0
+    orchestra.generate()
+    report = orchestra.train_models()
+    report.raise_failures()
+    return report
+
+
+def measured(kind, bandwidth):
+    """What a task takes, from a few steps of it alone, in seconds: of units, of copies, of the host."""
+    report = trained([kind.task("task", MEASURED_STEPS)], 1, bandwidth)
+    seconds = defaultdict(list)
+    for span in report.spans:
+        if span.lane in ("compute", "load", "store"):
+            if span.label.startswith("drop"):
+                continue
+            unit = Unit.parse(span.label)
+            seconds[span.lane, unit.kind, unit.shard, unit.step].append(span.end_s - span.start_s)
+        elif span.lane == "update":
+            seconds["update", int(span.label.rpartition(".")[2]), "", len(seconds)].append(span.end_s - span.start_s)
+        else:
+            seconds["commit", "", "", len(seconds)].append(span.end_s - span.start_s)
+    num_shards = len(kind.boundaries)
+    steps = range(1, MEASURED_STEPS)  # the first one meters
+
+    def of_unit(lane, unit_kind, shard, part):
+        found = [seconds[lane, unit_kind, shard, step] for step in steps]
+        return median(part(each) for each in found)
+
+    chain = TaskCost(name="", unit_s=[0.0] * (2 * num_shards - 1)).chain
+    backward = [FUSED if shard == num_shards - 1 else BACKWARD for shard in range(num_shards)]
+    forward = [FUSED if shard == num_shards - 1 else FORWARD for shard in range(num_shards)]
+    # A unit's loads: its shard in the load lane, then what it starts from.
+    loads = [of_unit("load", forward[shard], shard, lambda each: each[0]) for shard in range(num_shards)]
+    inputs = [of_unit("load", forward[shard], shard, lambda each: each[-1]) for shard in range(num_shards)]
+    stores = [of_unit("store", backward[shard], shard, sum) for shard in range(num_shards)]
+    updates = [
+        median(s for (what, j, *_), each in seconds.items() if (what, j) == ("update", shard) for s in each)
+        for shard in range(num_shards)
+    ]
+    return {
+        "unit_s": [of_unit("compute", unit_kind, shard, sum) for unit_kind, shard in chain],
+        "load_bytes": loads,  # over a link of one byte per second
+        "boundary_bytes": inputs,
+        "gradient_bytes": [max(0.0, store - (inputs[shard] if shard else 0.0)) for shard, store in enumerate(stores)],
+        "update_s": updates,
+        "commit_s": median(s for (what, *_), each in seconds.items() if what == "commit" for s in each),
+    }
+
+
+def predict(path):
+    """Predict every workload's makespan from measured costs, to a file."""
+    torch.set_num_threads(1)
+    trained([SMALL.task("warm", 2)], 1, None)
+    costs, predictions = {}, {}
+    for name, workload in WORKLOADS.items():
+        tasks = []
+        for k, (kind, num_steps) in enumerate(workload.tasks):
+            key = (kind, workload.bandwidth)
+            if key not in costs:
+                costs[key] = measured(*key)
+            tasks.append(TaskCost(name=str(k), num_steps=num_steps, **costs[key]))
+        device = DeviceCost(
+            load_bytes_per_s=1.0, store_bytes_per_s=1.0, unit_s=HANDOFF_S, copies_compute=workload.bandwidth is None
+        )
+        host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=CORES)
+        found = simulate(tasks, [device] * workload.num_devices, workload.policy, host=host)
+        predictions[name] = {"makespan_s": found.makespan_s, "bound_s": found.bound_s, "busy": found.busy_share}
+    Path(path).write_text(json.dumps(predictions, indent=1))
+
+
+def run(name):
+    """Print the makespan of one run of a workload."""
+    workload = WORKLOADS[name]
+    torch.set_num_threads(1)
+    trained([SMALL.task("warm", 2)], 1, None)
+    tasks = [kind.task(str(k), num_steps) for k, (kind, num_steps) in enumerate(workload.tasks)]
+    print(json.dumps(trained(tasks, workload.num_devices, workload.bandwidth, workload.policy).makespan_s))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "run"))
+    parser.add_argument("argument", nargs="?", help="the file to write, or the workload to run")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each workload (default 5)")
+    parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
+    arguments = parser.parse_args()
+    if arguments.what == "predict":
+        predict(arguments.argument)
+        return
+    if arguments.what == "run":
+        run(arguments.argument)
+        return
+    path = Path(tempfile.mkdtemp()) / "predictions.json"
+    subprocess.run([sys.executable, __file__, "predict", str(path)], check=True)
+    predictions = json.loads(path.read_text())
+    print(f"predictions: {path}")
+    print(f"{'workload':38} predicted  median of {arguments.repeats} runs (range)    error   bound  busy", flush=True)
+    errors = []
+    for name, predicted in predictions.items():
+        made = []
+        for _ in range(arguments.repeats):
+            done = subprocess.run([sys.executable, __file__, "run", name], check=True, capture_output=True, text=True)
+            made.append(json.loads(done.stdout))
+        error = predicted["makespan_s"] / median(made) - 1
+        errors.append(error)
+        print(
+            f"{name:38} {predicted['makespan_s']:7.2f} s  {median(made):7.2f} s ({min(made):.2f} to {max(made):.2f})  "
+            f"{error:+8.1%}  {predicted['bound_s']:5.2f}  {predicted['busy']:4.0%}",
+            flush=True,
+        )
+    good = sum(abs(error) <= LIMIT for error in errors)
+    print(f"{good} of {len(errors)} workloads within {LIMIT:.0%}; at least 6")
+    sys.exit(0 if good >= 6 or arguments.no_judge else 1)
+
+
+if __name__ == "__main__":
+    main()
