@@ -31,7 +31,7 @@ class ModelOrchestrator:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
         devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM.
         policy: one of `hydra_engine.policies.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
-            "shortest-remaining", "locality", "fair-share"), or an object with `key` (see `Policy` there).
+            "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
 
     Attributes:

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple, Protocol
 # In `Candidate.ready_order`: the unit waits for its input.
 NOT_YET = 2**62
 
-# A unit under "locality" is passed over for units whose shard is on the device already so many times at most.
-MAX_PASSES = 8
-
 
 class Candidate(NamedTuple):
     """A unit that a device could take, as a policy sees it: one for each task at most."""
@@ -30,8 +27,6 @@ class Policy(Protocol):
     Attributes:
         longest_first: a unit that is claimed and loaded stands back for a task on the critical path (False where the
             policy does not have it).
-        max_passes: how often a unit may be passed over for one with a higher key whose shard is on the device already
-            (0 where the policy does not have it).
     """
 
     def key(self, candidate: Candidate) -> Any:
@@ -50,19 +45,6 @@ class ShardedLRTF:
     def key(self, candidate: Candidate) -> float:
         """Remaining time, the longest first."""
         return -candidate.remaining_s
-
-
-class Locality(ShardedLRTF):
-    """Sharded-LRTF among the tasks whose next shard is on the device already; the others wait a bounded time.
-
-    Args:
-        max_passes: how often a unit may be passed over.
-    """
-
-    def __init__(self, max_passes: int = MAX_PASSES) -> None:
-        if max_passes < 1:
-            raise ValueError(f"max_passes: {max_passes}, at least 1; 'sharded-lrtf' passes no unit over")
-        self.max_passes = max_passes
 
 
 class ShortestRemaining:
@@ -123,7 +105,6 @@ class RandomOrder:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fair-share": FairShare,
     "fifo": FIFO,
-    "locality": Locality,
     "random": RandomOrder,
     "round-robin": RoundRobin,
     "sharded-lrtf": ShardedLRTF,

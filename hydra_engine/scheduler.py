@@ -93,7 +93,6 @@ class _Task:
     key: Any = None  # of the offer
     claim: _Device | None = None  # who has claimed the offer
     queue: ReadyQueue[_Task] | None = None  # which the task is in
-    passes: int = 0  # how often the offer was passed over for one that is on the device already
 
     @property
     def under_way(self) -> bool:
@@ -402,7 +401,6 @@ class Scheduler:
         if task.offer is None:
             return
         if task.offer != before:
-            task.passes = 0
             task.ready_order = NOT_YET
         is_ready = not task.under_way
         if task.computing is None and task.ready_order == NOT_YET:  # be it on one device only

@@ -11,7 +11,6 @@ from hydra_engine.policies import (
     POLICIES,
     Candidate,
     FairShare,
-    Locality,
     RandomOrder,
     RoundRobin,
     ShardedLRTF,
@@ -71,7 +70,7 @@ def first(policy, *candidates):
 
 def test_sharded_lrtf_takes_the_longest_remaining_time():
     short, long = Candidate("short", 0, 1.0, 1), Candidate("long", 1, 3.0, 2)
-    assert first(ShardedLRTF(), short, long) == first(Locality(), short, long) == "long"
+    assert first(ShardedLRTF(), short, long) == "long"
 
 
 def test_shortest_remaining_takes_the_shortest():
@@ -110,12 +109,6 @@ def test_random_order_gives_the_same_task_another_place_each_time():
         first(RandomOrder(), Candidate("a", 0, 1.0, 2 * k), Candidate("b", 1, 1.0, 2 * k + 1)) for k in range(200)
     ]
     assert 70 < places.count("a") < 130
-
-
-def test_locality_must_be_bounded():
-    assert Locality(3).max_passes == 3
-    with pytest.raises(ValueError, match="at least 1"):
-        Locality(0)
 
 
 def test_object_with_key_is_a_policy():
