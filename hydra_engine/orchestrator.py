@@ -19,7 +19,7 @@ from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
 from hydra_engine.run import EngineRun
-from hydra_engine.sharing import check_apart, check_shared_buffers, check_sharing
+from hydra_engine.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
 from partitioners import Budget, Partitioner, parse_bytes
 
@@ -58,6 +58,7 @@ class ModelOrchestrator:
         self._busy = threading.Lock()
         self._changing = threading.Lock()  # of which tasks there are, and whether they train
         self._running: EngineRun | None = None
+        self._training: list[PlannedTask] = []  # in that run
         self.verbose = 1
         self.buffer: int | str | None = None
         self.plan: Plan | None = None
@@ -88,22 +89,28 @@ class ModelOrchestrator:
         on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
         training has ended before the plan is made, the task waits for the next `train_models()`.
 
+        While training it must not share parameters with a task that trains, frozen ones neither: those are moving.
+
         Raises what the constructor raises of a task, and what `generate()` raises.
         """
+        _refuse_autocast("add_task")
         with self._changing:
             [(task, name)] = _named([task], len(self._planned))
             if name in (each.name for each in self._planned):
                 raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
             planned = PlannedTask(task, name)
             run = self._running
-            beside = self._planned if run is not None else self._pending
+            beside = self._training if run is not None else self._pending
             check_sharing([*beside, planned])
             if run is None:
                 self.plan = None  # it would lack the new one
             else:
+                check_nothing_shared(planned, beside)
                 self._plan_one([*beside, planned], planned)
             self._planned.append(planned)
-            if run is None or not run.add(planned):
+            if run is not None and run.add(planned):
+                self._training.append(planned)
+            else:
                 self._pending.append(planned)
             return name
 
@@ -296,14 +303,14 @@ class ModelOrchestrator:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 if self.plan is None:
                     self._generate()
-                begun, self._pending = self._pending, []
-                run = self._running = stack.enter_context(self._run(begun, verbose=self.verbose))
+                self._training, self._pending = self._pending, []
+                run = self._running = stack.enter_context(self._run(list(self._training), verbose=self.verbose))
             try:
                 run.train()
             finally:
                 with self._changing:
                     self._running = None
-                self._pending += run.left_over
+                    self._pending += run.left_over
                 self.report = run.report()
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
@@ -311,6 +318,15 @@ class ModelOrchestrator:
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
+
+
+def _refuse_autocast(what: str) -> None:
+    kind = active_autocast()
+    if kind is not None:
+        raise RuntimeError(
+            f"{what}: autocast is active for {kind}, and would not reach the threads that compute; leave it, and set "
+            f"precision= on the task"
+        )
 
 
 class _Alone:
@@ -321,12 +337,7 @@ class _Alone:
         self._what = what
 
     def __enter__(self) -> None:
-        kind = active_autocast()
-        if kind is not None:
-            raise RuntimeError(
-                f"{self._what}: autocast is active for {kind}, and would not reach the threads that compute; "
-                f"leave it, and set precision= on the task"
-            )
+        _refuse_autocast(self._what)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{self._what}: this orchestrator is working already; wait for its call to return")
 

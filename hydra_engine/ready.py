@@ -44,6 +44,8 @@ class ReadyQueue(Generic[T]):
 
     def best(self) -> T | None:
         """The member with the lowest key."""
+        if not self._entries:
+            self._heap.clear()  # also of keys that could not be compared
         while self._heap:
             entry = self._heap[0]
             if self._entries.get(entry[2]) is entry:

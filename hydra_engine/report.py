@@ -130,13 +130,13 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`."""
+        """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`.
+
+        Of one that ran out of memory and was run again, the last time.
+        """
         indices = {device.name: index for index, device in enumerate(self.devices)}
-        return [
-            Placed(Unit.parse(span.label), indices[span.device], span.start_s, span.end_s)
-            for span in self.spans
-            if span.lane == "compute"
-        ]
+        last = {span.label: span for span in self.spans if span.lane == "compute"}
+        return [Placed(Unit.parse(s.label), indices[s.device], s.start_s, s.end_s) for s in last.values()]
 
     def raise_failures(self) -> None:
         """Raise the first failed task's exception, if any."""

@@ -47,6 +47,7 @@ from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
+from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import FINISHED, STOPPED, DeviceReport, Evaluation, Report, Revision, TaskReport
 from hydra_engine.running import RunningTask
@@ -217,10 +218,14 @@ class EngineRun:
             return self._is_over
 
     def _set_up(self, training: RunningTask) -> None:
+        training.planned.state.open()
+        with GLOBAL_GENERATORS:  # others may train already, and what user code draws here must not be theirs
+            self._call_factories(training)
+
+    def _call_factories(self, training: RunningTask) -> None:
         planned, task = training.planned, training.planned.task
         num_batches = _length(task.dataloader)
         training.num_steps = None if num_batches is None else num_batches * task.epochs
-        planned.state.open()
         if task.trains:
             training.optimizer = TaskOptimizer(task, planned.layout)
             planned.state.loss_scale = training.optimizer.loss_scale
@@ -280,9 +285,11 @@ class EngineRun:
             self._num_ending -= 1
             return
         if isinstance(event, _Stop):
-            if self._tasks[event.task].report.exception is not None:
-                return  # it is over, or was never begun
-            self._tasks[event.task].notifier.is_stopped = True
+            self.left_over = [each for each in self.left_over if each.name != event.task]
+            training = self._tasks.get(event.task)
+            if training is None or training.is_ending or training.report.exception is not None:
+                return  # it is over, of an earlier run, or was never begun
+            training.notifier.is_stopped = True
             event = TaskStopped(event.task)
         event = self._made_fit(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
@@ -324,6 +331,8 @@ class EngineRun:
         return event
 
     def _close(self) -> None:
+        with self._arriving:
+            self._is_over = True
         self._planner.shutdown()
         self._pool.shutdown()
         self._callbacks.shutdown()
@@ -331,6 +340,8 @@ class EngineRun:
             with self._events as event:
                 if isinstance(event, (Failed, DataFailed)):
                     self._tasks[event.task].note_failure(event)
+                elif isinstance(event, _Arrived):
+                    self.left_over.append(event.planned)
         for worker in self._workers:
             worker.close()
         for training in self._tasks.values():
@@ -488,8 +499,12 @@ class EngineRun:
         return ShardUpdated(instruction.task, instruction.shard)
 
     def _start_finish(self, instruction: Finish) -> None:
+        training = self._tasks[instruction.task]
+        training.is_ending = True
         self._num_ending += 1
-        self._submit(instruction.task, "its end", partial(self._finish, instruction))
+        # Not before its callbacks were told all: one of them may be planning another task.
+        end = partial(self._submit, instruction.task, "its end", partial(self._finish, instruction))
+        training.notifier.when_told(end)
 
     def _finish(self, instruction: Finish) -> None:
         try:
@@ -499,7 +514,6 @@ class EngineRun:
 
     def _end(self, name: str) -> None:
         training = self._tasks[name]
-        training.notifier.wait()
         if training.report.status == STOPPED and not self._interrupted and not training.notifier.is_stopped:
             if training.optimizer is not None:
                 training.optimizer.reach_epoch(training.planned.task.epochs)

@@ -31,6 +31,7 @@ class RunningTask:
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     is_reading: bool = False
+    is_ending: bool = False  # it is over, and what it leaves is being put in order
     next_batch: Batch | None = None  # read, not begun
     batch: Batch | None = None
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream

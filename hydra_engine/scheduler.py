@@ -192,7 +192,11 @@ class Scheduler:
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in; what to do about it, in order."""
-        return [*self.take(event), *self.dispatch()]
+        self._handlers[type(event)](event)
+        self._dispatch()
+        # A policy may have raised in either: what was said before it did is said with the next event.
+        out, self._out = self._out, []
+        return out
 
     def take(self, event: Event) -> list[Instruction]:
         """The first half of `handle`, for events that come at one time: nothing is given to devices yet."""
@@ -503,7 +507,9 @@ class Scheduler:
             return
         best = min(near, key=lambda task: (task.claim is not None, task.key))
         other = self._ready.best()
-        self._run(device, best if other is None or best.key < other.key else other)
+        # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
+        is_urgent = self._policy_is_longest_first and self._is_critical(best)
+        self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
 
     def _is_critical(self, task: _Task) -> bool:
         """Whether the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""

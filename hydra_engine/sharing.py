@@ -27,6 +27,18 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
                 )
 
 
+def check_nothing_shared(planned: PlannedTask, others: Sequence[PlannedTask]) -> None:
+    """Refuse a task that would join others while they train and move weights that it shares with them."""
+    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.slots}
+    for slot in planned.layout.slots:
+        if id(slot.parameter) in holders:
+            other, theirs = holders[id(slot.parameter)]
+            raise ValueError(
+                f"tasks {other.name} and {planned.name} share the parameter {theirs.name}, which moves while "
+                f"{other.name} trains; add the task before train_models() or after it, or give it a copy of its own"
+            )
+
+
 def check_shared_buffers(planned: Sequence[PlannedTask]) -> None:
     """Refuse tasks that share a buffer which one of them changes in training."""
     holders: dict[int, list[PlannedTask]] = {}

@@ -70,6 +70,7 @@ class _Work:
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
         self.stores: list[Promise[None]] = []
+        self.output: UnitOutput | None = None
         self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
         self.input_bytes = 0
         self.output_bytes = 0
@@ -316,9 +317,13 @@ class Worker:
             self._unload(work)
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
+        if work.error is not None:
+            self._stored.pop(work.unit.task, None)  # nothing goes on from it, and it may be run again at once
+        # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
+        left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else None
+        work.output, output = output, None
         self._report(Computed(self.index, work.unit, seconds, failed=work.error is not None))
-        left_bytes = work.output_bytes + (output.num_bytes if output else 0)
-        self.device.submit(STORE, work.label, partial(self._store, work, output, kept_bytes), left_bytes)
+        self.device.submit(STORE, work.label, partial(self._store, work, kept_bytes), left_bytes)
 
     def _step(
         self,
@@ -335,8 +340,8 @@ class Worker:
         if work.slab_granted and work.loaded.is_kept():
             self._spiller.unload(work.loaded.result())
 
-    def _store(self, work: _Work, output: UnitOutput | None, kept_bytes: int) -> None:
-        unit = work.unit
+    def _store(self, work: _Work, kept_bytes: int) -> None:
+        unit, output = work.unit, work.output
         try:
             if output is not None and work.last_output is not None and work.error is None:
                 last = work.num_micro_batches - 1
@@ -349,8 +354,7 @@ class Worker:
             work.fail(error, "store lane")
         if output is not None and output.stepped is not None:
             self._unload(work)
-        del output
-        work.last_output = None
+        work.output = work.last_output = output = None  # nobody holds it when its bytes are given back
         work.buffers = {}
         self.device.ledger.release(kept_bytes, deactivates=True)
         self._over(work)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.drawing import draw_text
+from hydra_engine.schedule import training_chain, validate
 from partitioners import Presharded
 
 STEPS, EPOCHS = 4, 3
@@ -279,3 +281,55 @@ def test_task_of_higher_priority_is_through_first():
     tasks = [task(name, At("end", lambda name=name: ends.append(name)), priority=k) for k, name in enumerate("abc")]
     orchestra_of(*tasks, num_devices=1).train_models()
     assert ends[0] == "c"
+
+
+def test_frozen_parameter_is_not_shared_with_a_task_that_joins_later():
+    base = nn.Linear(8, 8).requires_grad_(False)
+
+    def on_base(name, *callbacks):
+        model = nn.Sequential(base, nn.Linear(8, 3))
+        return ModelTask(model, F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
+
+    before = base.weight.clone()
+    first = on_base("first", at := At(2, lambda: orchestra.add_task(on_base("second"))))
+    orchestra = orchestra_of(first)
+    orchestra.train_models()
+    assert "share the parameter 0.weight" in str(at.errors[0])
+    assert torch.equal(base.weight, before)
+    orchestra.add_task(on_base("third"))
+    assert orchestra.train_models().tasks["third"].status == "finished"
+
+
+def test_stopping_a_task_of_an_earlier_run_leaves_this_one_alone():
+    first, second = task("first"), task("second", seed=5)
+    orchestra = orchestra_of(first)
+    orchestra.train_models()
+    second.callbacks = (at := At(2, lambda: orchestra.stop_task("first")),)
+    orchestra.add_task(second)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert_as_alone(second, report.tasks["second"])
+
+
+def test_stop_at_the_very_end_comes_too_late():
+    first = task("first", at := At("end", lambda: orchestra.stop_task("first")))
+    orchestra = orchestra_of(first)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert_as_alone(first, report.tasks["first"])
+
+
+def test_autocast_around_it_is_refused():
+    orchestra = orchestra_of(task("first"))
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="add_task: autocast"):
+        orchestra.add_task(task("second"))
+
+
+def test_report_has_the_schedule_that_was():
+    tasks = [task("a"), task("b", seed=5)]
+    report = orchestra_of(*tasks).train_models()
+    schedule = report.schedule
+    assert len(schedule) == 2 * STEPS * EPOCHS * 5
+    validate(schedule, dict.fromkeys("ab", training_chain(3, 0)))
+    assert {span.lane for span in report.spans} == {"compute", "load", "store", "commit", "update"}
+    assert len(draw_text(schedule).splitlines()) == 2 + 1 + 2

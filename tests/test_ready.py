@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from hydra_engine.ready import MAX_STALE, ReadyQueue
 
 
@@ -59,3 +61,16 @@ def test_memory_is_that_of_the_members():
     for k in range(100_000):
         queue.put(k % 10, k)
         assert len(queue._heap) <= 2 * 10 + MAX_STALE
+
+
+def test_keys_that_cannot_be_compared_are_forgotten_with_their_members():
+    queue = ReadyQueue()
+    queue.put("a", 1)
+    queue.put("b", 2)
+    with pytest.raises(TypeError):
+        queue.put("c", None)
+    for member in "abc":
+        queue.discard(member)
+    assert queue.best() is None
+    queue.put("d", 1)
+    assert queue.best() == "d"

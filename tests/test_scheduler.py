@@ -999,3 +999,32 @@ def test_makespan_of_random_tasks_is_within_grahams_bound():
         seconds = makespan(tasks, num_devices, rng.choice(sorted(POLICIES)))
         assert lower_bound(tasks, num_devices) - 1e-9 <= seconds
         assert seconds <= total / num_devices + (1 - 1 / num_devices) * longest + 1e-9
+
+
+def test_nothing_that_was_said_is_lost_when_a_policy_raises():
+    """Updates of a commit must come, or the task would never end."""
+
+    class Raises(Spy):
+        armed = False
+
+        def key(self, candidate):
+            if self.armed:
+                raise ZeroDivisionError
+            return super().key(candidate)
+
+    policy = Raises()
+    world = World(policy, double_buffer=False)
+    world.add_device(0)
+    added = task_added("task", 2, num_steps=2, lowest_backward=1)  # shard 0 is frozen: it waits for no update
+    world.add_task(added, [TRAIN, TRAIN])
+    task = world.tasks["task"]
+    world.read(task)
+    while not task.committing:
+        world.compute(0)
+        world.store(task)
+    world.read(task)
+    policy.armed = True
+    with pytest.raises(ZeroDivisionError):
+        world.scheduler.handle(StepCommitted("task", True))
+    said = world.scheduler.handle(StopRequested())
+    assert Update("task", 1) in said
