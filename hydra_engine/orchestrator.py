@@ -220,14 +220,14 @@ class ModelOrchestrator:
         if isinstance(task, ModelTask):
             names = [each.name for each in self._planned if each.task is task]
             return task, names[0] if names else task.name or "evaluate"
-        return self._named(task, "evaluate").task, task
+        return self._named(task, "evaluate", "; give one of these names, or a ModelTask").task, task
 
-    def _named(self, name: str, what: str) -> PlannedTask:
+    def _named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
         for each in self._planned:
             if each.name == name:
                 return each
         known = ", ".join(repr(each.name) for each in self._planned)
-        raise ValueError(f"{what}: task {name!r}, known: {known}")
+        raise ValueError(f"{what}: task {name!r}, known: {known}{remedy}")
 
     def _plan_apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Plan a task that is not one of those to train; it must not read what they have yet to read."""
