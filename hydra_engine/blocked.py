@@ -9,6 +9,7 @@ each element by itself may as well go a block at a time, and then the widened gr
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
+_OF_THREAD = threading.local()
+
 Finish = Callable[[Tensor], None]
 StepPiece = Callable[[Tensor, Tensor, dict[str, Tensor]], None]  # of a master, given its gradient and state
 
@@ -71,8 +74,7 @@ def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gr
     part = part_of(optimizer, [])
     step = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    # Made here, not kept: whoever updates shards side by side has one each.
-    scratch = torch.empty(min(CHUNK, sum(update.parameter.numel() for update in updates)))
+    scratch = _scratch(min(CHUNK, sum(update.parameter.numel() for update in updates)))
     with torch.no_grad():
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
@@ -97,6 +99,14 @@ def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     part.__dict__.pop("step", None)
     part.param_groups = groups
     return part
+
+
+def _scratch(num_elements: int) -> Tensor:
+    """Of the thread. Made anew for each update, it would leave gaps between the states that the first ones make."""
+    held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
+    if held is None or len(held) < num_elements:
+        held = _OF_THREAD.scratch = torch.empty(num_elements)
+    return held[:num_elements]
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

@@ -42,6 +42,7 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.interrupt import Inbox
+from hydra_engine.memory import return_free_memory
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.planner import PlannedTask
@@ -55,6 +56,9 @@ from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
+
+# Freed memory goes back to the system after a task's first steps, and then so often; it takes some milliseconds.
+NUM_TRIMMED_STEPS, TRIM_INTERVAL_S = 2, 30.0
 
 
 class _Arrived(NamedTuple):
@@ -110,6 +114,7 @@ class EngineRun:
         self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
         self._is_over = False
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
+        self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
         self._actions: dict[type, Callable[..., None]] = {
@@ -394,6 +399,16 @@ class EngineRun:
         commit = partial(self._submit, instruction.task, "its commit", job)
         self._tasks[instruction.task].notifier.when_told(commit)
 
+    def _return_memory(self, num_steps: int) -> None:
+        """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread.
+
+        After a task's first steps, which make what stays (states, places of boundaries) among what comes and goes.
+        """
+        now_s = self._trace.now_s()
+        if num_steps <= NUM_TRIMMED_STEPS or now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + TRIM_INTERVAL_S
+            return_free_memory()
+
     def _start_update(self, instruction: Update) -> None:
         label = f"{instruction.task}.{instruction.shard}"
         job = partial(self._timed, "update", label, partial(self._update, instruction))
@@ -472,6 +487,7 @@ class EngineRun:
             losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
+            self._return_memory(report.steps)
         elif training.planned.task.predicts:
             training.commit_prediction()
         else:
