@@ -24,6 +24,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead/main.py
 	$(BIN)/python benchmarks/partitioners/main.py
 	$(BIN)/python benchmarks/host_optimizer/main.py
+	$(BIN)/python benchmarks/scheduler/main.py
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
