@@ -18,6 +18,7 @@ from hydra_engine.memory import return_free_memory
 from partitioners import Presharded
 
 WIDTH = 1024
+NUM_STEPS = 5  # freed memory goes back to the system after the first two, and not after the others
 DEVICE_BYTES = 20 * 2**20  # a fiftieth of the state: an emulated device's memory is the process's, too
 # Settings, and layers of a million parameters: at least 1 GiB of weights, gradients and optimizer state each.
 CASES = {
@@ -50,7 +51,8 @@ def main(case):
     watch = Watch()
     model = nn.Sequential(*(layer() for _ in range(num_layers)))
     partitioner = Presharded(list(range(1, num_layers + 1)))
-    task = ModelTask(model, F.mse_loss, [batch] * 2, 1e-3, partitioner=partitioner, callbacks=[watch], **settings)
+    settings = {**settings, "partitioner": partitioner, "callbacks": [watch]}
+    task = ModelTask(model, F.mse_loss, [batch] * NUM_STEPS, 1e-3, **settings)
     plan = trained(task)
     growth = watch.peak_bytes - before
     print(json.dumps({"growth": growth, "plan": plan.dram_bytes, "num_parameters": num_layers * WIDTH**2}))
