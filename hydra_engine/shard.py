@@ -278,12 +278,14 @@ class Structure:
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
         memo: dict[int, object] = {}
+        self._device = device
+        self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
-            empty = torch.empty(0, dtype=slot.link_dtype if casts else slot.dtype, device=device)
+            empty = self._placeholder(slot.link_dtype if casts else slot.dtype)
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
             memo[id(slot.parameter)] = self.parameters[-1]
-        self.buffers = [torch.empty(0, dtype=buffer.dtype, device=device) for buffer in layout.buffers]
+        self.buffers = [self._placeholder(buffer.dtype).detach() for buffer in layout.buffers]
         memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.
@@ -297,6 +299,17 @@ class Structure:
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
+
+    def _placeholder(self, dtype: torch.dtype) -> Tensor:
+        """Nothing of a dtype: one for all, kept for good.
+
+        Made anew after each unit, it would lie behind the unit's gradient in the heap, so that the gradient's place,
+        once free, grows with nothing around it and is too small for the next one (an aligned block of the C library is
+        cut from a larger one): every unit of a step would leave such a place behind.
+        """
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return self._placeholders[dtype]
 
     def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:
         """Point parameters and buffers at these tensors."""
@@ -323,7 +336,7 @@ class Structure:
         for index in shard.slots:
             parameter = self.parameters[index]
             parameter.grad = None
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = self._placeholder(parameter.dtype)
         for index in shard.buffers:
             buffer = self.buffers[index]
-            buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            buffer.data = self._placeholder(buffer.dtype)
