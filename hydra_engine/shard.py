@@ -282,10 +282,11 @@ class Structure:
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
-            empty = self._placeholder(slot.link_dtype if casts else slot.dtype)
+            # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
+            empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
             memo[id(slot.parameter)] = self.parameters[-1]
-        self.buffers = [self._placeholder(buffer.dtype).detach() for buffer in layout.buffers]
+        self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.

@@ -290,6 +290,27 @@ class TestStructure:
                 assert tensor.untyped_storage().nbytes() == 0
         assert all(parameter.numel() or not layout.slots[k].num_bytes for k, parameter in enumerate(values(layout)))
 
+    def test_a_change_in_place_is_a_change_of_one(self, case):
+        layers, layout, shards = case
+        structure = bound(layers, layout)
+        tensors = [*structure.parameters, *structure.buffers]
+        for _ in range(2):
+            for tensor in tensors:
+                before = [each._version for each in tensors if each is not tensor]
+                with torch.no_grad():
+                    tensor.zero_()
+                assert [each._version for each in tensors if each is not tensor] == before
+            for shard in shards:
+                structure.release(shard)
+
+    def test_release_allocates_nothing(self, case):
+        layers, layout, shards = case
+        structure = bound(layers, layout)
+        for shard in shards:
+            structure.release(shard)
+        heads = {tensor.untyped_storage()._cdata for tensor in (*structure.parameters, *structure.buffers)}
+        assert len(heads) == len({tensor.dtype for tensor in (*structure.parameters, *structure.buffers)})
+
     def test_originals_are_not_touched(self):
         model, _, _ = zoo.cnn()
         layers = list(model)
