@@ -57,8 +57,8 @@ from hydra_engine.scheduler import Scheduler
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
-# Freed memory goes back to the system after a task's first steps, and then so often; it takes some milliseconds.
-NUM_TRIMMED_STEPS, TRIM_INTERVAL_S = 2, 30.0
+# Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
+TRIM_INTERVAL_S = 30.0
 
 
 class _Arrived(NamedTuple):
@@ -399,13 +399,10 @@ class EngineRun:
         commit = partial(self._submit, instruction.task, "its commit", job)
         self._tasks[instruction.task].notifier.when_told(commit)
 
-    def _return_memory(self, num_steps: int) -> None:
-        """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread.
-
-        After a task's first steps, which make what stays (states, places of boundaries) among what comes and goes.
-        """
+    def _return_memory(self) -> None:
+        """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
         now_s = self._trace.now_s()
-        if num_steps <= NUM_TRIMMED_STEPS or now_s >= self._next_trim_s:
+        if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + TRIM_INTERVAL_S
             return_free_memory()
 
@@ -487,7 +484,7 @@ class EngineRun:
             losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
-            self._return_memory(report.steps)
+            self._return_memory()
         elif training.planned.task.predicts:
             training.commit_prediction()
         else:

@@ -18,7 +18,7 @@ from hydra_engine.memory import return_free_memory
 from partitioners import Presharded
 
 WIDTH = 1024
-NUM_STEPS = 5  # freed memory goes back to the system after the first two, and not after the others
+NUM_STEPS = 5  # through before freed memory is given back for the first time
 DEVICE_BYTES = 20 * 2**20  # a fiftieth of the state: an emulated device's memory is the process's, too
 # Settings, and layers of a million parameters: at least 1 GiB of weights, gradients and optimizer state each.
 CASES = {
