@@ -243,15 +243,19 @@ class OpenDevice:
         self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
         self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
 
-    def submit(self, lane: str, label: str, job: Callable[[], None], num_bytes: int | None = None) -> None:
-        """Queue a job in a lane. It is traced as a span named `label`; what computes traces itself, since it waits.
+    def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
+        """Queue a job in a lane, or do it `at_once` in the caller's thread.
 
-        `num_bytes`: that the job moves. Where waking the lane costs more, the caller's thread does it at once.
+        It is traced as a span named `label`; what computes traces itself, since it waits.
         """
-        if num_bytes is not None and num_bytes <= HANDOFF_BYTES and self._is_quick and self._lanes[lane].is_empty:
+        if at_once:
             self._run(lane, label, job)
         else:
             self._lanes[lane].submit(lambda: self._run(lane, label, job))
+
+    def copies_at_once(self, num_bytes: float) -> bool:
+        """Whether whoever needs so many bytes copies them sooner than it wakes a lane to do it."""
+        return self._is_quick and num_bytes <= HANDOFF_BYTES
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
         if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:

@@ -1,7 +1,7 @@
 """One device at work: takes units through its lanes.
 
     instruction      ledger, in order            lanes
-    load(unit)       slab                        load     parameters into the slab
+    load(unit)       slab                        load     parameters into the slab; a few: compute, when the unit runs
     run(unit)        work, inputs, outputs       compute  buffers and input of micro-batch 0
                                                  load     inputs of micro-batches 1, ...
                      slab, work given back       compute  micro-batch 0, 1, ...; reports Computed
@@ -14,6 +14,7 @@ way out for good and bad. Called by the thread that decides.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,6 +56,7 @@ class _Work:
         self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
         self.slab_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         self.slab_granted = False
+        self.loads_late = False  # its shard is so small that it is loaded when the unit runs, by the lane that computes
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
         self.loaded: Promise[LoadedShard] = Promise()
         self.error: BaseException | None = None  # the first
@@ -110,10 +112,12 @@ class Worker:
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
         work = _Work(unit, state)
+        work.loads_late = self.device.copies_at_once(work.slab_bytes)
 
         def granted(_: int) -> None:
             work.slab_granted = True
-            self._submit(LOAD, work, work.loaded, lambda: self._spiller.load_shard(state, work.shard))
+            if not work.loads_late:
+                self._submit(LOAD, work, work.loaded, partial(self._load_shard, work))
 
         with self._changed:
             self._outstanding.add(work)
@@ -134,7 +138,10 @@ class Worker:
             self.device.ledger.release(work.slab_bytes, deactivates=True)
             self._over(work)
 
-        self.device.submit(LOAD, f"drop {unit}", free)
+        self.device.submit(LOAD, f"drop {unit}", free, at_once=work.loads_late)
+
+    def _load_shard(self, work: _Work) -> LoadedShard:
+        return self._spiller.load_shard(work.state, work.shard)
 
     def settle(self, task: str | None = None) -> None:
         """Wait until nothing of a task, or of any, is on its way through the device."""
@@ -228,7 +235,9 @@ class Worker:
         if work.after is not None:
             work.after.result()  # its job was queued before this one, and waits for no load
         start_s = self._trace.now_s()
-        self._do(LOAD, work, promise, lambda: self._load_input(work, 0))
+        if work.loads_late:
+            self._do(LOAD, work, work.loaded, partial(self._load_shard, work))
+        self._do(LOAD, work, promise, partial(self._load_input, work, 0))
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
 
@@ -320,10 +329,16 @@ class Worker:
         if work.error is not None:
             self._stored.pop(work.unit.task, None)  # nothing goes on from it, and it may be run again at once
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
-        left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else None
+        left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
         work.output, output = output, None
-        self._report(Computed(self.index, work.unit, seconds, failed=work.error is not None))
-        self.device.submit(STORE, work.label, partial(self._store, work, kept_bytes), left_bytes)
+        computed = Computed(self.index, work.unit, seconds, failed=work.error is not None)
+        if self.device.copies_at_once(left_bytes):
+            # Both are reported together: whoever is woken by the first would only take the interpreter from the store.
+            job = partial(self._store, work, kept_bytes, computed)
+            self.device.submit(STORE, work.label, job, at_once=True)
+        else:
+            self._report(computed)
+            self.device.submit(STORE, work.label, partial(self._store, work, kept_bytes))
 
     def _step(
         self,
@@ -337,10 +352,13 @@ class Worker:
         return stepper.step(work.shard, loaded, parameters, gradients)
 
     def _unload(self, work: _Work) -> None:
+        if work.loads_late and not work.loaded.is_done:
+            return  # it was never begun
         if work.slab_granted and work.loaded.is_kept():
             self._spiller.unload(work.loaded.result())
 
-    def _store(self, work: _Work, kept_bytes: int) -> None:
+    def _store(self, work: _Work, kept_bytes: int, computed: Computed | None = None) -> None:
+        """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
         unit, output = work.unit, work.output
         try:
             if output is not None and work.last_output is not None and work.error is None:
@@ -358,6 +376,8 @@ class Worker:
         work.buffers = {}
         self.device.ledger.release(kept_bytes, deactivates=True)
         self._over(work)
+        if computed is not None:
+            self._report(computed)
         # In this order: whoever waits for it must not be reported before it.
         if work.error is None:
             self._report(Stored(unit))
