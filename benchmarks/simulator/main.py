@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost, simulate
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
+from hydra_engine.schedule import Unit
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -96,52 +97,61 @@ def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf"):
 
 
 def measured(kind, bandwidth):
-    """What a task takes, from a few steps of it alone, in seconds: of units, of copies, of the host."""
-    report = trained([kind.task("task", MEASURED_STEPS)], 1, bandwidth)
-    seconds = defaultdict(list)
+    """What a task takes: its bytes, and the seconds of units and of the host in a few steps of it alone."""
+    task = kind.task("task", MEASURED_STEPS)
+    crossing = bytes_of(task, kind.boundaries)
+    report = trained([task], 1, bandwidth)
+    seconds = defaultdict(list)  # by lane, and what of it
     for span in report.spans:
-        if span.lane in ("compute", "load", "store"):
-            if span.label.startswith("drop"):
-                continue
+        if span.lane == "compute":
             unit = Unit.parse(span.label)
-            seconds[span.lane, unit.kind, unit.shard, unit.step].append(span.end_s - span.start_s)
+            if unit.step > 0:  # the first one meters
+                seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
         elif span.lane == "update":
-            seconds["update", int(span.label.rpartition(".")[2]), "", len(seconds)].append(span.end_s - span.start_s)
-        else:
-            seconds["commit", "", "", len(seconds)].append(span.end_s - span.start_s)
+            seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
+        elif span.lane == "commit":
+            seconds["commit"].append(span.end_s - span.start_s)
     num_shards = len(kind.boundaries)
-    steps = range(1, MEASURED_STEPS)  # the first one meters
-
-    def of_unit(lane, unit_kind, shard, part):
-        found = [seconds[lane, unit_kind, shard, step] for step in steps]
-        return median(part(each) for each in found)
-
     chain = TaskCost(name="", unit_s=[0.0] * (2 * num_shards - 1)).chain
-    backward = [FUSED if shard == num_shards - 1 else BACKWARD for shard in range(num_shards)]
-    forward = [FUSED if shard == num_shards - 1 else FORWARD for shard in range(num_shards)]
-    # A unit's loads: its shard in the load lane, then what it starts from.
-    loads = [of_unit("load", forward[shard], shard, lambda each: each[0]) for shard in range(num_shards)]
-    inputs = [of_unit("load", forward[shard], shard, lambda each: each[-1]) for shard in range(num_shards)]
-    stores = [of_unit("store", backward[shard], shard, sum) for shard in range(num_shards)]
-    updates = [
-        median(s for (what, j, *_), each in seconds.items() if (what, j) == ("update", shard) for s in each)
-        for shard in range(num_shards)
-    ]
-    return {
-        "unit_s": [of_unit("compute", unit_kind, shard, sum) for unit_kind, shard in chain],
-        "load_bytes": loads,  # over a link of one byte per second
-        "boundary_bytes": inputs,
-        "gradient_bytes": [max(0.0, store - (inputs[shard] if shard else 0.0)) for shard, store in enumerate(stores)],
-        "update_s": updates,
-        "commit_s": median(s for (what, *_), each in seconds.items() if what == "commit" for s in each),
+    return crossing | {
+        "unit_s": [median(seconds[unit]) for unit in chain],
+        "update_s": [median(seconds["update", shard]) for shard in range(num_shards)],
+        "commit_s": median(seconds["commit"]),
     }
+
+
+def cores_of_two_devices(kind):
+    """Cores that two devices have between them: fewer than there are where they wait for one memory and interpreter."""
+    seconds = []
+    for num_devices in (1, 2):
+        tasks = [kind.task(str(k), MEASURED_STEPS) for k in range(num_devices)]
+        report = trained(tasks, num_devices, None)
+        units = [(Unit.parse(span.label), span) for span in report.spans if span.lane == "compute"]
+        seconds.append(median(span.end_s - span.start_s for unit, span in units if unit.step > 0))
+    return min(CORES, 2 * seconds[0] / seconds[1])
+
+
+def bytes_of(task, boundaries):
+    """What crosses the link: each shard's parameters and gradients, and what enters it."""
+    value, _ = next(iter(task.dataloader))
+    layers = list(task.model)
+    shards = [layers[first:end] for first, end in pairwise((0, *boundaries))]
+    load_bytes, boundary_bytes = [], []
+    for shard in shards:
+        load_bytes.append(sum(parameter.nbytes for layer in shard for parameter in layer.parameters()))
+        boundary_bytes.append(value.nbytes)
+        with torch.no_grad():
+            for layer in shard:
+                value = layer(value)
+    return {"load_bytes": load_bytes, "gradient_bytes": load_bytes, "boundary_bytes": boundary_bytes}
 
 
 def predict(path):
     """Predict every workload's makespan from measured costs, to a file."""
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
-    costs, predictions = {}, {}
+    cores = cores_of_two_devices(WHOLE)
+    costs, predictions = {}, {"cores": cores}
     for name, workload in WORKLOADS.items():
         tasks = []
         for k, (kind, num_steps) in enumerate(workload.tasks):
@@ -149,10 +159,14 @@ def predict(path):
             if key not in costs:
                 costs[key] = measured(*key)
             tasks.append(TaskCost(name=str(k), num_steps=num_steps, **costs[key]))
+        speed = EmulatedDevice("1GiB", bandwidth=workload.bandwidth).link_bytes_per_s()
         device = DeviceCost(
-            load_bytes_per_s=1.0, store_bytes_per_s=1.0, unit_s=HANDOFF_S, copies_compute=workload.bandwidth is None
+            load_bytes_per_s=speed,
+            store_bytes_per_s=speed,
+            unit_s=HANDOFF_S,
+            copies_compute=workload.bandwidth is None,
         )
-        host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=CORES)
+        host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=cores)
         found = simulate(tasks, [device] * workload.num_devices, workload.policy, host=host)
         predictions[name] = {"makespan_s": found.makespan_s, "bound_s": found.bound_s, "busy": found.busy_share}
     Path(path).write_text(json.dumps(predictions, indent=1))
@@ -183,7 +197,7 @@ def main():
     path = Path(tempfile.mkdtemp()) / "predictions.json"
     subprocess.run([sys.executable, __file__, "predict", str(path)], check=True)
     predictions = json.loads(path.read_text())
-    print(f"predictions: {path}")
+    print(f"predictions: {path}; two devices have {predictions.pop('cores'):.2f} cores between them")
     print(f"{'workload':38} predicted  median of {arguments.repeats} runs (range)    error   bound  busy", flush=True)
     errors = []
     for name, predicted in predictions.items():
