@@ -105,7 +105,7 @@ def measured(kind, bandwidth):
     for span in report.spans:
         if span.lane == "compute":
             unit = Unit.parse(span.label)
-            if unit.step > 0:  # the first one meters
+            if unit.step > 0:  # the first one touches its memory for the first time
                 seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
         elif span.lane == "update":
             seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
