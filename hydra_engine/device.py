@@ -116,11 +116,6 @@ class Lane:
         """Queue a job."""
         self._jobs.put(job)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is queued; a job may be under way."""
-        return self._jobs.empty()
-
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._jobs.put(None)
