@@ -7,6 +7,14 @@ from typing import NamedTuple, TypeAlias
 from hydra_engine.schedule import Unit
 
 
+class Spread(NamedTuple):
+    """A step spread over so many devices."""
+
+    speedup: float = 1.0  # predicted: how many times shorter it is than on one
+    ordered: frozenset[tuple[str, int]] = frozenset()  # units whose parts run one after the other
+    in_sums: bool = True  # a part adds its gradients to those of the part before; False: each is sent down by itself
+
+
 class TaskAdded(NamedTuple):
     """A task is ready to train. Chains are (kind, shard) in order, for a training and an evaluation batch."""
 
@@ -21,6 +29,7 @@ class TaskAdded(NamedTuple):
     early_release: bool = False  # a shard is updated once its backward is stored, not after the commit
     priority: int = 0  # units of higher ones go first, under any policy
     weight: float = 1.0  # share of compute time, under "fair-share"
+    spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
 
 
 class BatchReady(NamedTuple):
@@ -30,6 +39,7 @@ class BatchReady(NamedTuple):
     step: int
     training: bool
     new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
+    num_micro_batches: int = 1  # it can be spread over as many devices
 
 
 class DataEnded(NamedTuple):
@@ -92,6 +102,7 @@ class Fitted(NamedTuple):
     needs: tuple[tuple[int, ...], ...]
     updates: tuple[int, ...]
     unit_s: dict[tuple[str, int], float]
+    spreads: tuple[Spread, ...] = (Spread(),)
 
 
 class DataFailed(NamedTuple):
@@ -153,10 +164,11 @@ class Read(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """Make the batch that was read the step in progress."""
+    """Make the batch that was read the step in progress, in so many parts."""
 
     task: str
     step: int
+    num_parts: int = 1
 
 
 class Fit(NamedTuple):

@@ -60,6 +60,7 @@ class MicroOutput:
     tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
     skips: dict[str, Boundary] = field(default_factory=dict)  # forward: values for shards further up
     skip_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backward: of those gotten here
+    pieces: dict[int, Tensor | None] = field(default_factory=dict)  # by owned slot: of this micro-batch alone
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
 
@@ -68,6 +69,7 @@ class MicroOutput:
         """Bytes that stay on the device until they are stored."""
         skips = [tensor for value in self.skips.values() for tensor in value.tensors]
         gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
+        gradients += self.pieces.values()
         return storage_bytes([*(self.value.tensors if self.value else ()), *skips, *gradients])
 
 
@@ -162,12 +164,20 @@ class Executor:
         keep_saved: bool = False,
         on_recomputed: OnRecomputed | None = None,
         step: Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], Any] | None = None,
+        first: int = 0,
+        so_far: Mapping[int, Tensor] | None = None,
+        in_pieces: bool = False,
+        is_last: bool = True,
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
         `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
         `step`: updates the parameters, in place, once all micro-batches are through.
         `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
+
+        Of a step that is spread over several devices, a unit has the micro-batches from `first` on. It adds their
+        gradients to those `so_far`, in place; or gives them `in_pieces`, with each micro-batch's output. Unless it
+        `is_last`, narrow gradients are not rounded: others will be added.
         """
         structure = self.structure
         self._on_recomputed = on_recomputed
@@ -175,21 +185,26 @@ class Executor:
         self._accumulated = {}
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
-        m = 0
+        m = first
+        has_gradients = kind in (FUSED, BACKWARD)
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
+                self._go_on_from(so_far or {})
                 for micro in inputs:  # not enumerate, which holds on to the micro-batch before
-                    if m > 0:
+                    if m > first:
                         self._accumulate(shard)
-                    emit(m, self._micro(kind, shard, m, micro, locked))
+                    out = self._micro(kind, shard, m, micro, locked)
+                    if in_pieces and has_gradients:
+                        out.pieces = {index: self._taken(index) for index in shard.owned}
+                    emit(m, out)
                     m += 1
-                    del micro
+                    del micro, out
             gradients: dict[int, Tensor | None] = {}
             stepped = None
-            if kind in (FUSED, BACKWARD):
+            if has_gradients and not in_pieces:
                 if self._accumulated:
                     self._accumulate(shard)
-                gradients = {index: self._gradient(index) for index in shard.owned}
+                gradients = {index: self._gradient(index, is_rounded=is_last) for index in shard.owned}
                 if step is not None:
                     stepped, gradients = step(structure.parameters, gradients), {}
             taken = structure.take_buffers(shard.first, self._end(shard))
@@ -213,11 +228,27 @@ class Executor:
                 self._accumulated[index] = parameter.grad.float()
             parameter.grad = None
 
-    def _gradient(self, index: int) -> Tensor | None:
+    def _go_on_from(self, so_far: Mapping[int, Tensor]) -> None:
+        for index, gradient in so_far.items():
+            parameter = self.structure.parameters[index]
+            if gradient.dtype == parameter.dtype:
+                parameter.grad = gradient
+            else:
+                self._accumulated[index] = gradient
+
+    def _taken(self, index: int) -> Tensor | None:
+        """A parameter's gradient, which is none from here on."""
+        parameter = self.structure.parameters[index]
+        gradient, parameter.grad = self._apart(parameter.grad), None
+        return gradient
+
+    def _gradient(self, index: int, *, is_rounded: bool) -> Tensor | None:
         """A parameter's gradient over all micro-batches, as it crosses the link."""
         parameter = self.structure.parameters[index]
         accumulated = self._accumulated.pop(index, None)
-        return self._apart(parameter.grad) if accumulated is None else accumulated.to(parameter.dtype)
+        if accumulated is None:
+            return self._apart(parameter.grad)
+        return accumulated.to(parameter.dtype) if is_rounded else accumulated
 
     def _end(self, shard: Shard) -> int:
         return shard.last if shard.last < self._num_layers else len(self.structure.layers)

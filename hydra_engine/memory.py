@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.boundary import Boundary, copy_of, place_for
+from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, Slot, aligned
 
@@ -235,7 +236,8 @@ class StepStaging:
         self.random: dict[tuple[int, int], RandomState] = {}  # (shard, m): before the shard's forward
         self.tied: dict[tuple[int, int, int], Tensor | None] = {}  # (slot, shard that made it, m)
         self.buffers: dict[int, Tensor] = {}  # latest value by buffer
-        self.buffers_before: dict[int, dict[int, Tensor]] = {}  # by shard: what its forward began with
+        self.buffers_before: dict[tuple[int, int], dict[int, Tensor]] = {}  # (shard, part): where its forward began
+        self.parts: StepParts | None = None  # where the step is spread over several devices
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
@@ -302,13 +304,23 @@ class StepStaging:
             stored.append(place)
         self._gradients[shard, m] = stored
 
-    def buffers_for(self, shard: Shard, committed: list[Tensor]) -> dict[int, Tensor]:
+    def signature_of(self, part: int) -> tuple[Any, ...]:
+        """What decides the memory of the units of a part of the step."""
+        if self.parts is None:
+            return self.signature
+        first, end = self.parts.ranges[part]
+        return (*self.signature[first:end], ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
+
+    def range_of(self, part: int) -> tuple[int, int]:
+        """The micro-batches [first, end) of a part of the step."""
+        return (0, self.num_micro_batches) if self.parts is None else self.parts.ranges[part]
+
+    def buffers_for(self, shard: Shard, part: int, committed: list[Tensor]) -> dict[int, Tensor]:
         """What a shard's forward begins with; the same again in its backward, and when it is run again."""
-        if shard.index not in self.buffers_before:
-            self.buffers_before[shard.index] = {
-                index: self.buffers.get(index, committed[index]) for index in shard.buffers
-            }
-        return self.buffers_before[shard.index]
+        key = (shard.index, part)
+        if key not in self.buffers_before:
+            self.buffers_before[key] = {index: self.buffers.get(index, committed[index]) for index in shard.buffers}
+        return self.buffers_before[key]
 
 
 def _storage(num_bytes: int) -> torch.UntypedStorage:

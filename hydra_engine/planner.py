@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from hydra_engine import memory
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.events import Spread
 from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
@@ -16,6 +18,7 @@ from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
+from hydra_engine.simulator import DeviceCost, TaskCost, predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, profile_evaluation, shard_bytes
@@ -37,9 +40,17 @@ class PlannedTask:
         pool = HostPool(self.layout, early_release=task.early_release) if task.trains else BorrowedPool(self.layout)
         self.state = TaskState(task, name, self.layout, pool)
         self.unit_s: dict[tuple[str, int], float] = {}
+        self.spreads: tuple[Spread, ...] = (Spread(),)
+        self.one_device_because = ""  # why no step is spread over several
+        self._input_bytes: list[int] = []  # by layer, of a micro-batch
 
-    def make_plan(self, device: EmulatedDevice, budget: Budget, num_threads: int) -> TaskPlan:
-        """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned."""
+    def make_plan(
+        self, device: EmulatedDevice, budget: Budget, num_threads: int, devices: Sequence[EmulatedDevice] = ()
+    ) -> TaskPlan:
+        """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
+
+        device: whose memory is the smallest. devices: that a step may be spread over.
+        """
         batch = self._sample()
         if self.task.model.has_own_forward:
             inputs = self.reader.sample_inputs
@@ -61,7 +72,45 @@ class PlannedTask:
                 if wanted != "auto" or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
+        self.spread_over(devices or [device])
         return self._plan(number)
+
+    def spread_over(self, devices: Sequence[EmulatedDevice]) -> None:
+        """Predict how a step is best spread over 1, 2, ... of these devices."""
+        self.spreads, self.one_device_because = (Spread(),), ""
+        if len(devices) == 1 or not self.task.trains:
+            return
+        state = self.state
+        if state.accumulation_steps == 1:
+            self.one_device_because = "it has one micro-batch; raise accumulation_steps to split it"
+        elif state.pool.early_release:
+            self.one_device_because = "its shards are updated before the step is through"
+        if self.one_device_because:
+            return
+        link = min(device.link_bytes_per_s() for device in devices)
+        cost = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, unit_s=UNIT_S)
+        self.spreads = predict_spreads(self._cost(), [cost] * len(devices))
+        if len(self.spreads) > 1 and max(spread.speedup for spread in self.spreads[1:]) <= 1:
+            self.one_device_because = "spread over several it is not predicted to be faster"
+
+    def _cost(self) -> TaskCost:
+        """What the task takes, for a simulation."""
+        state, task = self.state, self.task
+        shards, pool, number = state.shards, state.pool, state.accumulation_steps
+        chain = state.chains[True]
+        with installed(Stream(capture())):  # the factory is user code
+            rate = update_bytes_per_s(task)
+        return TaskCost(
+            name=self.name,
+            unit_s=[self.unit_s[node] for node in chain],
+            num_shards=len(shards),
+            load_bytes=[shard.slab_bytes for shard in shards],
+            boundary_bytes=[number * self._input_bytes[shard.first] for shard in shards],
+            gradient_bytes=[sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards],
+            update_s=[sum(slot.num_bytes for slot in pool.owned(shard)) / rate for shard in shards],
+            num_micro_batches=number,
+            ordered=state.ordered,
+        )
 
     def _should_step_on_device(self, device: EmulatedDevice) -> bool:
         """Whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
@@ -123,6 +172,7 @@ class PlannedTask:
         validates = self.task.trains and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
         self.layout.skips = skips_of(costs)
+        self._input_bytes = [cost.input_bytes for cost in costs]
         budget = budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
@@ -200,6 +250,8 @@ class PlannedTask:
             optimizer_device="device" if state.steps_on_device else "host",
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
+            speedups=[spread.speedup for spread in self.spreads],
+            one_device_because=self.one_device_because,
         )
 
 

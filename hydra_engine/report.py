@@ -25,6 +25,16 @@ class TaskPlan:
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
     optimizer_device: str = "host"  # or "device"
+    speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
+    one_device_because: str = ""  # why it is never spread
+
+    @property
+    def _spread(self) -> str:
+        if self.one_device_because:
+            return f"{self.name}: a step uses one device at a time: {self.one_device_because}"
+        number = max(range(len(self.speedups)), key=lambda k: self.speedups[k]) + 1
+        faster = f"{self.speedups[number - 1]:.2g} times faster than on one"
+        return f"{self.name}: where tasks are fewer than devices, a step uses up to {number}, then {faster}"
 
     @property
     def dram_bytes(self) -> int:
@@ -54,7 +64,8 @@ class Plan:
                 )
             )
         lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
-        lines.append("each task's step uses one device at a time")
+        if len(self.devices) > 1:
+            lines += [plan._spread for plan in self.tasks.values()]
         return "\n".join(lines)
 
 

@@ -45,6 +45,7 @@ from hydra_engine.interrupt import Inbox
 from hydra_engine.memory import return_free_memory
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
+from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
@@ -256,6 +257,7 @@ class EngineRun:
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,
                 weight=planned.task.weight,
+                spreads=planned.spreads,
             )
         )
 
@@ -326,12 +328,14 @@ class EngineRun:
             state = training.state
             split_otherwise = batch.training and batch.accumulation_steps != state.accumulation_steps
             is_known = state.fits_like_another(batch.training, batch.signature)
-            return event._replace(new_shapes=split_otherwise or not is_known)
-        if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, DeviceOutOfMemory):
+            number = len(batch.micro_batches) if batch.training else 1
+            return event._replace(new_shapes=split_otherwise or not is_known, num_micro_batches=number)
+        may_go_again = (DeviceOutOfMemory, BuffersChanged)
+        if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, may_go_again):
             training = self._tasks[event.task]
             may_retry = event.unit.kind != BACKWARD or not training.state.pool.early_release
             if training.report.exception is None and not self._interrupted and may_retry:
-                training.out_of_memory = event.error.with_traceback(None)  # whose frames hold the unit's tensors
+                training.to_begin_again = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
         return event
 
@@ -391,8 +395,9 @@ class EngineRun:
     def _begin(self, instruction: Begin) -> None:
         training = self._tasks[instruction.task]
         training.is_new_shape = False
+        training.is_spread = instruction.num_parts > 1
         training.take()
-        training.stage()
+        training.stage(instruction.num_parts)
 
     def _start_commit(self, instruction: Commit) -> None:
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
@@ -428,18 +433,22 @@ class EngineRun:
         assert batch is not None
         before = (state.boundaries, state.accumulation_steps)
         old, old_s = state.shards, dict(training.planned.unit_s)
+        # Of a part of a step no device knows what it takes; where one does not fit, the whole may, as it did before.
+        was_part, training.is_spread = training.is_spread and instruction.unit is not None, False
+        if was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
+            training.may_spread = False
         training.batch = refit(
             state,
             training.planned.reader,
             batch,
             min(spec.memory_bytes for spec in self._specs),
-            misfit=instruction.unit,
-            error=training.out_of_memory,
+            misfit=None if was_part else instruction.unit,
+            error=training.to_begin_again,
             may_split=not training.layers_moved_reader,
         )
         if (state.boundaries, state.accumulation_steps) != before:
             training.planned.unit_s = shared_out(old_s, old, state.shards)
-            reason = str(training.out_of_memory) if instruction.unit is not None else "a batch of a larger shape came"
+            reason = str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             training.report.revisions.append(
                 Revision(
                     step=training.report.steps,
@@ -448,7 +457,8 @@ class EngineRun:
                     reason=reason,
                 )
             )
-        training.out_of_memory = None
+        training.to_begin_again = None
+        training.planned.spread_over(self._specs if training.may_spread else self._specs[:1])
         training.stage()
         return Fitted(
             task=instruction.task,
@@ -457,6 +467,7 @@ class EngineRun:
             needs=tuple(shard.needs for shard in state.shards),
             updates=training.updates,
             unit_s=training.planned.unit_s,
+            spreads=training.planned.spreads,
         )
 
     def _commit(self, instruction: Commit) -> Event:

@@ -13,6 +13,7 @@ from hydra_engine.events import DataFailed, Failed
 from hydra_engine.means import EvaluationMeans, joined
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import StepRecord, TaskOptimizer
+from hydra_engine.parts import StepParts
 from hydra_engine.planner import PlannedTask
 from hydra_engine.progress import TaskProgress
 from hydra_engine.reader import Batch
@@ -36,8 +37,10 @@ class RunningTask:
     batch: Batch | None = None
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
+    is_spread: bool = False  # the batch in progress, over several devices
     owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
-    out_of_memory: Exception | None = None  # why the step in progress has to be fitted
+    may_spread: bool = True  # over several devices; False once a part of a step did not fit
+    to_begin_again: Exception | None = None  # why the step in progress has to be fitted
     record: StepRecord | None = None
     means: EvaluationMeans | None = None  # of the evaluation in progress
     evaluation: Evaluation | None = None  # the last that is through
@@ -78,13 +81,24 @@ class RunningTask:
         self.batch, self.next_batch = following, None
         self.layers_moved_reader = False
 
-    def stage(self) -> None:
-        """Set the batch in progress before its first unit."""
+    def stage(self, num_parts: int = 1) -> None:
+        """Set the batch in progress before its first unit, spread over so many devices."""
         batch = self.batch
         assert batch is not None
         if self.optimizer is not None:
             self.optimizer.epoch = batch.epoch
-        self.state.staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+        staging, pool = self.state.staging, self.state.pool
+        staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+        if num_parts > 1:
+            slots = self.state.layout.slots
+            staging.parts = StepParts(
+                staging.num_micro_batches,
+                num_parts,
+                in_sums=self.planned.spreads[num_parts - 1].in_sums,
+                is_narrow=self.state.layout.narrow is not None,
+                place=lambda index: pool.gradient(slots[index]),
+                has_gradient=staging.has_gradient,
+            )
 
     def commit_evaluation(self) -> None:
         """Take the evaluated batch in progress into its evaluation's means."""

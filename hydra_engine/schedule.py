@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,22 +16,25 @@ BACKWARD = "b"  # recomputed forward and backward of a lower shard
 EVALUATE = "e"  # one shard's forward in eval mode under no_grad
 KINDS = (FORWARD, FUSED, BACKWARD, EVALUATE)
 
-_PATTERN = re.compile(r"(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)")
+_PATTERN = re.compile(r"(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)(\+(?P<part>\d+))?")
 
 
 class Unit(NamedTuple):
     """One shard's forward or backward for one whole step of one task: the thing that is scheduled.
 
     Prints as `bert.f2@5`: task bert, forward of shard 2, step 5. An evaluation batch counts as a step of kind `e`.
+    Where a step is spread over several devices, a unit is that of one part of the step's micro-batches; of those from
+    the second part on it prints as `bert.f2@5+1`.
     """
 
     task: str
     kind: str
     shard: int
     step: int
+    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.task}.{self.kind}{self.shard}@{self.step}"
+        return f"{self.task}.{self.kind}{self.shard}@{self.step}" + (f"+{self.part}" if self.part else "")
 
     @classmethod
     def parse(cls, text: str) -> Unit:
@@ -39,7 +42,13 @@ class Unit(NamedTuple):
         match = _PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"unit: {text!r} is not of the form task.kind+shard@step, such as 'bert.f2@5'")
-        return cls(match["task"], match["kind"], int(match["shard"]), int(match["step"]))
+        return cls(match["task"], match["kind"], int(match["shard"]), int(match["step"]), int(match["part"] or 0))
+
+
+def part_ranges(num_micro_batches: int, num_parts: int) -> list[tuple[int, int]]:
+    """The micro-batches [first, end) of each part of a step, whose numbers differ by at most 1."""
+    ends = [num_micro_batches * k // num_parts for k in range(num_parts + 1)]
+    return list(pairwise(ends))
 
 
 def training_chain(num_shards: int, lowest_backward: int) -> tuple[tuple[str, int], ...]:
@@ -118,55 +127,71 @@ def schedule_graph(schedule: Iterable[Placed]) -> nx.DiGraph:
     """What waited for what: nodes are units, with `seconds`, `device`, `start_s` and `end_s`.
 
     An edge goes from each unit to the next of its task, `of="task"`, and to the next on its device, `of="device"`
-    (`of="both"` where that is the same), with the first one's seconds as `weight`. Raises ValueError where a unit is
-    there twice.
+    (`of="both"` where that is the same), with the first one's seconds as `weight`. Where a step is spread over several
+    devices, the next unit is that of the same part; from a step's last units edges go to all of the next step's first.
+    Raises ValueError where a unit is there twice.
     """
     graph = nx.DiGraph()
-    by_task, by_device = defaultdict(list), defaultdict(list)
+    chains, by_device = defaultdict(list), defaultdict(list)
     for placed in sorted(schedule, key=lambda each: (each.start_s, each.end_s)):
-        if placed.unit in graph:
-            raise ValueError(f"schedule: {placed.unit} is in it twice")
+        unit = placed.unit
+        if unit in graph:
+            raise ValueError(f"schedule: {unit} is in it twice")
         seconds = placed.end_s - placed.start_s
-        graph.add_node(placed.unit, seconds=seconds, device=placed.device, start_s=placed.start_s, end_s=placed.end_s)
-        by_task[placed.unit.task].append(placed)
+        graph.add_node(unit, seconds=seconds, device=placed.device, start_s=placed.start_s, end_s=placed.end_s)
+        chains[unit.task, unit.kind == EVALUATE, unit.step, unit.part].append(placed)
         by_device[placed.device].append(placed)
-    for of, groups in (("task", by_task), ("device", by_device)):
-        for group in groups.values():
-            for before, after in pairwise(group):
-                known = graph.get_edge_data(before.unit, after.unit)
-                graph.add_edge(
-                    before.unit, after.unit, of="both" if known else of, weight=before.end_s - before.start_s
-                )
+    edges = [("task", pair) for chain in chains.values() for pair in pairwise(chain)]
+    edges += [("task", pair) for pair in _between_steps(list(chains.values()))]
+    edges += [("device", pair) for group in by_device.values() for pair in pairwise(group)]
+    for of, (before, after) in edges:
+        known = graph.get_edge_data(before.unit, after.unit)
+        weight = before.end_s - before.start_s
+        graph.add_edge(before.unit, after.unit, of="both" if known and known["of"] != of else of, weight=weight)
     return graph
+
+
+def _between_steps(chains: Sequence[list[Placed]]) -> Iterator[tuple[Placed, Placed]]:
+    """The last unit of each part of a step, and the first of each part of the task's next step."""
+    steps: dict[str, dict[tuple[bool, int], list[list[Placed]]]] = defaultdict(lambda: defaultdict(list))
+    for chain in sorted(chains, key=lambda each: each[0].start_s):
+        unit = chain[0].unit
+        steps[unit.task][unit.kind == EVALUATE, unit.step].append(chain)
+    for of_task in steps.values():
+        for before, after in pairwise(of_task.values()):
+            yield from ((last[-1], first[0]) for last in before for first in after)
 
 
 def validate(schedule: Sequence[Placed], chains: dict[str, Sequence[tuple[str, int]]] | None = None) -> None:
     """Raise ValueError, with the step drawn, where a schedule could not have been.
 
-    A unit ends no earlier than it starts; a task's units, and a device's, do not overlap; with `chains`, by task, each
-    step of a task is its chain, in order.
+    A unit ends no earlier than it starts; a task's units, of each part of a step, and a device's do not overlap; a step
+    begins when the one before it is over; with `chains`, by task, each step of a task is its chain, in order.
     """
     for placed in schedule:
         if not placed.end_s >= placed.start_s >= 0:
             raise ValueError(f"schedule: {placed} ends before it starts, or starts before 0")
-    schedule_graph(schedule)  # nothing twice
-    for what in ("task", "device"):
-        groups = defaultdict(list)
-        for placed in sorted(schedule, key=lambda each: (each.start_s, each.end_s)):
-            groups[placed.unit.task if what == "task" else placed.device].append(placed)
-        for group in groups.values():
-            for before, after in pairwise(group):
-                if after.start_s < before.end_s - TOLERANCE_S:
-                    raise ValueError(f"schedule: of one {what} at the same time:\n  {before}\n  {after}")
+    graph = schedule_graph(schedule)  # nothing twice
+    starts, ends = graph.nodes(data="start_s"), graph.nodes(data="end_s")
+    placed_by_unit = {placed.unit: placed for placed in schedule}
+    for before, after, of in graph.edges(data="of"):
+        if starts[after] < ends[before] - TOLERANCE_S:
+            what = "device" if of == "device" else "task"
+            one, other = placed_by_unit[before], placed_by_unit[after]
+            raise ValueError(f"schedule: of one {what} at the same time:\n  {one}\n  {other}")
     for task, chain in (chains or {}).items():
-        found = [each.unit for each in sorted(schedule, key=lambda each: each.start_s) if each.unit.task == task]
-        for k, unit in enumerate(found):
-            expected = Unit(task, *chain[k % len(chain)], found[k - k % len(chain)].step)
-            if unit != expected:
-                line = " ".join(f"[{each}]" if each is unit else str(each) for each in found[max(0, k - 3) : k + 2])
-                raise ValueError(f"schedule: {unit} where {expected} comes next: {line}")
-        if len(found) % len(chain):
-            raise ValueError(f"schedule: {task} ends in the middle of a step, after {found[-1]}")
+        by_part = defaultdict(list)
+        for each in sorted(schedule, key=lambda each: each.start_s):
+            if each.unit.task == task:
+                by_part[each.unit.part].append(each.unit)
+        for part, found in by_part.items():
+            for k, unit in enumerate(found):
+                expected = Unit(task, *chain[k % len(chain)], found[k - k % len(chain)].step, part)
+                if unit != expected:
+                    line = " ".join(f"[{each}]" if each is unit else str(each) for each in found[max(0, k - 3) : k + 2])
+                    raise ValueError(f"schedule: {unit} where {expected} comes next: {line}")
+            if len(found) % len(chain):
+                raise ValueError(f"schedule: {task} ends in the middle of a step, after {found[-1]}")
 
 
 def critical_path(schedule: Iterable[Placed]) -> list[Unit]:

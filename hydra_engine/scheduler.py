@@ -13,7 +13,11 @@ its way there: then on the device that computed the unit before it, and on no ot
 one unit and holds at most one claim: the next unit, whose shard it loads meanwhile. Claims bind nobody: an idle device
 takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
 
-A task offers one unit at most, so a decision is the least key of three queues of tasks: run-ready and unclaimed,
+Where there are fewer tasks than devices, a step is spread over several: its micro-batches are cut into parts, each of
+which goes through the chain for itself, and the step is committed when all are through. Units that are `ordered`, since
+one part's begins with what the part before it has left, run one after the other all the same.
+
+A part offers one unit at most, so a decision is the least key of three queues of parts: run-ready and unclaimed,
 run-ready and claimed, load-ready and unclaimed. An event changes a few places in them, whatever the number of tasks
 and devices.
 """
@@ -23,8 +27,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any
 
+from hydra_engine.allocation import allocate
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -45,6 +51,7 @@ from hydra_engine.events import (
     Read,
     Run,
     ShardUpdated,
+    Spread,
     StepCommitted,
     StopRequested,
     Stored,
@@ -54,7 +61,7 @@ from hydra_engine.events import (
 )
 from hydra_engine.policies import NOT_YET, Candidate, Policy
 from hydra_engine.ready import ReadyQueue
-from hydra_engine.schedule import BACKWARD, FUSED, Unit
+from hydra_engine.schedule import BACKWARD, FUSED, Unit, part_ranges
 
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
 # at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
@@ -62,16 +69,59 @@ NEWEST, MOST_TIMES = 0.3, 2.0
 
 
 @dataclass(eq=False)
+class _Part:
+    """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
+
+    task: _Task
+    index: int = 0
+    share: float = 1.0  # of the batch
+    before: _Part | None = None  # the micro-batches before these
+    after: _Part | None = None
+    position: int = 0  # of the first unit that was not begun
+    computing: _Device | None = None  # has the unit before `position`
+    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
+    near: _Device | None = None  # which computed what is on its way
+    ready_order: int = 0
+    offer: Unit | None = None  # load-ready
+    key: Any = None  # of the offer
+    claim: _Device | None = None  # who has claimed the offer
+    queue: ReadyQueue[_Part] | None = None  # which the part is in
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit is on a device, or on its way to DRAM."""
+        return self.computing is not None or self.storing
+
+    @property
+    def num_stored(self) -> int:
+        """Units of its chain that are through."""
+        return self.position - (self.computing is not None) - self.storing
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the offered unit waits for no other part's."""
+        task, before = self.task, self.before
+        if before is None or task.chain[self.position] not in task.spread.ordered:
+            return True
+        return before.num_stored > self.position
+
+    def next_unit(self) -> Unit | None:
+        """The unit that could be loaded now."""
+        task = self.task
+        if task.over or self.position >= len(task.chain):
+            return None
+        kind, shard = task.chain[self.position]
+        return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
+
+
+@dataclass(eq=False)
 class _Task:
     added: TaskAdded
     order: int
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
-    position: int = 0  # of the first unit that was not begun
+    parts: list[_Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
     step: int = 0
     training: bool = True
-    computing: _Device | None = None  # has the unit before `position`
-    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
-    near: _Device | None = None  # which computed what is on its way
     committing: bool = False
     fitting: bool = False
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
@@ -88,23 +138,20 @@ class _Task:
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
     used_s: float = 0.0
     served_order: int = 0
-    ready_order: int = 0
-    offer: Unit | None = None  # load-ready
-    key: Any = None  # of the offer
-    claim: _Device | None = None  # who has claimed the offer
-    queue: ReadyQueue[_Task] | None = None  # which the task is in
 
     @property
     def under_way(self) -> bool:
-        """Whether a unit is on a device, or on its way to DRAM."""
-        return self.computing is not None or self.storing
+        """Whether a unit of any part is on a device, or on its way to DRAM."""
+        return any(part.under_way for part in self.parts)
 
-    def next_unit(self) -> Unit | None:
-        """The unit that could be loaded now."""
-        if self.over or self.position >= len(self.chain):
-            return None
-        kind, shard = self.chain[self.position]
-        return Unit(self.added.task, kind, shard, self.step) if self.is_fresh(shard) else None
+    @property
+    def spread(self) -> Spread:
+        """How the batch in progress is spread."""
+        return self.added.spreads[len(self.parts) - 1]
+
+    def num_stored(self) -> int:
+        """Units of the chain that are through in every part."""
+        return min(part.num_stored for part in self.parts)
 
     def is_fresh(self, shard: int) -> bool:
         return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
@@ -124,7 +171,8 @@ class _Task:
         if num_steps is None:  # the loader does not say: as many again as so far
             num_steps = 2 * self.num_steps_done + 2
         to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
-        return to_come * self.step_s + self.left_s[self.position]
+        left_s = sum(part.share * self.left_s[part.position] for part in self.parts) if self.chain else 0.0
+        return to_come * self.step_s + left_s
 
     def measured(self, node: tuple[str, int], seconds: float) -> None:
         """Take a measurement of a unit into its estimate."""
@@ -140,9 +188,9 @@ class _Task:
 class _Device:
     index: int
     running: Unit | None = None
-    task: _Task | None = None  # whose unit is running
-    claim: _Task | None = None  # whose offer is claimed
-    near: dict[_Task, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+    part: _Part | None = None  # whose unit is running
+    claim: _Part | None = None  # whose offer is claimed
+    near: dict[_Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
     in_idle: bool = False
     in_wanting: bool = False
 
@@ -158,13 +206,14 @@ class Scheduler:
         self._devices: dict[int, _Device] = {}
         self._out: list[Instruction] = []
         self._num_unfinished = 0
+        self._numbers: dict[_Task, int] | None = {}  # devices by task; None: to be solved anew
         self._ready_count = 0
         self._served_count = 0
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
-        self._ready: ReadyQueue[_Task] = ReadyQueue()  # run-ready, unclaimed
-        self._claimed: ReadyQueue[_Task] = ReadyQueue()  # run-ready, claimed
-        self._loadable: ReadyQueue[_Task] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
+        self._ready: ReadyQueue[_Part] = ReadyQueue()  # run-ready, unclaimed
+        self._claimed: ReadyQueue[_Part] = ReadyQueue()  # run-ready, claimed
+        self._loadable: ReadyQueue[_Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
         self._idle: list[int] = []  # heaps, with devices that are no more among them
         self._wanting: list[int] = []
         self._touched: dict[_Device, None] = {}  # to be looked at for what only they could take
@@ -218,11 +267,14 @@ class Scheduler:
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
-        self._refresh(task)  # it counts from now on
+        self._numbers = None
+        task.parts = [_Part(task)]
+        self._refresh_all(task)  # it counts from now on
         self._out.append(Read(event.task))
 
     def _device_added(self, event: DeviceAdded) -> None:
         device = self._devices[event.device] = _Device(event.device)
+        self._numbers = None
         self._free(device)
 
     def _batch_ready(self, event: BatchReady) -> None:
@@ -235,46 +287,58 @@ class Scheduler:
         task.ended = True
         self._advance(task)
 
-    def _computed(self, event: Computed) -> None:
-        task, node = self._tasks[event.unit.task], (event.unit.kind, event.unit.shard)
-        device = self._devices[event.device]
-        device.running = device.task = None
-        task.computing = None
-        task.used_s += event.seconds - task.unit_s.get(node, 0.0)
-        task.measured(node, event.seconds)
-        task.storing = True
-        if not event.failed:
-            task.near = device
-            device.near[task] = None
-        self._free(device)
-        self._refresh(task)
+    def _part(self, unit: Unit) -> _Part:
+        return self._tasks[unit.task].parts[unit.part]
 
-    def _through(self, task: _Task) -> None:
-        """Nothing of the task is on its way to DRAM any more."""
-        task.storing = False
-        if task.near is not None:
-            task.near.near.pop(task, None)
-            task.near = None
+    def _computed(self, event: Computed) -> None:
+        part, node = self._part(event.unit), (event.unit.kind, event.unit.shard)
+        task = part.task
+        device = self._devices[event.device]
+        device.running = device.part = None
+        part.computing = None
+        task.used_s += event.seconds - part.share * task.unit_s.get(node, 0.0)
+        task.measured(node, event.seconds / part.share)
+        part.storing = True
+        if not event.failed:
+            part.near = device
+            device.near[part] = None
+        self._free(device)
+        self._refresh(part)
+
+    def _through(self, part: _Part) -> None:
+        """Nothing of the part is on its way to DRAM any more."""
+        part.storing = False
+        if part.near is not None:
+            part.near.near.pop(part, None)
+            part.near = None
 
     def _stored(self, event: Stored) -> None:
-        task = self._tasks[event.unit.task]
-        assert task.storing, event.unit
-        self._through(task)
-        node = (event.unit.kind, event.unit.shard)
-        has_gradients = event.unit.kind in (FUSED, BACKWARD) and event.unit.shard in task.added.updates
-        if task.added.early_release and has_gradients and not task.over:
-            task.stale.add(event.unit.shard)
-            self._out.append(Update(event.unit.task, event.unit.shard))
-        ends_forward = event.unit.kind == FUSED or (not task.training and node == task.chain[-1])
-        if ends_forward and not task.over:
-            self._read(task)
+        part = self._part(event.unit)
+        task, node = part.task, (event.unit.kind, event.unit.shard)
+        assert part.storing, event.unit
+        self._through(part)
+        if task.chain and task.chain[task.num_stored() - 1] == node and task.num_stored() == part.num_stored:
+            self._stored_whole(task, node)
         self._commit(task)
         self._advance(task)
-        self._refresh(task)
+        self._refresh(part)
+        if part.after is not None and part.after.offer is not None:
+            self._refresh(part.after)  # it may have waited for this
+
+    def _stored_whole(self, task: _Task, node: tuple[str, int]) -> None:
+        """Every part of a unit is in DRAM."""
+        kind, shard = node
+        has_gradients = kind in (FUSED, BACKWARD) and shard in task.added.updates
+        if task.added.early_release and has_gradients and not task.over:
+            task.stale.add(shard)
+            self._out.append(Update(task.added.task, shard))
+        ends_forward = kind == FUSED or (not task.training and node == task.chain[-1])
+        if ends_forward and not task.over:
+            self._read(task)
 
     def _commit(self, task: _Task) -> None:
         """Commit a step whose units are all through, and the updates that were released early."""
-        is_through = bool(task.chain) and task.position == len(task.chain) and not task.under_way
+        is_through = bool(task.chain) and task.num_stored() == len(task.chain)
         if is_through and not (task.over or task.committing or (task.training and task.stale)):
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))
@@ -286,10 +350,12 @@ class Scheduler:
             self._out.append(Read(task.added.task))
 
     def _did_not_fit(self, event: DidNotFit) -> None:
-        task = self._tasks[event.unit.task]
-        self._through(task)
+        part = self._part(event.unit)
+        task = part.task
+        self._through(part)
         task.chain = ()
-        task.misfit = event.unit
+        if not task.over:
+            task.misfit = task.misfit or event.unit
         self._revoke(task)
         self._advance(task)
 
@@ -297,15 +363,20 @@ class Scheduler:
         task = self._tasks[event.task]
         task.fitting = False
         task.added = task.added._replace(
-            training=event.training, evaluation=event.evaluation, needs=event.needs, updates=event.updates
+            training=event.training,
+            evaluation=event.evaluation,
+            needs=event.needs,
+            updates=event.updates,
+            spreads=event.spreads,
         )
+        self._numbers = None
         task.unit_s = dict(event.unit_s)
         if task.next_batch is not None:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
         if task.over:
             self._advance(task)
         else:
-            self._begin_chain(task)
+            self._begin_chain(task, 1)  # of which nothing is known on a device yet
 
     def _step_committed(self, event: StepCommitted) -> None:
         task = self._tasks[event.task]
@@ -323,13 +394,14 @@ class Scheduler:
         task.stale.discard(event.shard)
         self._commit(task)
         self._advance(task)
-        if task.offer is None:
-            self._refresh(task)
+        for part in task.parts:
+            if part.offer is None:
+                self._refresh(part)
 
     def _failed(self, event: Failed) -> None:
         task = self._tasks[event.task]
         if event.unit is not None:
-            self._through(task)
+            self._through(self._part(event.unit))
         if event.commit:
             task.committing = task.fitting = False
         self._end(task)
@@ -351,9 +423,10 @@ class Scheduler:
         self._advance(task)
 
     def _revoke(self, task: _Task) -> None:
-        if task.claim is not None:
-            self._drop(task.claim)
-        self._refresh(task)
+        for part in task.parts:
+            if part.claim is not None:
+                self._drop(part.claim)
+        self._refresh_all(task)
 
     def _advance(self, task: _Task) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
@@ -362,10 +435,12 @@ class Scheduler:
         if task.over or (task.ended and task.next_batch is None and task.misfit is None):
             if not task.stale:
                 task.finished = True
-                self._refresh(task)  # nothing is left of it
+                self._refresh_all(task)  # nothing is left of it
                 self._num_unfinished -= 1
+                self._numbers = None
                 self._out.append(Finish(task.added.task))
             return
+        batch = None
         has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.new_shapes)
         # Shards may be numbered anew: no update of the old ones may be under way.
         if has_to_fit and task.stale:
@@ -380,63 +455,94 @@ class Scheduler:
             self._out.append(Fit(task.added.task, task.misfit))
             task.misfit = None
         else:
-            self._out.append(Begin(task.added.task, task.step))
-            self._begin_chain(task)
+            assert batch is not None
+            num_parts = min(batch.num_micro_batches, self._num_devices_for(task)) if task.training else 1
+            self._out.append(Begin(task.added.task, task.step, num_parts))
+            self._begin_chain(task, num_parts, batch.num_micro_batches)
 
-    def _begin_chain(self, task: _Task) -> None:
-        task.position = 0
+    def _num_devices_for(self, task: _Task) -> int:
+        """Devices that the task's steps are spread over, as long as tasks and devices are the same ones."""
+        if self._num_unfinished >= len(self._devices):
+            return 1
+        if self._numbers is None:
+            tasks = [each for each in self._tasks.values() if not each.finished]
+            remaining_s = [each.counted_s for each in tasks]
+            speedups = [[spread.speedup for spread in each.added.spreads] for each in tasks]
+            numbers = allocate(remaining_s, speedups, len(self._devices))
+            self._numbers = dict(zip(tasks, numbers, strict=True))
+        return self._numbers[task]
+
+    def _begin_chain(self, task: _Task, num_parts: int, num_micro_batches: int = 1) -> None:
+        for part in task.parts:
+            assert part.queue is None, part
         task.chain = task.added.training if task.training else task.added.evaluation
+        sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
+        task.parts = [_Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
+        for before, after in pairwise(task.parts):
+            before.after, after.before = after, before
         task.estimate()
-        self._refresh(task)
+        self._refresh_all(task)
         if task.added.reads_ahead:
             self._read(task)
 
     # -- what tasks offer
 
-    def _refresh(self, task: _Task) -> None:
-        """Put what a task offers where it belongs, after anything about it has changed."""
-        if task.queue is not None:
-            task.queue.discard(task)
-            task.queue = None
-        before, task.offer = task.offer, task.next_unit()
+    def _refresh_all(self, task: _Task) -> None:
+        self._count(task)
+        for part in task.parts:
+            self._put_in_place(part)
+
+    def _refresh(self, part: _Part) -> None:
+        """Put what a part offers where it belongs, after anything about it has changed."""
+        self._count(part.task)
+        self._put_in_place(part)
+
+    def _count(self, task: _Task) -> None:
         remaining_s = 0.0 if task.over or task.finished else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
-        if task.offer is None:
+
+    def _put_in_place(self, part: _Part) -> None:
+        if part.queue is not None:
+            part.queue.discard(part)
+            part.queue = None
+        before, part.offer = part.offer, part.next_unit()
+        if part.offer is None:
             return
-        if task.offer != before:
-            task.ready_order = NOT_YET
-        is_ready = not task.under_way
-        if task.computing is None and task.ready_order == NOT_YET:  # be it on one device only
+        if part.offer != before:
+            part.ready_order = NOT_YET
+        in_turn = part.in_turn
+        is_ready = in_turn and not part.under_way
+        if in_turn and part.computing is None and part.ready_order == NOT_YET:  # be it on one device only
             self._ready_count += 1
-            task.ready_order = self._ready_count
-        task.key = self._key(task)
-        if task.claim is not None:
+            part.ready_order = self._ready_count
+        part.key = self._key(part)
+        if part.claim is not None:
             if is_ready:
-                self._put(self._claimed, task)
-            self._touched[task.claim] = None
+                self._put(self._claimed, part)
+            self._touched[part.claim] = None
         else:
-            self._put(self._ready if is_ready else self._loadable, task)
-        only = task.computing or task.near
+            self._put(self._ready if is_ready else self._loadable, part)
+        only = part.computing or part.near
         if only is not None:
             self._touched[only] = None
 
-    def _put(self, queue: ReadyQueue[_Task], task: _Task) -> None:
-        task.queue = queue
-        queue.put(task, task.key)
+    def _put(self, queue: ReadyQueue[_Part], part: _Part) -> None:
+        part.queue = queue
+        queue.put(part, part.key)
 
-    def _key(self, task: _Task) -> Any:
-        added = task.added
+    def _key(self, part: _Part) -> Any:
+        task, added = part.task, part.task.added
         candidate = Candidate(
             added.task,
             task.order,
             task.counted_s,
-            task.ready_order,
+            part.ready_order,
             task.served_order,
             task.used_s,
             added.weight,
         )
-        return (-added.priority, self._policy.key(candidate), task.order)
+        return (-added.priority, self._policy.key(candidate), task.order, part.index)
 
     # -- units to devices
 
@@ -485,10 +591,10 @@ class Scheduler:
                 device.in_wanting = False
         return None
 
-    def _own_offers(self, device: _Device) -> Iterable[_Task]:
-        """Tasks whose unit before the offered one is on the device, or on its way from it to DRAM."""
-        if device.task is not None:
-            yield device.task
+    def _own_offers(self, device: _Device) -> Iterable[_Part]:
+        """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
+        if device.part is not None:
+            yield device.part
         yield from device.near
 
     def _run_own(self, device: _Device) -> None:
@@ -497,18 +603,18 @@ class Scheduler:
         A claim has to stand back for a task on the critical path, which any wait would make longer.
         """
         claim = device.claim
-        if claim is not None and (not claim.under_way or claim.near is device):
+        if claim is not None and claim.in_turn and (not claim.under_way or claim.near is device):
             urgent = self._ready.best() if self._policy_is_longest_first else None
-            is_urgent = urgent is not None and urgent.key < claim.key and self._is_critical(urgent)
+            is_urgent = urgent is not None and urgent.key < claim.key and self._is_critical(urgent.task)
             self._run(device, urgent if urgent is not None and is_urgent else claim)
             return
-        near = [task for task in device.near if task.offer is not None]
+        near = [part for part in device.near if part.offer is not None and part.in_turn]
         if not near:
             return
-        best = min(near, key=lambda task: (task.claim is not None, task.key))
+        best = min(near, key=lambda part: (part.claim is not None, part.key))
         other = self._ready.best()
         # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
-        is_urgent = self._policy_is_longest_first and self._is_critical(best)
+        is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
         self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
 
     def _is_critical(self, task: _Task) -> bool:
@@ -516,51 +622,51 @@ class Scheduler:
         return task.counted_s * len(self._devices) >= self._remaining_s
 
     def _run_best(self, device: _Device) -> None:
-        task = self._ready.best() or self._claimed.best()
-        assert task is not None
-        self._run(device, task)
+        part = self._ready.best() or self._claimed.best()
+        assert part is not None
+        self._run(device, part)
 
-    def _claim_best(self, device: _Device, own: Iterable[_Task]) -> None:
+    def _claim_best(self, device: _Device, own: Iterable[_Part]) -> None:
         """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
         if not self._is_wanting(device):
             return
-        free = [task for task in own if task.offer is not None and task.claim is None]
+        free = [part for part in own if part.offer is not None and part.claim is None]
         ready = self._ready.best()
         if ready is not None:
             free.append(ready)
-        task = min(free, key=lambda task: task.key) if free else self._loadable.best()
-        if task is not None:
-            task.claim, device.claim = device, task
-            assert task.offer is not None
-            self._out.append(Load(device.index, task.offer))
-            self._refresh(task)
+        part = min(free, key=lambda part: part.key) if free else self._loadable.best()
+        if part is not None:
+            part.claim, device.claim = device, part
+            assert part.offer is not None
+            self._out.append(Load(device.index, part.offer))
+            self._refresh(part)
 
-    def _run(self, device: _Device, task: _Task) -> None:
-        unit = task.offer
+    def _run(self, device: _Device, part: _Part) -> None:
+        unit, task = part.offer, part.task
         assert unit is not None
-        if task.claim is not device:
-            if task.claim is not None:
-                self._drop(task.claim)
+        if part.claim is not device:
+            if part.claim is not None:
+                self._drop(part.claim)
             if device.claim is not None:
                 self._drop(device)
             self._out.append(Load(device.index, unit))
-        device.claim = task.claim = None
-        device.running, device.task = unit, task
-        task.computing = device
-        task.position += 1
-        task.used_s += task.unit_s.get((unit.kind, unit.shard), 0.0)
+        device.claim = part.claim = None
+        device.running, device.part = unit, part
+        part.computing = device
+        part.position += 1
+        task.used_s += part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
         self._share_s = max(self._share_s, task.used_s / task.added.weight)
         self._served_count += 1
         task.served_order = self._served_count
         self._out.append(Run(device.index, unit))
-        self._refresh(task)
+        self._refresh(part)
         self._free(device)
 
     def _drop(self, device: _Device) -> None:
-        task = device.claim
-        assert task is not None
-        assert task.offer is not None
-        self._out.append(Drop(device.index, task.offer))
-        device.claim = task.claim = None
-        self._refresh(task)
+        part = device.claim
+        assert part is not None
+        assert part.offer is not None
+        self._out.append(Drop(device.index, part.offer))
+        device.claim = part.claim = None
+        self._refresh(part)
         self._free(device)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import accumulate, count
@@ -38,16 +38,24 @@ from hydra_engine.events import (
     Read,
     Run,
     ShardUpdated,
+    Spread,
     StepCommitted,
     Stored,
     TaskAdded,
     Update,
 )
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Placed, Unit, training_chain
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Placed, Unit, part_ranges, training_chain
 from hydra_engine.scheduler import Scheduler
 
 Done: TypeAlias = "Callable[[], None]"
+
+# A prediction's steps: in the first nothing is loaded ahead.
+PREDICTED_STEPS = 3
+# A speedup that nobody chooses.
+NEVER = 1e-9
+# Gradients are sent down one by one, and wait in DRAM, where that takes less than this share of the time.
+WORTH_DRAM = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +64,47 @@ class TaskCost:
 
     Args:
         name: of the task; unique in a simulation.
-        unit_s: seconds of each unit of a step, in order, on a device of speed 1: f0 ... fb(n-1) ... b0, an odd number;
-            an even one where shard 0 has nothing to train, and so no backward.
+        unit_s: seconds of each unit of a step, in order, on a device of speed 1: f0 ... fb(n-1) ... b0; as many
+            backward units less as lower shards have nothing to train.
         num_steps: steps that it trains.
+        num_shards: 0: the fewest that so many units make.
         load_bytes: of each shard's parameters, as they cross the link; one number for all shards alike.
         boundary_bytes: of what enters each shard, and of its gradient; one number for all alike.
         gradient_bytes: of each shard's gradients.
         update_s: seconds of each shard's optimizer step on the host.
         commit_s: seconds of a step's commit on the host.
         read_s: seconds of reading a batch; the next one is read while one is computed.
+        num_micro_batches: that a step is made of: it may be spread over as many devices.
+        ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
+            whose forward changes buffers.
         priority: as `ModelTask`'s. weight: as `ModelTask`'s.
     """
 
     name: str
     unit_s: Sequence[float]
     num_steps: int = 1
+    num_shards: int = 0
     load_bytes: Sequence[float] | float = 0
     boundary_bytes: Sequence[float] | float = 0
     gradient_bytes: Sequence[float] | float = 0
     update_s: Sequence[float] | float = 0.0
     commit_s: float = 0.0
     read_s: float = 0.0
+    num_micro_batches: int = 1
+    ordered: frozenset[tuple[str, int]] = frozenset()
     priority: int = 0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.unit_s:
             raise ValueError(f"unit_s of {self.name}: empty; give the seconds of each unit of a step")
+        if self.num_shards == 0:
+            object.__setattr__(self, "num_shards", len(self.unit_s) // 2 + 1)
+        if not self.num_shards <= len(self.unit_s) < 2 * self.num_shards:
+            raise ValueError(
+                f"num_shards of {self.name}: {self.num_shards} with {len(self.unit_s)} units, limit: from a half of "
+                f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
+            )
         for name in ("unit_s", "load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "commit_s", "read_s"):
             value = getattr(self, name)
             values = [value] if isinstance(value, (int, float)) else value
@@ -95,18 +117,20 @@ class TaskCost:
                 )
         if self.num_steps < 1:
             raise ValueError(f"num_steps of {self.name}: {self.num_steps}, at least 1")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches of {self.name}: {self.num_micro_batches}, at least 1")
         if not self.weight > 0:
             raise ValueError(f"weight of {self.name}: {self.weight}, limit: above 0")
 
     @property
-    def num_shards(self) -> int:
-        """The shards that so many units a step make."""
-        return len(self.unit_s) // 2 + 1
+    def lowest_backward(self) -> int:
+        """The lowest shard that has something to train."""
+        return 2 * self.num_shards - 1 - len(self.unit_s)
 
     @property
     def chain(self) -> tuple[tuple[str, int], ...]:
         """(kind, shard) of a step's units, in order."""
-        return training_chain(self.num_shards, 1 - len(self.unit_s) % 2)
+        return training_chain(self.num_shards, self.lowest_backward)
 
     @property
     def step_s(self) -> float:
@@ -117,6 +141,18 @@ class TaskCost:
         """One of the figures by shard."""
         value = getattr(self, name)
         return float(value if isinstance(value, (int, float)) else value[shard])
+
+    def input_bytes(self, kind: str, shard: int) -> float:
+        """What a unit starts from: the boundary below it, and in a backward the gradient from above."""
+        num_bytes = self.of_shard("boundary_bytes", shard)
+        return num_bytes + (self.of_shard("boundary_bytes", shard + 1) if kind == BACKWARD else 0.0)
+
+    def output_bytes(self, kind: str, shard: int) -> float:
+        """What a unit leaves beside gradients of parameters: the boundary above it, or the gradient of that below."""
+        if kind == FORWARD:
+            return self.of_shard("boundary_bytes", shard + 1)
+        assert kind in (FUSED, BACKWARD)
+        return self.of_shard("boundary_bytes", shard) if shard > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +261,9 @@ def simulate(
         raise ValueError(f"tasks: {names.count(twice)} are named {twice!r}; give each a name of its own")
     if scheduler is None:
         scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
-    world = _World(tasks, costs, host or HostCost(), record=record)
+    host = host or HostCost()
+    spreads = [(Spread(),) if len(costs) == 1 else predict_spreads(task, costs, host=host) for task in tasks]
+    world = _World(tasks, spreads, costs, host, record=record)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs))
 
@@ -234,20 +272,54 @@ def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> f
     """Seconds that no schedule is faster than: max(max T, sum T / devices) where devices are equal.
 
     T is all of a task's units, with what of its commits and updates they wait for: a task's units run one after the
-    other. In general, k tasks cannot be through before the k fastest devices could compute them (Horvath, Lam and
-    Sethi 1977).
+    other; where a step may be spread over several devices, those of the part with most micro-batches. In general, k
+    tasks cannot be through before the k fastest devices could compute them (Horvath, Lam and Sethi 1977).
     """
     costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
     speeds = sorted((cost.speed for cost in costs), reverse=True)
-    work_s = sorted((task.num_steps * task.step_s for task in tasks), reverse=True)
-    bounds = [w / s for w, s in zip(accumulate(work_s), accumulate(speeds), strict=False)]
-    bounds.append(sum(work_s) / sum(speeds))
+    sums = list(accumulate(speeds))
+    bounds = [sum(task.num_steps * task.step_s for task in tasks) / sums[-1]]
+    work_s, most = 0.0, 0
+    for task in sorted(tasks, key=lambda task: task.num_steps * task.step_s, reverse=True):
+        work_s, most = work_s + task.num_steps * task.step_s, most + task.num_micro_batches
+        bounds.append(work_s / sums[min(most, len(sums)) - 1])
     for task in tasks:
-        lowest = 1 - len(task.unit_s) % 2
+        lowest, number = task.lowest_backward, task.num_micro_batches
+        share = max(end - first for first, end in part_ranges(number, min(number, len(costs)))) / number
         waits_s = task.commit_s * task.num_steps
         waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
-        bounds.append(task.num_steps * task.step_s / speeds[0] + waits_s)
+        bounds.append(share * task.num_steps * task.step_s / speeds[0] + waits_s)
     return max(bounds)
+
+
+def predict_spreads(
+    task: TaskCost, devices: Sequence[DeviceCost], *, host: HostCost | None = None
+) -> tuple[Spread, ...]:
+    """How a task's steps are best spread over 1, 2, ... of these devices: as many as it has micro-batches at most.
+
+    For each number the task is simulated alone, twice. Its parts either add their gradients to those of the part
+    before, which are sent up to the device: then one part's backward through a shard waits for the other's. Or they
+    send each micro-batch's gradients down by themselves, and the host adds.
+    """
+    alone = replace(task, num_steps=PREDICTED_STEPS)
+    backward = frozenset(node for node in task.chain if node[0] in (FUSED, BACKWARD))
+    spreads = [Spread()]
+    one_s = _alone_s(alone, [*spreads], devices[:1], host)
+    for number in range(2, min(task.num_micro_batches, len(devices)) + 1):
+        in_sums, in_pieces = Spread(1.0, task.ordered | backward, True), Spread(1.0, task.ordered, False)
+        slower = [Spread(NEVER)] * (number - 1)
+        sums_s, pieces_s = (_alone_s(alone, [*slower, each], devices[:number], host) for each in (in_sums, in_pieces))
+        # Pieces wait in DRAM for their turn.
+        best, best_s = (in_pieces, pieces_s) if pieces_s < WORTH_DRAM * sums_s else (in_sums, sums_s)
+        spreads.append(best._replace(speedup=one_s / best_s if best_s > 0 else 1.0))
+    return tuple(spreads)
+
+
+def _alone_s(task: TaskCost, spreads: Sequence[Spread], devices: Sequence[DeviceCost], host: HostCost | None) -> float:
+    """Seconds that a task takes, spread as in the last of these."""
+    world = _World([task], [tuple(spreads)], devices, host or HostCost(), record=False)
+    world.run(Scheduler(resolve_policy("sharded-lrtf")))
+    return world.now_s
 
 
 class _Cores:
@@ -373,12 +445,47 @@ class _Claim:
 
 
 @dataclass(eq=False)
-class _Task:
-    cost: TaskCost
-    unit_s: dict[tuple[str, int], float]
-    num_read: int = 0
+class _Part:
+    """Some of a step's micro-batches."""
+
     storing: bool = False
     waiting: list[Done] = field(default_factory=list)  # for what is being stored
+
+
+@dataclass(eq=False)
+class _Task:
+    cost: TaskCost
+    spreads: tuple[Spread, ...]
+    unit_s: dict[tuple[str, int], float]
+    num_read: int = 0
+    parts: list[_Part] = field(default_factory=list)  # of the step in progress
+    sizes: list[int] = field(default_factory=list)  # micro-batches of each
+
+    def begin(self, num_parts: int) -> None:
+        """Cut the next step."""
+        self.parts = [_Part() for _ in range(num_parts)]
+        self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
+
+    def share(self, unit: Unit) -> float:
+        """Of the step's micro-batches, those of a unit."""
+        return self.sizes[unit.part] / self.cost.num_micro_batches
+
+    @property
+    def in_sums(self) -> bool:
+        """Whether gradients of a part go on from those of the part before."""
+        return self.spreads[len(self.parts) - 1].in_sums
+
+    def input_bytes(self, unit: Unit) -> float:
+        """What a unit starts from, with the gradients so far."""
+        so_far = unit.part > 0 and self.in_sums and unit.kind != FORWARD
+        num_bytes = self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
+        return num_bytes + self.share(unit) * self.cost.input_bytes(unit.kind, unit.shard)
+
+    def output_bytes(self, unit: Unit) -> float:
+        """What a unit leaves, with gradients."""
+        times = 0 if unit.kind == FORWARD else 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
+        num_bytes = times * self.cost.of_shard("gradient_bytes", unit.shard)
+        return num_bytes + self.share(unit) * self.cost.output_bytes(unit.kind, unit.shard)
 
 
 class _Device:
@@ -397,6 +504,7 @@ class _World:
     def __init__(
         self,
         tasks: Sequence[TaskCost],
+        spreads: Sequence[tuple[Spread, ...]],  # by task
         devices: Sequence[DeviceCost],
         host: HostCost,
         *,
@@ -407,7 +515,10 @@ class _World:
         self._timers: list[tuple[float, int, Done]] = []
         self._serial = count()
         self._events: deque[Event] = deque()
-        self._tasks = {task.name: _Task(task, dict(zip(task.chain, task.unit_s, strict=True))) for task in tasks}
+        self._tasks = {
+            task.name: _Task(task, spread, dict(zip(task.chain, task.unit_s, strict=True)))
+            for task, spread in zip(tasks, spreads, strict=True)
+        }
         self._devices = [_Device(cost, self) for cost in devices]
         self._host = _Queue(self.compute, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
@@ -417,7 +528,7 @@ class _World:
             Drop: self._drop,
             Run: self._run,
             Read: self._read,
-            Begin: lambda _: None,
+            Begin: self._begin,
             Commit: self._commit,
             Update: self._update,
             Finish: self._finish,
@@ -511,10 +622,11 @@ class _World:
             self._start(index, claim)
 
         def bring() -> None:
-            self._copy_in(device, _input_bytes(task.cost, unit), brought, urgent=True)
+            self._copy_in(device, task.input_bytes(unit), brought, urgent=True)
 
-        if task.storing:
-            task.waiting.append(bring)
+        part = task.parts[unit.part]
+        if part.storing:
+            part.waiting.append(bring)
         else:
             bring()
 
@@ -525,7 +637,7 @@ class _World:
         device, unit = self._devices[index], claim.unit
         del device.claims[unit]
         task = self._tasks[unit.task]
-        seconds = task.unit_s[unit.kind, unit.shard] / device.cost.speed + device.cost.unit_s
+        seconds = task.share(unit) * task.unit_s[unit.kind, unit.shard] / device.cost.speed + device.cost.unit_s
         self.compute(seconds, partial(self._computed, index, unit, seconds, self.now_s))
 
     def _computed(self, index: int, unit: Unit, seconds: float, start_s: float) -> None:
@@ -534,18 +646,18 @@ class _World:
         device.compute_s += self.now_s - start_s
         if self._placed is not None:
             self._placed.append(Placed(unit, index, start_s, self.now_s))
-        task.storing = True
+        task.parts[unit.part].storing = True
         self._events.append(Computed(index, unit, seconds))
-        num_bytes = _output_bytes(task.cost, unit)
+        num_bytes = task.output_bytes(unit)
         device.stored_bytes += num_bytes
         rate = device.cost.store_bytes_per_s
         device.store.submit(num_bytes / rate if rate else 0.0, partial(self._stored, unit))
 
     def _stored(self, unit: Unit) -> None:
-        task = self._tasks[unit.task]
-        task.storing = False
+        part = self._tasks[unit.task].parts[unit.part]
+        part.storing = False
         self._events.append(Stored(unit))
-        waiting, task.waiting = task.waiting, []
+        waiting, part.waiting = part.waiting, []
         for bring in waiting:
             bring()
 
@@ -555,12 +667,15 @@ class _World:
         if task.num_read == task.cost.num_steps:
             self._events.append(DataEnded(name))
             return
-        event = BatchReady(name, task.num_read, True)
+        event = BatchReady(name, task.num_read, True, num_micro_batches=task.cost.num_micro_batches)
         task.num_read += 1
         if task.cost.read_s == 0:
             self._events.append(event)
         else:
             self.compute(task.cost.read_s, partial(self._events.append, event))
+
+    def _begin(self, instruction: Begin) -> None:
+        self._tasks[instruction.task].begin(instruction.num_parts)
 
     def _commit(self, instruction: Commit) -> None:
         event = StepCommitted(instruction.task, instruction.training)
@@ -576,7 +691,7 @@ class _World:
 
 def _added(task: _Task) -> TaskAdded:
     cost = task.cost
-    lowest = 1 - len(cost.unit_s) % 2
+    lowest = cost.lowest_backward
     return TaskAdded(
         task=cost.name,
         training=cost.chain,
@@ -588,19 +703,5 @@ def _added(task: _Task) -> TaskAdded:
         reads_ahead=True,
         priority=cost.priority,
         weight=cost.weight,
+        spreads=task.spreads,
     )
-
-
-def _input_bytes(cost: TaskCost, unit: Unit) -> float:
-    """What a unit starts from: its boundary, and in a backward the gradient from above."""
-    num_bytes = cost.of_shard("boundary_bytes", unit.shard)
-    return num_bytes + (cost.of_shard("boundary_bytes", unit.shard + 1) if unit.kind == BACKWARD else 0.0)
-
-
-def _output_bytes(cost: TaskCost, unit: Unit) -> float:
-    """What a unit leaves: the boundary above it, or gradients."""
-    if unit.kind == FORWARD:
-        return cost.of_shard("boundary_bytes", unit.shard + 1)
-    assert unit.kind in (FUSED, BACKWARD)
-    below = cost.of_shard("boundary_bytes", unit.shard) if unit.shard > 0 else 0.0
-    return below + cost.of_shard("gradient_bytes", unit.shard)

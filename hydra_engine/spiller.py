@@ -12,7 +12,8 @@ from torch import Tensor
 from hydra_engine.boundary import Boundary, flat, place_for
 from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
 from hydra_engine.executor import MicroInput, MicroOutput, UnitOutput
-from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
+from hydra_engine.parts import BuffersChanged
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import TaskState
@@ -50,10 +51,15 @@ class Spiller:
         }
         return LoadedShard(slab=slab, views=views, buffers={})
 
-    def load_buffers(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
+    def load_buffers(self, state: TaskState, shard: Shard, part: int) -> dict[int, Tensor]:
         """The buffers that a shard's forward begins with; a shard below may have changed a shared one."""
-        sources = state.staging.buffers_for(shard, state.pool.buffers)
+        sources = state.staging.buffers_for(shard, part, state.pool.buffers)
         return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
+        """The gradients of the parts of the step before this one."""
+        parts = state.staging.parts
+        return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
     def load_step(self, stepper: DeviceStepper, shard: Shard) -> DeviceStep:
         """Bring what stepping a shard on the device takes."""
@@ -136,32 +142,42 @@ class Spiller:
             staging.put_gradients(j, m, out.gradients, self._send)
         for slot, gradient in out.tied.items():
             staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
+        if out.pieces and staging.parts is not None:
+            for slot, gradient in out.pieces.items():
+                _check_dense(state, slot, gradient)
+            pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
+            staging.parts.add(j, m, pieces)
         if out.loss is not None:
             staging.losses[m] = out.loss
             staging.metrics[m] = out.metrics
 
-    def store_unit(self, state: TaskState, kind: str, shard: Shard, out: UnitOutput) -> None:
+    def store_unit(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients, and the buffers that its forward changed, to DRAM."""
-        if out.gradients:
-            state.pool.lend_gradients(shard)
+        staging = state.staging
         for slot, gradient in out.gradients.items():
-            state.staging.has_gradient[slot] = gradient is not None
-            if gradient is not None:
-                if gradient.layout != torch.strided:
-                    raise TypeError(
-                        f"parameter {state.layout.slots[slot].name} received a gradient of layout {gradient.layout}; "
-                        f"only dense gradients are streamed (build the embedding with sparse=False)"
-                    )
-                place = state.pool.gradients[slot]
-                assert place is not None
-                # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
-                self._device.copy(STORE, [(place, gradient)])
+            _check_dense(state, slot, gradient)
+        if out.gradients and staging.parts is not None:
+            _, end = staging.range_of(unit.part)
+            staging.parts.put(shard.index, end, out.gradients, self._copy_gradient)
+        elif out.gradients:
+            state.pool.lend_gradients(shard)
+            for slot, gradient in out.gradients.items():
+                staging.has_gradient[slot] = gradient is not None
+                if gradient is not None:
+                    self._copy_gradient(state.pool.gradient(state.layout.slots[slot]), gradient)
         if not out.buffers:
             return
-        before = state.staging.buffers_for(shard, state.pool.buffers)
+        before = staging.buffers_for(shard, unit.part, state.pool.buffers)
         for index, value in out.buffers.items():
             if not _same(value, before[index]):
-                state.staging.buffers[index] = self._sent(value)
+                if staging.parts is not None and index not in state.changed_buffers:
+                    state.changed_buffers.add(index)
+                    raise BuffersChanged(f"{unit} changed a buffer that its shard's forward left alone at the sample")
+                staging.buffers[index] = self._sent(value)
+
+    def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
+        # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
+        self._device.copy(STORE, [(place, gradient)])
 
     def _bring_all(self, value: Boundary) -> Boundary:
         return value.around([self._bring(tensor) for tensor in value.tensors])
@@ -181,6 +197,14 @@ class Spiller:
 
     def _send(self, place: Tensor, tensor: Tensor) -> None:
         self._device.copy(STORE, [(flat(place), flat(tensor))])
+
+
+def _check_dense(state: TaskState, slot: int, gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.layout != torch.strided:
+        raise TypeError(
+            f"parameter {state.layout.slots[slot].name} received a gradient of layout {gradient.layout}; only dense "
+            f"gradients are streamed (build the embedding with sparse=False)"
+        )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -13,8 +13,8 @@ from hydra_engine.boundary import extent, flat
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import evaluation_chain, training_chain
-from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.schedule import BACKWARD, evaluation_chain, training_chain
+from hydra_engine.shard import ModelLayout, Shard, aligned
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
 
@@ -79,6 +79,17 @@ class TaskState:
         slots = self.pool.owned(shard)
         masters = sum(slot.num_bytes for slot in slots if slot.dtype != slot.link_dtype)
         return masters + sum(self.state_bytes.get(slot.index, 0) for slot in slots)
+
+    def sum_bytes(self, shard: Shard) -> int:
+        """Bytes of a shard's gradients as they are added up on a device: narrow ones in float32."""
+        slots = self.pool.owned(shard)
+        return sum(aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
+
+    @property
+    def ordered(self) -> frozenset[tuple[str, int]]:
+        """Units whose parts run one after the other: their forward changes buffers."""
+        changed = {shard.index for shard in self.shards if not self.changed_buffers.isdisjoint(shard.buffers)}
+        return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self) -> None:
         """Take the model over from its user."""

@@ -55,6 +55,11 @@ class _Work:
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
         self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
         self.slab_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
+        parts = state.staging.parts
+        self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
+        self.goes_on = parts is not None and parts.in_sums and unit.part > 0 and unit.kind in (FUSED, BACKWARD)
+        self.in_pieces = parts is not None and not parts.in_sums and unit.part > 0
+        self.slab_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
         self.slab_granted = False
         self.loads_late = False  # its shard is so small that it is loaded when the unit runs, by the lane that computes
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
@@ -64,11 +69,11 @@ class _Work:
         # From here on known when it runs.
         self.after: Promise[None] | None = None  # the unit before it, where that is still on its way to DRAM
         self.stored: Promise[None] = Promise()
-        self.num_micro_batches = 0
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.held_bytes = 0  # granted beside the slab
         self.buffers: dict[int, Tensor] = {}  # come with the first input
+        self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
         self.stores: list[Promise[None]] = []
@@ -76,6 +81,10 @@ class _Work:
         self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
         self.input_bytes = 0
         self.output_bytes = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.end - self.first
 
     def fail(self, error: BaseException, where: str = "") -> None:
         if self.error is None:
@@ -93,7 +102,7 @@ class Worker:
         self._spiller = Spiller(device)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
-        self._stored: dict[str, Promise[None]] = {}  # by task, of the last unit that was run here
+        self._stored: dict[tuple[str, int], Promise[None]] = {}  # by (task, part), of the last unit that was run here
         self._outstanding: set[_Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -107,7 +116,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         """Forget a task."""
         del self._executors[name]
-        self._stored.pop(name, None)
+        self._stored = {key: stored for key, stored in self._stored.items() if key[0] != name}
 
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
@@ -168,12 +177,10 @@ class Worker:
     def run(self, unit: Unit) -> None:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
         work, _ = self._claims.pop(unit)
-        before = self._stored.get(unit.task)
+        before = self._stored.get((unit.task, unit.part))
         work.after = before if before is not None and not before.is_done else None
-        self._stored[unit.task] = work.stored
-        staging = work.state.staging
-        work.num_micro_batches = staging.num_micro_batches
-        work.signature = staging.signature
+        self._stored[unit.task, unit.part] = work.stored
+        work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.known.total(work.num_micro_batches) if work.known else None
         self.device.ledger.request(
@@ -211,13 +218,15 @@ class Worker:
             promise.give_up(error)
 
     def _submit_input(self, work: _Work, m: int) -> None:
-        promise = work.inputs[m]
+        promise = work.inputs[m - work.first]
         assert promise is not None
         self._submit(LOAD, work, promise, lambda: self._load_input(work, m))
 
     def _load_input(self, work: _Work, m: int) -> MicroInput:
-        if m == 0:
-            work.buffers = self._spiller.load_buffers(work.state, work.shard)
+        if m == work.first:
+            work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part)
+            if work.goes_on:
+                work.so_far = self._spiller.load_so_far(work.state, work.shard)
             if work.stepper is not None:
                 work.step = self._spiller.load_step(work.stepper, work.shard)
         micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
@@ -237,35 +246,37 @@ class Worker:
         start_s = self._trace.now_s()
         if work.loads_late:
             self._do(LOAD, work, work.loaded, partial(self._load_shard, work))
-        self._do(LOAD, work, promise, partial(self._load_input, work, 0))
+        self._do(LOAD, work, promise, partial(self._load_input, work, work.first))
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
 
     def _inputs(self, work: _Work) -> Iterator[MicroInput]:
-        for m in range(work.num_micro_batches):
-            if m + 1 < work.num_micro_batches:
+        for m in range(work.first, work.end):
+            if m + 1 < work.end:
                 self._submit_input(work, m + 1)
             # No name here holds the input: two are charged, this one and the next.
             yield self._take_input(work, m)
 
     def _take_input(self, work: _Work, m: int) -> MicroInput:
-        promise, work.inputs[m] = work.inputs[m], None
+        k = m - work.first
+        promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
         return promise.result()
 
     def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
-        if m > 0:
-            work.stores[m - 1].result()  # one on its way at most: the ledger holds no more
+        if work.stores:
+            work.stores[-1].result()  # one on its way at most: the ledger holds no more
         work.output_bytes = max(work.output_bytes, out.num_bytes)
-        if m == work.num_micro_batches - 1:
+        if m == work.end - 1:
             work.last_output = out
             return
-        work.stores.append(Promise())
+        stored: Promise[None] = Promise()
+        work.stores.append(stored)
         kind, shard = work.unit.kind, work.shard
-        self._submit(STORE, work, work.stores[m], lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
+        self._submit(STORE, work, stored, lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
         if work.known is None:
             # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
-            work.stores[m].result()
+            stored.result()
 
     @contextmanager
     def _metered(self, work: _Work) -> Iterator[None]:
@@ -311,9 +322,14 @@ class Worker:
                     keep_saved=work.shard.index in work.state.keep_saved,
                     on_recomputed=work.state.check_repeated if work.shard.index in work.state.unproven else None,
                     step=None if work.stepper is None else partial(self._step, work, work.stepper),
+                    first=work.first,
+                    so_far=work.so_far,
+                    in_pieces=work.in_pieces,
+                    is_last=work.end == work.state.staging.num_micro_batches,
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
+        work.so_far = {}  # what became of them is in the output
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
@@ -327,7 +343,9 @@ class Worker:
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
         if work.error is not None:
-            self._stored.pop(work.unit.task, None)  # nothing goes on from it, and it may be run again at once
+            self._stored.pop(
+                (work.unit.task, work.unit.part), None
+            )  # nothing goes on from it, and it may be run again at once
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
         left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
         work.output, output = output, None
@@ -362,9 +380,8 @@ class Worker:
         unit, output = work.unit, work.output
         try:
             if output is not None and work.last_output is not None and work.error is None:
-                last = work.num_micro_batches - 1
-                self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
-                self._spiller.store_unit(work.state, unit.kind, work.shard, output)
+                self._spiller.store_micro(work.state, unit.kind, work.shard, work.end - 1, work.last_output)
+                self._spiller.store_unit(work.state, unit, work.shard, output)
                 if output.stepped is not None and work.stepper is not None:
                     views = work.loaded.result().views
                     self._spiller.store_step(work.state, work.stepper, work.shard, views, output.stepped)

@@ -12,8 +12,8 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "errors", "promise", "ready", "schedule", "trace"),
-    ("batches", "boundary", "ledger", "policies", "randomness", "report", "sample"),
+    ("_version", "allocation", "errors", "promise", "ready", "schedule", "trace"),
+    ("batches", "boundary", "ledger", "parts", "policies", "randomness", "report", "sample"),
     ("callbacks", "means"),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
     (

@@ -285,13 +285,13 @@ class TestStepStaging:
         lower, _ = layout.shards([1, 2])
         committed = [torch.zeros_like(buffer) for buffer in layout.buffers]
         staging = self.begun(torch.zeros(1))
-        before = staging.buffers_for(lower, committed)
+        before = staging.buffers_for(lower, 0, committed)
         assert sorted(before) == list(lower.buffers)
         for index in lower.buffers:
             staging.buffers[index] = torch.ones_like(committed[index])  # as its forward left them
-        assert all(staging.buffers_for(lower, committed)[index] is committed[index] for index in lower.buffers)
+        assert all(staging.buffers_for(lower, 0, committed)[index] is committed[index] for index in lower.buffers)
         staging.clear()
-        assert all(staging.buffers_for(lower, committed)[index] is committed[index] for index in lower.buffers)
+        assert all(staging.buffers_for(lower, 0, committed)[index] is committed[index] for index in lower.buffers)
 
     def test_shard_above_begins_with_what_the_one_below_left_of_a_shared_buffer(self):
         layer = nn.BatchNorm1d(2, affine=False)
@@ -299,10 +299,10 @@ class TestStepStaging:
         lower, upper = layout.shards([1, 3])
         committed = [torch.zeros_like(buffer) for buffer in layout.buffers]
         staging = self.begun(torch.zeros(1))
-        staging.buffers_for(lower, committed)
+        staging.buffers_for(lower, 0, committed)
         changed = staging.buffers[0] = torch.ones_like(committed[0])
-        assert staging.buffers_for(upper, committed)[0] is changed
-        assert staging.buffers_for(lower, committed)[0] is committed[0]
+        assert staging.buffers_for(upper, 0, committed)[0] is changed
+        assert staging.buffers_for(lower, 0, committed)[0] is committed[0]
 
     def test_clear_forgets_the_step(self):
         staging = self.begun(torch.zeros(1))

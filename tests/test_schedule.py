@@ -28,15 +28,16 @@ def drawn(text):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", ["bert", "task-0", "a.b", "two words", "x.f1@2", "übung", "e", "f0"])
 def test_unit_parses_back_from_what_it_prints(kind, task):
-    for shard, step in ((0, 0), (7, 0), (0, 12), (123, 456789)):
-        unit = Unit(task, kind, shard, step)
+    for shard, step, part in ((0, 0, 0), (7, 0, 1), (0, 12, 0), (123, 456789, 31)):
+        unit = Unit(task, kind, shard, step, part)
         assert Unit.parse(str(unit)) == unit
 
 
 def test_unit_prints_task_kind_shard_and_step():
     assert str(Unit("bert", "f", 2, 5)) == "bert.f2@5"
     assert str(Unit("bert", "fb", 11, 0)) == "bert.fb11@0"
-    assert Unit.parse("bert.b3@40") == ("bert", "b", 3, 40)
+    assert Unit.parse("bert.b3@40") == ("bert", "b", 3, 40, 0)
+    assert str(Unit("bert", "b", 3, 40, 2)) == "bert.b3@40+2"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,36 @@ def test_graph_says_what_waited_for_what():
 def test_graph_has_tasks_that_change_their_device():
     graph = schedule_graph([placed("a.f0@0", 0, 0.0, 1.0), placed("a.fb1@0", 1, 1.5, 2.0)])
     assert [data for *_, data in graph.edges(data=True)] == [{"of": "task", "weight": 1.0}]
+
+
+#     device 0   |a.f0  |a.fb1   |      |a.f0@1
+#     device 1   |a.f0+1   |a.fb1+1|
+SPREAD = [
+    placed("a.f0@0", 0, 0.0, 2.0),
+    placed("a.f0@0+1", 1, 0.0, 3.0),
+    placed("a.fb1@0", 0, 2.0, 5.0),
+    placed("a.fb1@0+1", 1, 3.0, 5.5),
+    placed("a.f0@1", 0, 6.0, 8.0),
+    placed("a.fb1@1", 0, 8.0, 9.0),
+]
+
+
+def test_parts_of_a_step_are_chains_and_the_next_step_waits_for_all():
+    graph = schedule_graph(SPREAD)
+    edges = {(str(u), str(v)): data["of"] for u, v, data in graph.edges(data=True)}
+    assert edges == {
+        ("a.f0@0", "a.fb1@0"): "both",
+        ("a.f0@0+1", "a.fb1@0+1"): "both",
+        ("a.fb1@0", "a.f0@1"): "both",
+        ("a.fb1@0+1", "a.f0@1"): "task",
+        ("a.f0@1", "a.fb1@1"): "both",
+    }
+    validate(SPREAD, {"a": training_chain(2, 1)})
+    assert [str(unit) for unit in critical_path(SPREAD)] == ["a.f0@0+1", "a.fb1@0+1", "a.f0@1", "a.fb1@1"]
+    with pytest.raises(ValueError, match="one task at the same time"):
+        validate([*SPREAD[:4], placed("a.f0@1", 0, 5.2, 8.0)])
+    with pytest.raises(ValueError, match=r"a ends in the middle of a step, after a.f0@0\+1"):
+        validate([*SPREAD[:3], *SPREAD[4:]], {"a": training_chain(2, 1)})
 
 
 def test_valid_schedule_passes():

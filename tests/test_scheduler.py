@@ -29,6 +29,7 @@ from hydra_engine.events import (
     Read,
     Run,
     ShardUpdated,
+    Spread,
     StepCommitted,
     StopRequested,
     Stored,
@@ -42,20 +43,46 @@ from hydra_engine.scheduler import Scheduler
 TRAIN, EVALUATE = True, False
 
 
-class FakeTask:
-    """What the world knows of a task, from the instructions it got and the events it sent."""
+class FakePart:
+    """Some micro-batches of a task's step: a chain of units of its own."""
 
-    def __init__(self, added, batches):
-        self.added = added
-        self.batches = list(batches)  # to be read: TRAIN or EVALUATE each, or an exception
-        self.chain = ()
+    def __init__(self, task, index=0):
+        self.task = task
+        self.index = index
         self.position = 0
-        self.step = -1
-        self.training = True
         self.unit = None  # on a device
         self.storing = None  # on its way to DRAM
         self.near = None  # the device that computed it, where it is whole
         self.broken = False  # a unit failed on its way to DRAM: whatever went on from it fails as well
+
+    @property
+    def num_stored(self):
+        return self.position - (self.unit is not None) - (self.storing is not None)
+
+    def next_unit(self):
+        """The unit that may be loaded, and whether it may be run: on any device, or on which."""
+        task = self.task
+        if task.over or self.position >= len(task.chain) or not task.fresh(task.chain[self.position][1]):
+            return None, None
+        unit = Unit(task.name, *task.chain[self.position], task.step, self.index)
+        is_ordered = task.chain[self.position] in task.added.spreads[len(task.parts) - 1].ordered
+        if self.index > 0 and is_ordered and task.parts[self.index - 1].num_stored <= self.position:
+            return unit, None
+        where = "any" if self.unit is None and self.storing is None else self.near if self.unit is None else None
+        return unit, where
+
+
+class FakeTask:
+    """What the world knows of a task, from the instructions it got and the events it sent."""
+
+    def __init__(self, added, batches, num_micro_batches=1):
+        self.added = added
+        self.batches = list(batches)  # to be read: TRAIN or EVALUATE each, or an exception
+        self.num_micro_batches = num_micro_batches  # of each training batch
+        self.chain = ()
+        self.parts = [FakePart(self)]
+        self.step = -1
+        self.training = True
         self.ready = None  # the batch that was read and is not begun
         self.reading = False
         self.ended = False
@@ -73,16 +100,23 @@ class FakeTask:
     def name(self):
         return self.added.task
 
-    def at(self, position):
-        kind, shard = self.chain[position]
-        return Unit(self.name, kind, shard, self.step)
+    @property
+    def storing(self):
+        """Of the first part."""
+        return self.parts[0].storing
 
-    def next_unit(self):
-        """The unit that may be loaded, and whether it may be run: on any device, or on which."""
-        if self.over or self.position >= len(self.chain) or not self.fresh(self.chain[self.position][1]):
-            return None, None
-        where = "any" if self.unit is None and self.storing is None else self.near if self.unit is None else None
-        return self.at(self.position), where
+    @property
+    def unit(self):
+        """Of the first part."""
+        return self.parts[0].unit
+
+    @property
+    def at_rest(self):
+        return all(part.unit is None and part.storing is None for part in self.parts)
+
+    def begin(self, num_parts=1):
+        self.chain = self.added.training if self.training else self.added.evaluation
+        self.parts = [FakePart(self, k) for k in range(num_parts)]
 
     def fresh(self, shard):
         return not set(self.updating) & set(self.added.needs[shard])
@@ -101,8 +135,8 @@ class World:
 
     # -- events
 
-    def add_task(self, added, batches):
-        self.tasks[added.task] = FakeTask(added, batches)
+    def add_task(self, added, batches, num_micro_batches=1):
+        self.tasks[added.task] = FakeTask(added, batches, num_micro_batches)
         return self.send(added)
 
     def add_device(self, device):
@@ -121,29 +155,37 @@ class World:
             return self.send(DataEnded(task.name))
         task.ready = (task.num_read[what], what)
         task.num_read[what] += 1
-        return self.send(BatchReady(task.name, *task.ready, new_shapes))
+        return self.send(BatchReady(task.name, *task.ready, new_shapes, task.num_micro_batches))
+
+    def part(self, unit):
+        return self.tasks[unit.task].parts[unit.part]
 
     def compute(self, device, seconds=1.0, *, failed=False):
         unit, self.running[device] = self.running[device], None
-        task = self.tasks[unit.task]
-        failed = failed or task.broken
-        assert task.storing is None or task.broken, "what a unit goes on from is stored before it is through"
-        task.unit, task.storing, task.near = None, unit, None if failed else device
+        part = self.part(unit)
+        failed = failed or part.broken
+        assert part.storing is None or part.broken, "what a unit goes on from is stored before it is through"
+        part.unit, part.storing, part.near = None, unit, None if failed else device
         return self.send(Computed(device, unit, seconds, failed))
 
-    def store(self, task, error=None):
+    def store(self, task, error=None, part=0):
         """What the task's unit left is in DRAM, or the unit failed."""
-        unit, task.storing, task.near = task.storing, None, None
+        part = task.parts[part]
+        unit, part.storing, part.near = part.storing, None, None
         if error is not None:
-            task.over = task.broken = True
+            task.over = part.broken = True
             return self.send(Failed(task.name, error, "a layer", unit))
         return self.send(Stored(unit))
 
-    def misfit(self, task):
+    def misfit(self, task, part=0):
         """A device ran out of memory in the task's unit."""
-        task.misfit, task.storing = task.storing, None
-        task.chain, task.position = (), 0
-        return self.send(DidNotFit(task.misfit))
+        part = task.parts[part]
+        unit, part.storing = part.storing, None
+        task.misfit = task.misfit or unit
+        task.chain = ()
+        for each in task.parts:
+            each.position = 0
+        return self.send(DidNotFit(unit))
 
     def fit(self, task, error=None, num_shards=None):
         """The batch in hand fits, cut in so many shards, and is begun."""
@@ -157,10 +199,18 @@ class World:
                 training=other.training, evaluation=other.evaluation, needs=other.needs, updates=other.updates
             )
         if not task.over:
-            task.chain = task.added.training if task.training else task.added.evaluation
+            task.begin()
         added = task.added
         return self.send(
-            Fitted(task.name, added.training, added.evaluation, added.needs, added.updates, dict(added.unit_s))
+            Fitted(
+                task.name,
+                added.training,
+                added.evaluation,
+                added.needs,
+                added.updates,
+                dict(added.unit_s),
+                added.spreads,
+            )
         )
 
     def commit(self, task, error=None):
@@ -169,7 +219,7 @@ class World:
             task.over = True
             return self.send(Failed(task.name, error, "its commit", commit=True))
         task.num_committed[task.training] += 1
-        task.chain, task.position = (), 0
+        task.chain = ()
         task.updating = list(task.added.updates) if task.training else []
         expected = [Update(task.name, shard) for shard in task.updating]
         out = self.send(StepCommitted(task.name, task.training))
@@ -202,10 +252,10 @@ class World:
 
     def _load(self, instruction, _):
         device, unit = instruction
-        task = self.tasks[unit.task]
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
-        assert task.next_unit()[0] == unit, "nothing is loaded before its shard's update is through, nor out of turn"
+        found, _ = self.part(unit).next_unit()
+        assert found == unit, "nothing is loaded before its shard's update is through, nor out of turn"
         self.claims[device] = unit
 
     def _drop(self, instruction, _):
@@ -215,15 +265,15 @@ class World:
 
     def _run(self, instruction, _):
         device, unit = instruction
-        task = self.tasks[unit.task]
+        part = self.part(unit)
         assert self.claims[device] == unit, "what is run was loaded"
         assert self.running[device] is None, "a device runs one unit"
-        found, where = task.next_unit()
+        found, where = part.next_unit()
         assert found == unit, "units run in the order of the chain"
         assert where in ("any", device), "a unit runs once its input is in DRAM, or where it was made"
         self.claims[device] = None
-        self.running[device] = task.unit = unit
-        task.position += 1
+        self.running[device] = part.unit = unit
+        part.position += 1
 
     def _read(self, instruction, _):
         task = self.tasks[instruction.task]
@@ -232,8 +282,9 @@ class World:
         assert not task.ended
         assert not task.over
         if not task.added.reads_ahead:  # layers draw: the read begins where the batch's forward left the stream
-            assert {kind for kind, _ in task.chain[task.position :]} <= {"b"}
-            assert task.unit is None or task.unit.kind == "b", "the forward is through"
+            for part in task.parts:
+                assert {kind for kind, _ in task.chain[part.position :]} <= {"b"}
+                assert part.unit is None or part.unit.kind == "b", "the forward is through"
         task.reading = True
 
     def _begin(self, instruction, _):
@@ -243,7 +294,11 @@ class World:
         assert not task.chain, "the batch before it is committed"
         (task.step, task.training), task.ready = task.ready, None
         assert instruction.step == task.step
-        task.chain = task.added.training if task.training else task.added.evaluation
+        num_devices = len(self.running)
+        most = min(task.num_micro_batches, len(task.added.spreads), num_devices) if task.training else 1
+        num_unfinished = sum(not each.finished for each in self.tasks.values())
+        assert 1 <= instruction.num_parts <= max(1, min(most, num_devices - num_unfinished + 1)), "one for each task"
+        task.begin(instruction.num_parts)
         task.num_begun[task.training] += 1
 
     def _fit(self, instruction, _):
@@ -251,6 +306,7 @@ class World:
         assert not task.over
         assert not task.fitting
         assert not task.chain, "the batch before it is committed, or the step starts again"
+        assert task.at_rest
         assert not task.updating, "shards are numbered anew: no update of the old ones is under way"
         held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
         assert not held, "nothing of the old shards is claimed"
@@ -265,9 +321,8 @@ class World:
         task = self.tasks[instruction.task]
         assert instruction.training == task.training
         assert task.chain
-        assert task.position == len(task.chain), "every unit of the batch is stored"
-        assert task.unit is None
-        assert task.storing is None
+        assert all(part.num_stored == len(task.chain) for part in task.parts), "every unit of the batch is stored"
+        assert task.at_rest
         assert not task.committing
         assert not task.over
         task.committing = True
@@ -279,8 +334,7 @@ class World:
     def _finish(self, instruction, _):
         task = self.tasks[instruction.task]
         assert not task.finished, "a task finishes once"
-        assert task.unit is None
-        assert task.storing is None
+        assert task.at_rest
         assert not task.committing
         assert not task.fitting
         assert not task.updating
@@ -295,10 +349,11 @@ class World:
         for claim in self.claims.values():
             assert claim is None or not self.tasks[claim.task].over, "a failed task claims nothing"
         on_devices = [unit for unit in self.running.values() if unit is not None]
-        waiting = [task.next_unit() for task in self.tasks.values()]
+        waiting = [part.next_unit() for task in self.tasks.values() for part in task.parts]
         runnable = {unit: where for unit, where in waiting if where is not None}
         unclaimed = [unit for unit, _ in waiting if unit is not None and unit not in self.claims.values()]
-        assert len({unit.task for unit in on_devices}) == len(on_devices), "a task's units run one after the other"
+        chains = {(unit.task, unit.part) for unit in on_devices}
+        assert len(chains) == len(on_devices), "the units of a task, or of a part, run one after the other"
         assert not set(on_devices) & set(self.claims.values())
         for device, unit in self.running.items():
             if unit is None:
@@ -312,18 +367,19 @@ class World:
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
         for device, unit in self.running.items():
-            if unit is not None and (self.tasks[unit.task].storing is None or self.tasks[unit.task].broken):
+            if unit is not None and (self.part(unit).storing is None or self.part(unit).broken):
                 yield "compute", lambda device=device: self.compute(device)
                 yield "fail", lambda device=device: self.compute(device, failed=True)
         for task in self.tasks.values():
             if task.reading:
                 yield "read", lambda task=task: self.read(task)
-            if task.storing is not None and task.near is None:
-                yield "break", lambda task=task: self.store(task, RuntimeError("unit"))
-                if not task.broken:
-                    yield "misfit", lambda task=task: self.misfit(task)
-            elif task.storing is not None:
-                yield "store", lambda error=None, task=task: self.store(task, error)
+            for k, part in enumerate(task.parts):
+                if part.storing is not None and part.near is None:
+                    yield "break", lambda task=task, k=k: self.store(task, RuntimeError("unit"), k)
+                    if not part.broken:
+                        yield "misfit", lambda task=task, k=k: self.misfit(task, k)
+                elif part.storing is not None:
+                    yield "store", lambda error=None, task=task, k=k: self.store(task, error, k)
             if task.reading:
                 yield "read anew", lambda task=task: self.read(task, new_shapes=True)
             if task.fitting:
@@ -374,8 +430,15 @@ def random_task(rng, name):
         updates=tuple(updates),
         num_steps=rng.choice([None, batches.count(TRAIN)]),
         reads_ahead=rng.random() < 0.5,
+        spreads=tuple(random_spread(rng, k, num_shards, lowest) for k in range(rng.randint(1, 4))),
     )
     return added, batches
+
+
+def random_spread(rng, k, num_shards, lowest):
+    """Over k + 1 devices, faster or slower than on one."""
+    ordered = frozenset(node for node in training_chain(num_shards, lowest) if rng.random() < 0.3)
+    return Spread(1.0 + k * rng.uniform(-0.1, 1.0) if k else 1.0, ordered, rng.random() < 0.5)
 
 
 def walk(seed, *, failures=False, stops=False, misfits=False):
@@ -402,7 +465,7 @@ def walk(seed, *, failures=False, stops=False, misfits=False):
                     if rng.random() < failure_share * 5:
                         batches[rng.randrange(len(batches))] = RuntimeError("loader")
                         del batches[batches.index(next(b for b in batches if isinstance(b, Exception))) + 1 :]
-                    world.add_task(added, batches)
+                    world.add_task(added, batches, rng.choice([1, 1, 2, 6]))
                 continue
             if rng.random() < stop_share:
                 world.stop()
@@ -472,13 +535,16 @@ def test_ten_thousand_events_keep_every_rule(policy):
     world = World(policy)
     for device in range(4):
         world.add_device(device)
-    num_events, num_tasks = 0, 0
+    num_events, num_tasks, num_wanted = 0, 0, 7
     while num_events < 10_000:
-        if sum(not task.finished for task in world.tasks.values()) < 7:
+        num_unfinished = sum(not task.finished for task in world.tasks.values())
+        num_wanted = {0: 7, 7: 0}.get(num_unfinished, num_wanted)  # fewer than devices at times
+        if num_unfinished < num_wanted:
             for name in [name for name, task in world.tasks.items() if task.finished and not task.reading]:
                 del world.tasks[name]
             added, batches = random_task(rng, f"task-{num_tasks}")
-            world.add_task(added._replace(priority=rng.choice([0, 0, 1]), weight=rng.choice([0.5, 1.0, 4.0])), batches)
+            added = added._replace(priority=rng.choice([0, 0, 1]), weight=rng.choice([0.5, 1.0, 4.0]))
+            world.add_task(added, batches, rng.choice([1, 2, 6]))
             num_tasks += 1
         what, happens = rng.choice(list(world.under_way()))
         if what in ("fail", "read anew", "break", "misfit") and rng.random() < 0.9:
@@ -502,6 +568,11 @@ def test_walks_reach_what_they_are_for():
     names += (DeviceAdded, StopRequested, Load, Drop, Run, Read, Begin, Commit, Update, Finish)
     names += (DidNotFit, Fit, Fitted)
     assert all(seen[name.__name__] > 0 for name in names), seen
+
+
+def test_walks_spread_steps():
+    begun = [each for seed in range(50) for each in walk(seed).story if isinstance(each, Begin)]
+    assert {each.num_parts for each in begun} == {1, 2, 3, 4}
 
 
 # -- drawn schedules

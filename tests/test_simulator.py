@@ -10,7 +10,7 @@ import pytest
 import hydra_engine
 from hydra_engine.policies import POLICIES
 from hydra_engine.schedule import Unit, validate
-from hydra_engine.simulator import DeviceCost, HostCost, TaskCost, bound_s, simulate
+from hydra_engine.simulator import DeviceCost, HostCost, TaskCost, bound_s, predict_spreads, simulate
 
 
 def task(name="a", *unit_s, num_steps=1, **options):
@@ -181,10 +181,77 @@ class TestByHand:
         found = simulate([task("a", 1.0, 2.0, 3.0, 4.0)], 1, record=True)
         assert [str(placed.unit) for placed in found.schedule] == ["a.f0@0", "a.f1@0", "a.fb2@0", "a.b1@0"]
 
+    def test_fewer_backward_units_than_that_have_as_many_frozen_shards(self):
+        cost = task("a", 1.0, 1.0, 1.0, 1.0, num_shards=3)
+        assert [kind + str(shard) for kind, shard in cost.chain] == ["f0", "f1", "fb2", "b1"]
+        cost = task("a", 1.0, 1.0, 1.0, num_shards=3)
+        assert [kind + str(shard) for kind, shard in cost.chain] == ["f0", "f1", "fb2"]
+        assert simulate([cost]).makespan_s == 3.0
+
     def test_priority_and_weight_are_the_tasks(self):
         tasks = [task(str(k), 1.0, num_steps=20, priority=k) for k in range(3)]
         ends = simulate(tasks, 1).finished_s
         assert ends["2"] < ends["1"] < ends["0"]
+
+
+class TestSpread:
+    """A step's micro-batches over several devices."""
+
+    @pytest.mark.parametrize("num_devices", [1, 2, 3, 6, 7])
+    def test_one_task_with_six_micro_batches_takes_its_share_of_the_time(self, num_devices):
+        found = simulate([task(num_steps=4, num_micro_batches=6)], num_devices, record=True)
+        assert found.makespan_s == pytest.approx(4 * 6.0 / min(num_devices, 6))
+        assert found.bound_s == pytest.approx(found.makespan_s)
+        assert {placed.device for placed in found.schedule} == set(range(min(num_devices, 6)))
+        validate(found.schedule, {"a": task().chain})
+
+    def test_parts_that_differ_end_with_the_largest(self):
+        found = simulate([task(num_steps=2, num_micro_batches=5)], 3)
+        assert found.makespan_s == pytest.approx(2 * 6.0 * 2 / 5)
+        assert found.bound_s == pytest.approx(found.makespan_s)
+
+    def test_one_micro_batch_is_one_device(self):
+        assert simulate([task(num_steps=4)], 3).makespan_s == 4 * 6.0
+
+    def test_two_tasks_on_three_devices(self):
+        """Two get one and two devices; when the second is through, the first gets all three."""
+        tasks = [task(name, num_steps=num, num_micro_batches=6) for name, num in (("a", 30), ("b", 10))]
+        found = simulate(tasks, 3, record=True)
+        assert found.makespan_s == pytest.approx(found.bound_s, rel=0.05)
+        last = max(placed.unit.step for placed in found.schedule)
+        assert {placed.unit.part for placed in found.schedule if placed.unit.step == last} == {0, 1, 2}
+        validate(found.schedule)
+
+    def test_tail_of_a_sweep_uses_every_device(self):
+        tasks = [task(str(k), num_steps=3 if k else 40, num_micro_batches=8) for k in range(9)]
+        found = simulate(tasks, 4, record=True)
+        assert found.busy_share > 0.95
+        assert simulate([task(str(k), num_steps=3 if k else 40) for k in range(9)], 4).busy_share < 0.5
+
+    def test_units_that_are_ordered_are_a_pipeline(self):
+        #     device 0   |f0     |fb1    |b0     |
+        #     device 1           |f0+1   |fb1+1  |b0+1   |       every unit goes on from what the part before it left
+        cost = task("a", 1.0, 1.0, 1.0, num_micro_batches=2, ordered=frozenset({("f", 0), ("fb", 1)}))
+        assert simulate([cost], 2).makespan_s == pytest.approx(4 * 0.5)
+
+    def test_sums_wait_for_one_another_and_pieces_move_more(self):
+        device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0)
+        # In one shard a sum would come when all is done; over a slow link pieces would take longer than computing.
+        [_, quick] = predict_spreads(task("a", 9.0, num_micro_batches=2, gradient_bytes=0.1), [device] * 2)
+        [_, slow] = predict_spreads(task("a", *[1.0] * 15, num_micro_batches=8, gradient_bytes=1.0), [device] * 2)
+        assert (quick.in_sums, slow.in_sums) == (False, True)
+        assert quick.speedup == pytest.approx(27.3 / (3 * 4.6 + 0.1), rel=0.02)
+        assert ("b", 3) in slow.ordered
+        assert ("f", 3) not in slow.ordered
+
+    def test_bytes_of_parts(self):
+        cost = task("a", num_micro_batches=2, load_bytes=10.0, boundary_bytes=(0.0, 4.0), gradient_bytes=7.0)
+        device = DeviceCost(load_bytes_per_s=1e9, store_bytes_per_s=1e9)
+        one, two = (simulate([cost], [device] * n) for n in (1, 2))
+        assert sum(each.loaded_bytes for each in one.devices) == 3 * 10 + 4 + 4  # shards; up to fb1, gradient up to b0
+        assert sum(each.stored_bytes for each in one.devices) == 4 + 4 + 2 * 7
+        assert sum(each.loaded_bytes for each in two.devices) == 2 * 30 + 8  # pieces go down alone
+        assert sum(each.stored_bytes for each in two.devices) == 4 + 4 + 2 * 2 * 7
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -244,6 +311,9 @@ def test_memory_does_not_grow_with_the_units_run():
         (lambda: task(num_steps=0), "num_steps"),
         (lambda: task(load_bytes=(1, 2, 3)), "3 values for 2 shards"),
         (lambda: task(weight=0.0), "weight"),
+        (lambda: task(num_micro_batches=0), "num_micro_batches"),
+        (lambda: task(num_shards=4), "num_shards of a: 4 with 3 units"),
+        (lambda: task(num_shards=1), "num_shards of a: 1 with 3 units"),
         (lambda: TaskCost(name="a", unit_s=()), "empty"),
         (lambda: DeviceCost(speed=0.0), "speed"),
         (lambda: DeviceCost(load_bytes_per_s=-1.0), "load_bytes_per_s"),

@@ -12,8 +12,7 @@ Loads and inputs do not wait for each other here, which on a real link they do: 
 
 from hydra_engine import DeviceCost, TaskCost, simulate
 from hydra_engine.policies import POLICIES
-from hydra_engine.schedule import Unit
-from hydra_engine.simulator import _input_bytes, _output_bytes
+from hydra_engine.schedule import FORWARD
 
 
 def in_proportion(rng):
@@ -94,11 +93,12 @@ def best_s(tasks, devices):
 
 def _jobs(task):
     """(load, compute, input, output) of each unit, in bytes and seconds."""
-    units = [Unit(task.name, kind, shard, 0) for kind, shard in task.chain]
-    return [
-        (task.of_shard("load_bytes", unit.shard), seconds, _input_bytes(task, unit), _output_bytes(task, unit))
-        for unit, seconds in zip(units, task.unit_s, strict=True)
-    ]
+    jobs = []
+    for (kind, shard), seconds in zip(task.chain, task.unit_s, strict=True):
+        gradients = 0.0 if kind == FORWARD else task.of_shard("gradient_bytes", shard)
+        leaves = task.output_bytes(kind, shard) + gradients
+        jobs.append((task.of_shard("load_bytes", shard), seconds, task.input_bytes(kind, shard), leaves))
+    return jobs
 
 
 def _after(state, job, k, d, where, speed):
