@@ -52,7 +52,7 @@ class Slab:
 
 
 class Arena:
-    """Hands out regions of one storage, from the bottom and the top in turn.
+    """Hands out regions of one storage: of the tightest gap, from the bottom and the top in turn.
 
     With two slabs alive at a time, one lies at each end and everything between is in one piece, whatever their sizes
     and whichever goes first:
@@ -74,11 +74,12 @@ class Arena:
             size = -(-num_bytes // self._alignment) * self._alignment
             stops = [(0, 0), *sorted(self._taken), (end, end)]
             gaps = [(low, high) for (_, low), (high, _) in pairwise(stops) if high - low >= size]
+            gaps.sort(key=lambda gap: gap[1] - gap[0])  # the tightest
             if not gaps:
                 taken = self._elsewhere_bytes + sum(high - low for low, high in self._taken)
                 if taken + size > end:
                     raise DeviceOutOfMemory("arena", num_bytes, end - taken, end)
-                # With three slabs the room that is left may be in pieces. It is granted, so it lies elsewhere.
+                # With three slabs and more the room that is left may be in pieces. It is granted, so it lies elsewhere.
                 self._elsewhere_bytes += size
                 storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
                 return Slab(storage=storage, offset=0, num_bytes=size)

@@ -14,7 +14,8 @@ from hydra_engine.errors import DeviceOutOfMemory
 class Ticket:
     """A request for bytes: granted once, in its turn, or refused, or cancelled before. Callbacks must not block."""
 
-    num_bytes: int | None  # None: all that is free, once nothing else is active
+    # None: all that is free, once nothing else is active. A function is asked when it is the ticket's turn.
+    num_bytes: int | Callable[[], int] | None
     granted: Callable[[int], None]
     refused: Callable[[Exception], None]
     activates: bool = False  # from its grant on something runs that will release bytes by itself
@@ -26,6 +27,11 @@ class Ledger:
     Requests are granted strictly in order, each as soon as it fits: a unit that is about to run asks before the next
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
+
+    Attributes:
+        reclaim: gives up at least so many bytes of what is kept for later, or all that is; returns how many.
+        lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
+            grants; reentrant for a callback that asks.
     """
 
     def __init__(self, device: str, memory_bytes: int) -> None:
@@ -36,23 +42,27 @@ class Ledger:
         self._num_active = 0
         self._closed = False
         self._waiting: deque[Ticket] = deque()
-        # Held while callbacks run, so that they run in the order of the grants; reentrant for a callback that asks.
-        self._lock = threading.RLock()
+        self.reclaim: Callable[[int], int] = lambda _: 0
+        self.lock = threading.RLock()
 
     @property
     def free_bytes(self) -> int:
         return self.memory_bytes - self.used_bytes
 
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def request(self, ticket: Ticket) -> None:
         """Queue a request."""
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._waiting.append(ticket)
             self._pump()
 
     def cancel(self, ticket: Ticket) -> bool:
         """Withdraw a request; False when it is no longer waiting."""
-        with self._lock:
+        with self.lock:
             if ticket not in self._waiting:
                 return False
             self._waiting.remove(ticket)
@@ -61,18 +71,18 @@ class Ledger:
 
     def close(self) -> None:
         """Forget who waits, and grant nothing more."""
-        with self._lock:
+        with self.lock:
             self._waiting.clear()
             self._closed = True
 
     def activate(self) -> None:
         """Announce a release, so that nobody is refused before it."""
-        with self._lock:
+        with self.lock:
             self._num_active += 1
 
     def release(self, num_bytes: int, *, deactivates: bool = False) -> None:
         """Give bytes back, and at the end of a unit its activity with them."""
-        with self._lock:
+        with self.lock:
             self.used_bytes -= num_bytes
             self._num_active -= deactivates
             assert self.used_bytes >= 0, self.used_bytes
@@ -81,18 +91,29 @@ class Ledger:
 
     def grow(self, num_bytes: int) -> None:
         """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
-        with self._lock:
+        if not self.take(num_bytes):
+            raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
+
+    def take(self, num_bytes: int) -> bool:
+        """Take more at once, whoever waits; False where there is no room."""
+        with self.lock:
+            self._make_room(num_bytes)
             if num_bytes > self.free_bytes:
-                raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
+                return False
             self.used_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return True
+
+    def _make_room(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes:
+            self.used_bytes -= self.reclaim(num_bytes - self.free_bytes)
 
     def settle(self, held_bytes: int, num_bytes: int) -> None:
         """A unit that was granted everything turned out to need `num_bytes`."""
         if num_bytes > held_bytes:
             self.grow(num_bytes - held_bytes)
             return
-        with self._lock:
+        with self.lock:
             self.used_bytes -= held_bytes - num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self._pump()
@@ -100,8 +121,12 @@ class Ledger:
     def _pump(self) -> None:
         while self._waiting:
             ticket = self._waiting[0]
-            wanted = ticket.num_bytes
-            if wanted is None and self._num_active == 0:
+            wanted = self._wanted(ticket)
+            if wanted is not None:
+                self._make_room(wanted)
+                wanted = self._wanted(ticket)  # more, if what it counted on was given up
+            elif self._num_active == 0:
+                self._make_room(self.memory_bytes)
                 wanted = self.free_bytes
             if wanted is not None and wanted <= self.free_bytes:
                 self._waiting.popleft()
@@ -115,3 +140,7 @@ class Ledger:
                 ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, self.free_bytes, self.memory_bytes))
             else:
                 return
+
+    @staticmethod
+    def _wanted(ticket: Ticket) -> int | None:
+        return ticket.num_bytes() if callable(ticket.num_bytes) else ticket.num_bytes

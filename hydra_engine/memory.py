@@ -229,6 +229,7 @@ class StepStaging:
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
         self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
         self.start: list[RandomState] = []
+        self.serial = 0  # of the step; what is on a device of another one's is of no use
         self.clear()
 
     def clear(self) -> None:
@@ -256,6 +257,7 @@ class StepStaging:
     ) -> None:
         """Start a step on micro-batches (inputs, target); `start` is the random state each forward begins with."""
         self.clear()
+        self.serial += 1
         self.inputs = [inputs for inputs, _ in boundaries]
         self.targets = [target for _, target in boundaries]
         self.weights = list(weights)

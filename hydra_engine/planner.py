@@ -39,7 +39,6 @@ class PlannedTask:
         self.layout = layout_of(task)
         pool = HostPool(self.layout, early_release=task.early_release) if task.trains else BorrowedPool(self.layout)
         self.state = TaskState(task, name, self.layout, pool)
-        self.unit_s: dict[tuple[str, int], float] = {}
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a micro-batch
@@ -74,6 +73,11 @@ class PlannedTask:
                 number *= 2
         self.spread_over(devices or [device])
         return self._plan(number)
+
+    @property
+    def unit_s(self) -> dict[tuple[str, int], float]:
+        """Seconds of each unit, by (kind, shard)."""
+        return self.state.unit_s
 
     def spread_over(self, devices: Sequence[EmulatedDevice]) -> None:
         """Predict how a step is best spread over 1, 2, ... of these devices."""
@@ -182,7 +186,7 @@ class PlannedTask:
             state.locked = {j for j, (a, b) in enumerate(spans) if any(cost.draws_globally for cost in costs[a:b])}
             draws = any(cost.draws_random for cost in costs)
             try:
-                self.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
+                state.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
                 state.fitting = frozenset()
                 for each in (batch, evaluation):
                     if each is not None:

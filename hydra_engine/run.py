@@ -121,7 +121,7 @@ class EngineRun:
         self._actions: dict[type, Callable[..., None]] = {
             Load: lambda i: self._workers[i.device].load(i.unit, self._tasks[i.unit.task].planned.state),
             Drop: lambda i: self._workers[i.device].drop(i.unit),
-            Run: lambda i: self._workers[i.device].run(i.unit),
+            Run: self._run,
             Read: self._read,
             Begin: self._begin,
             Fit: self._start_fit,
@@ -392,6 +392,10 @@ class EngineRun:
         training.is_reading = True
         training.planned.reader.request(main)
 
+    def _run(self, instruction: Run) -> None:
+        self._tasks[instruction.unit.task].state.begun(instruction.unit)
+        self._workers[instruction.device].run(instruction.unit)
+
     def _begin(self, instruction: Begin) -> None:
         training = self._tasks[instruction.task]
         training.is_new_shape = False
@@ -447,7 +451,7 @@ class EngineRun:
             may_split=not training.layers_moved_reader,
         )
         if (state.boundaries, state.accumulation_steps) != before:
-            training.planned.unit_s = shared_out(old_s, old, state.shards)
+            state.unit_s = shared_out(old_s, old, state.shards)
             reason = str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             training.report.revisions.append(
                 Revision(
@@ -486,6 +490,7 @@ class EngineRun:
             )
         if instruction.training:
             assert training.optimizer is not None
+            state.num_commits += 1  # what devices hold of trained shards is of no more use
             record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
             state.loss_scale = training.optimizer.loss_scale
             if record.loss_scale is not None:

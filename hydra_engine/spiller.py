@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,14 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, flat, place_for
+from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for
 from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
 from hydra_engine.executor import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.parts import BuffersChanged
+from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import TaskState
+
+# What of a boundary is kept on a device.
+VALUE, GRADIENT = "value", "gradient"
 
 
 @dataclass(kw_only=True)
@@ -31,8 +36,9 @@ class LoadedShard:
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
-    def __init__(self, device: OpenDevice) -> None:
+    def __init__(self, device: OpenDevice, residents: Residents) -> None:
         self._device = device
+        self._residents = residents
 
     def load_shard(self, state: TaskState, shard: Shard) -> LoadedShard:
         """Fill a slab, one copy for each kind of parameter, and bring the buffers its forward begins with."""
@@ -109,14 +115,16 @@ class Spiller:
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int) -> MicroInput:
         """Bring what one micro-batch of a unit starts from."""
         staging, j = state.staging, shard.index
-        micro = MicroInput(value=self._bring_all(staging.entering(j, m)), random=staging.random[j, m])
+        value = staging.entering(j, m)
+        value = value.around(self._bring_or_find(state, VALUE, j, m, value.tensors))
+        micro = MicroInput(value=value, random=staging.random[j, m])
         micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}
         if state.is_last(shard) and not state.task.predicts:
             micro.target = self._bring_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
-            micro.gradients = self._bring_some(staging.gradients_of(j + 1, m))
+            micro.gradients = self._bring_or_find(state, GRADIENT, j + 1, m, staging.gradients_of(j + 1, m))
             for name in (*shard.arriving, *shard.leaving):
                 if name in shard.above:
                     micro.skip_gradients[name] = self._bring_some(staging.gradients_of((name, shard.above[name]), m))
@@ -179,6 +187,59 @@ class Spiller:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
         self._device.copy(STORE, [(place, gradient)])
 
+    def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
+        """Keep what entered a shard's forward for its backward, if there is room."""
+        self._keep(state, VALUE, shard.index, m, tensors, shard, 0)
+
+    def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
+        """Keep what a unit left for the next one, if there is room; how many of the bytes granted for it that takes.
+
+        granted_bytes: still granted for it; 0: others have to be found.
+        """
+        j, shards = shard.index, state.shards
+        if out.value is not None and j + 1 < len(shards):
+            return self._keep(state, VALUE, j + 1, m, out.value.tensors, shards[j + 1], granted_bytes)
+        if out.gradients is not None and j > 0:
+            return self._keep(state, GRADIENT, j, m, out.gradients, shards[j - 1], granted_bytes)
+        return 0
+
+    def _keep(
+        self,
+        state: TaskState,
+        what: str,
+        j: int,
+        m: int,
+        tensors: Sequence[Tensor | None],
+        user: Shard,
+        granted_bytes: int,
+    ) -> int:
+        present = [tensor for tensor in tensors if tensor is not None]
+        num_bytes = sum(map(extent_bytes, present))
+        if not num_bytes or not all(map(_is_compact, present)):
+            return 0
+        staging = state.staging
+        serial = staging.serial
+        key = (state.name, what, serial, j, m)
+
+        def next_use_s() -> float:
+            return state.next_use_s(user, in_step=True) if staging.serial == serial else math.inf
+
+        aliases = [None if tensor is None else _alias(tensor) for tensor in tensors]
+        if num_bytes <= granted_bytes:
+            return num_bytes if self._residents.keep(key, aliases, num_bytes, next_use_s) else 0
+        self._residents.offer(key, aliases, num_bytes, next_use_s)
+        return 0
+
+    def _bring_or_find(
+        self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None]
+    ) -> list[Any]:
+        key = (state.name, what, state.staging.serial, j, m)
+        # Its bytes are counted among those that the unit was granted for its inputs.
+        found = self._residents.take_for_nothing(key)
+        if found is None:
+            return self._bring_some(tensors)
+        return [None if each is None else _alias(each) for each in found]
+
     def _bring_all(self, value: Boundary) -> Boundary:
         return value.around([self._bring(tensor) for tensor in value.tensors])
 
@@ -197,6 +258,17 @@ class Spiller:
 
     def _send(self, place: Tensor, tensor: Tensor) -> None:
         self._device.copy(STORE, [(flat(place), flat(tensor))])
+
+
+def _is_compact(tensor: Tensor) -> bool:
+    """Whether it lies in a storage of its own, as a copy would: kernels choose by alignment."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
 def _check_dense(state: TaskState, slot: int, gradient: Tensor | None) -> None:

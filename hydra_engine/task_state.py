@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +15,12 @@ from hydra_engine.boundary import extent, flat
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import BACKWARD, evaluation_chain, training_chain
+from hydra_engine.schedule import BACKWARD, EVALUATE, Unit, evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Shard, aligned
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
+
+LEAST_S = 1e-6  # of a unit
 
 
 class UnitBytes(NamedTuple):
@@ -30,6 +34,25 @@ class UnitBytes(NamedTuple):
         """Inputs stream one micro-batch ahead, outputs are stored one behind."""
         several = num_micro_batches > 1
         return self.work + (1 + several) * self.input + several * self.output
+
+
+class _Flow(NamedTuple):
+    """A batch's units in order, and when."""
+
+    order: dict[tuple[str, int], int]
+    left_s: list[float]  # of the chain, from each position on
+    uses: list[list[int]]  # by shard: positions
+
+    @classmethod
+    def of(cls, chain: Sequence[tuple[str, int]], unit_s: Mapping[tuple[str, int], float], num_shards: int) -> _Flow:
+        # A unit whose time nobody knows is there all the same.
+        left_s = list(accumulate((unit_s.get(node, 0.0) or LEAST_S for node in reversed(chain)), initial=0.0))[::-1]
+        uses = [[k for k, (_, shard) in enumerate(chain) if shard == j] for j in range(num_shards)]
+        return cls({node: k for k, node in enumerate(chain)}, left_s, uses)
+
+    def first_s(self, shard: int) -> float:
+        """Seconds before a shard's first unit."""
+        return self.left_s[0] - self.left_s[self.uses[shard][0]] if self.uses[shard] else math.inf
 
 
 def layout_of(task: ModelTask) -> ModelLayout:
@@ -66,6 +89,48 @@ class TaskState:
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+        self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
+        self.num_commits = 0  # of training steps in this run
+        self._num_cuts = 0
+        self._positions: dict[int, tuple[bool, int]] = {}  # by part: the chain it is on, and its first unit not begun
+        self._flows: dict[bool, _Flow] = {}
+
+    def begun(self, unit: Unit) -> None:
+        """A device has a unit to compute."""
+        training = unit.kind != EVALUATE
+        self._positions[unit.part] = (training, 1 + self._flow(training).order[unit.kind, unit.shard])
+
+    def begin_parts(self, num_parts: int, training: bool) -> None:
+        """A step begins, in so many parts."""
+        self._positions = dict.fromkeys(range(num_parts), (training, 0))
+
+    def shard_key(self, shard: Shard) -> tuple[Any, ...]:
+        """What a copy of a shard's parameters on a device goes by: those of one version."""
+        slots = (self.layout.slots[index] for index in shard.slots)
+        # Nobody here writes to frozen ones, but a callback may.
+        frozen = sum(slot.parameter._version for slot in slots if not slot.trainable)
+        return (self.name, self._num_cuts, shard.index, self.num_commits if shard.needs else -1, frozen)
+
+    def next_use_s(self, shard: Shard, *, in_step: bool = False) -> float:
+        """Seconds of the task's own units before one of a shard; infinite if there is none before its next update.
+
+        in_step: only in the step in progress, the unit that was begun last included: it may yet take its input.
+        """
+        found = [math.inf]
+        if shard.index >= len(self.shards) or self.shards[shard.index] is not shard:
+            return math.inf  # of an old partition
+        for training, position in self._positions.values():
+            flow = self._flow(training)
+            position = max(0, position - in_step)
+            found += [flow.left_s[position] - flow.left_s[k] for k in flow.uses[shard.index] if k >= position][:1]
+            if not (in_step or shard.needs):
+                found.append(flow.left_s[position] + flow.first_s(shard.index))
+        return min(found)
+
+    def _flow(self, training: bool) -> _Flow:
+        if training not in self._flows:
+            self._flows[training] = _Flow.of(self.chains[training], self.unit_s, len(self.shards))
+        return self._flows[training]
 
     def step_on_device(self) -> None:
         """Let devices step the optimizer, each shard's at the end of its backward unit."""
@@ -107,6 +172,8 @@ class TaskState:
         self.boundaries = list(boundaries)
         self.shards = self.layout.shards(boundaries)
         self._unit_bytes = {}
+        self._num_cuts += 1
+        self._flows, self._positions = {}, {}
         self.locked = _inside(self.shards, old, locked)
         self.keep_saved = _inside(self.shards, old, keep_saved)
         self.unproven = {s.index for s in self.shards if (s.first, s.last) not in proven}

@@ -28,7 +28,8 @@ from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
 from hydra_engine.ledger import Ticket
 from hydra_engine.promise import Promise
-from hydra_engine.schedule import BACKWARD, FUSED, Unit
+from hydra_engine.residency import Residents
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import LoadedShard, Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
@@ -60,6 +61,7 @@ class _Work:
         self.goes_on = parts is not None and parts.in_sums and unit.part > 0 and unit.kind in (FUSED, BACKWARD)
         self.in_pieces = parts is not None and not parts.in_sums and unit.part > 0
         self.slab_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
+        self.key = state.shard_key(self.shard)
         self.slab_granted = False
         self.loads_late = False  # its shard is so small that it is loaded when the unit runs, by the lane that computes
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
@@ -76,6 +78,7 @@ class _Work:
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
+        self.entered: list[tuple[Tensor, int]] = []  # of the micro-batch in progress, with versions
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
         self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
@@ -99,7 +102,8 @@ class Worker:
         self.device = device
         self._trace = trace
         self._report = report
-        self._spiller = Spiller(device)
+        self._residents = Residents(device.ledger)
+        self._spiller = Spiller(device, self._residents)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
         self._stored: dict[tuple[str, int], Promise[None]] = {}  # by (task, part), of the last unit that was run here
@@ -116,6 +120,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         """Forget a task."""
         del self._executors[name]
+        self._residents.forget(name)
         self._stored = {key: stored for key, stored in self._stored.items() if key[0] != name}
 
     def load(self, unit: Unit, state: TaskState) -> None:
@@ -123,14 +128,21 @@ class Worker:
         work = _Work(unit, state)
         work.loads_late = self.device.copies_at_once(work.slab_bytes)
 
+        def wanted() -> int:
+            return work.slab_bytes - (work.shard.slab_bytes if work.key in self._residents else 0)
+
         def granted(_: int) -> None:
             work.slab_granted = True
-            if not work.loads_late:
+            resident = self._residents.take(work.key)
+            if resident is not None:
+                work.loads_late = False
+                work.loaded.keep(resident)
+            elif not work.loads_late:
                 self._submit(LOAD, work, work.loaded, partial(self._load_shard, work))
 
         with self._changed:
             self._outstanding.add(work)
-        ticket = Ticket(num_bytes=work.slab_bytes, granted=granted, refused=work.fail)
+        ticket = Ticket(num_bytes=wanted, granted=granted, refused=work.fail)
         self._claims[unit] = (work, ticket)
         self.device.ledger.request(ticket)
 
@@ -143,8 +155,7 @@ class Worker:
         self.device.ledger.activate()  # its bytes come back once its load is through
 
         def free() -> None:
-            self._unload(work)
-            self.device.ledger.release(work.slab_bytes, deactivates=True)
+            self.device.ledger.release(work.slab_bytes - self._let_go(work), deactivates=True)
             self._over(work)
 
         self.device.submit(LOAD, f"drop {unit}", free, at_once=work.loads_late)
@@ -167,6 +178,7 @@ class Worker:
                 work.fail(_GivenUp(f"{work.unit} was given up: the run is closing"))
             self._outstanding = {work for work in self._outstanding if work.slab_granted and work.admitted}
         self.settle()
+        self._residents.forget()
         self.device.close()
 
     def _over(self, work: _Work) -> None:
@@ -261,9 +273,16 @@ class Worker:
         k = m - work.first
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
-        return promise.result()
+        micro = promise.result()
+        if work.unit.kind == FORWARD:
+            work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
+        return micro
 
     def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
+        entered, work.entered = work.entered, []
+        if entered and all(tensor._version == version for tensor, version in entered):  # no layer worked in place on it
+            self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered])
+        del entered
         if work.stores:
             work.stores[-1].result()  # one on its way at most: the ledger holds no more
         work.output_bytes = max(work.output_bytes, out.num_bytes)
@@ -272,11 +291,14 @@ class Worker:
             return
         stored: Promise[None] = Promise()
         work.stores.append(stored)
-        kind, shard = work.unit.kind, work.shard
-        self._submit(STORE, work, stored, lambda: self._spiller.store_micro(work.state, kind, shard, m, out))
+        self._submit(STORE, work, stored, lambda: self._store_micro(work, m, out))
         if work.known is None:
             # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
             stored.result()
+
+    def _store_micro(self, work: _Work, m: int, out: MicroOutput) -> None:
+        self._spiller.store_micro(work.state, work.unit.kind, work.shard, m, out)
+        self._spiller.keep_output(work.state, work.shard, m, out)
 
     @contextmanager
     def _metered(self, work: _Work) -> Iterator[None]:
@@ -335,11 +357,11 @@ class Worker:
         executor.current = ""
         held_bytes = work.slab_bytes * work.slab_granted + work.held_bytes
         # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
-        kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
         if output is not None and output.stepped is not None:
             kept_bytes = min(held_bytes, work.output_bytes + work.slab_bytes + output.num_bytes)
         else:
-            self._unload(work)
+            held_bytes -= self._let_go(work)
+            kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
         if work.error is not None:
@@ -369,29 +391,43 @@ class Worker:
         assert loaded is not None
         return stepper.step(work.shard, loaded, parameters, gradients)
 
-    def _unload(self, work: _Work) -> None:
+    def _let_go(self, work: _Work) -> int:
+        """Keep a unit's shard for the next unit that needs it, or give its slab back; the bytes that are kept."""
         if work.loads_late and not work.loaded.is_done:
-            return  # it was never begun
-        if work.slab_granted and work.loaded.is_kept():
-            self._spiller.unload(work.loaded.result())
+            return 0  # it was never begun
+        if not (work.slab_granted and work.loaded.is_kept()):
+            return 0
+        loaded, state, shard, key = work.loaded.result(), work.state, work.shard, work.key
+
+        def next_use_s() -> float:
+            return state.next_use_s(shard) if state.shard_key(shard) == key else math.inf
+
+        dispose = partial(self._spiller.unload, loaded)
+        if work.error is None and self._residents.keep(key, loaded, shard.slab_bytes, next_use_s, dispose):
+            return shard.slab_bytes
+        dispose()
+        return 0
 
     def _store(self, work: _Work, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
         unit, output = work.unit, work.output
+        stays_bytes = 0
         try:
             if output is not None and work.last_output is not None and work.error is None:
-                self._spiller.store_micro(work.state, unit.kind, work.shard, work.end - 1, work.last_output)
+                last = work.end - 1
+                self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
                 self._spiller.store_unit(work.state, unit, work.shard, output)
                 if output.stepped is not None and work.stepper is not None:
                     views = work.loaded.result().views
                     self._spiller.store_step(work.state, work.stepper, work.shard, views, output.stepped)
+                stays_bytes = self._spiller.keep_output(work.state, work.shard, last, work.last_output, kept_bytes)
         except BaseException as error:
             work.fail(error, "store lane")
         if output is not None and output.stepped is not None:
-            self._unload(work)
+            self._spiller.unload(work.loaded.result())
         work.output = work.last_output = output = None  # nobody holds it when its bytes are given back
         work.buffers = {}
-        self.device.ledger.release(kept_bytes, deactivates=True)
+        self.device.ledger.release(kept_bytes - stays_bytes, deactivates=True)
         self._over(work)
         if computed is not None:
             self._report(computed)

@@ -26,6 +26,7 @@ GROUPS = (
         "own_forward",
         "plan_text",
         "pool",
+        "residency",
         "stepping",
     ),
     ("borrowed_pool", "evaluation_task", "executor", "optimizer", "reader", "task_state"),

@@ -1,0 +1,219 @@
+"""What stays on a device between units: bytes moved are near those of giving up what is needed last."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.ledger import Ledger, Ticket
+from hydra_engine.residency import Residents
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
+from partitioners import Presharded
+from tests import exact, reference, zoo
+
+
+class Kept:
+    """A device's ledger and residents, whose next uses are set by hand."""
+
+    def __init__(self, memory_bytes=100):
+        self.ledger = Ledger("device", memory_bytes)
+        self.residents = Residents(self.ledger)
+        self.next_use_s = {}
+        self.disposed = []
+
+    def ask(self, num_bytes):
+        """Whether so many bytes are granted at once."""
+        grants = []
+        self.ledger.request(Ticket(num_bytes=num_bytes, granted=grants.append, refused=lambda _: None))
+        return grants
+
+    def keep(self, key, num_bytes, next_use_s):
+        self.next_use_s[key] = next_use_s
+        assert self.ask(num_bytes)
+        return self.residents.keep(
+            key, f"value of {key}", num_bytes, lambda: self.next_use_s[key], lambda: self.disposed.append(key)
+        )
+
+    def offer(self, key, num_bytes, next_use_s):
+        self.next_use_s[key] = next_use_s
+        return self.residents.offer(key, f"value of {key}", num_bytes, lambda: self.next_use_s[key])
+
+
+def test_what_is_needed_last_makes_room():
+    kept = Kept()
+    for key, seconds in (("soon", 1.0), ("late", 9.0), ("later", 10.0)):
+        assert kept.keep(key, 30, seconds)
+    assert kept.ask(10) == [10]
+    assert kept.disposed == []
+    assert kept.ask(20) == [20]
+    assert kept.disposed == ["later"]
+    kept.next_use_s["soon"] = 20.0  # things have changed
+    assert kept.ask(30) == [30]
+    assert kept.disposed == ["later", "soon"]
+    assert kept.residents.take("late") == "value of late"
+    assert kept.residents.take("late") is None
+    assert kept.ledger.used_bytes == 90
+
+
+def test_nothing_is_kept_that_nobody_needs_or_that_is_there():
+    kept = Kept()
+    assert not kept.keep("never", 10, math.inf)
+    assert kept.keep("one", 10, 1.0)
+    assert not kept.keep("one", 10, 1.0)
+    assert not kept.offer("never again", 10, math.inf)
+
+
+def test_an_offer_displaces_what_is_needed_later_and_nothing_else():
+    kept = Kept()
+    kept.keep("a", 50, 5.0)
+    kept.keep("b", 40, 2.0)
+    assert not kept.offer("x", 20, 6.0)
+    assert not kept.offer("y", 70, 3.0), "a alone would not make room"
+    assert kept.disposed == []
+    assert kept.offer("z", 20, 3.0)
+    assert kept.disposed == ["a"]
+    assert kept.ledger.used_bytes == 60
+    assert kept.residents.take_for_nothing("z") == "value of z"
+    assert kept.ledger.used_bytes == 40
+
+
+def test_an_offer_stands_back_for_who_waits():
+    kept = Kept()
+    running = Ticket(num_bytes=90, granted=lambda _: None, refused=pytest.fail, activates=True)
+    kept.ledger.request(running)
+    assert kept.ask(50) == []
+    assert not kept.offer("x", 5, 1.0)
+
+
+def test_a_ticket_is_asked_for_its_bytes_again_when_what_it_counts_on_is_gone():
+    kept = Kept()
+    kept.keep("shard", 60, 1.0)
+    grants = []
+    wanted = lambda: 50 if "shard" in kept.residents else 90
+    kept.ledger.request(Ticket(num_bytes=wanted, granted=grants.append, refused=pytest.fail))
+    assert grants == [90]
+    assert kept.ledger.used_bytes == 90
+
+
+def test_everything_is_given_up_for_who_takes_all():
+    kept = Kept()
+    kept.keep("a", 50, 5.0)
+    assert kept.ask(None) == [100]
+    assert kept.disposed == ["a"]
+
+
+def test_what_a_task_kept_is_forgotten_with_it():
+    kept = Kept()
+    kept.keep(("task", 0), 50, 5.0)
+    kept.keep(("other", 0), 20, 5.0)
+    kept.residents.forget("task")
+    assert kept.ledger.used_bytes == 20
+    kept.residents.forget()
+    assert kept.ledger.used_bytes == 0
+    assert kept.disposed == [("task", 0), ("other", 0)]
+
+
+# -- bytes moved
+
+WIDTH, NUM_SHARDS, BATCH, NUM_STEPS = 256, 8, 16, 4
+
+
+def build(num_frozen=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shards = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_SHARDS - 1)]
+        model = nn.Sequential(*shards, nn.Linear(WIDTH, 5))
+        batches = [(torch.randn(BATCH, WIDTH), torch.randint(5, (BATCH,))) for _ in range(NUM_STEPS)]
+    for layer in model[:num_frozen]:
+        layer.requires_grad_(False)
+    return model, batches
+
+
+def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **options):
+    """Tasks on one device; the report and their states."""
+    tasks, models = [], []
+    for k in range(num_tasks):
+        model, batches = build(num_frozen)
+        models.append(model)
+        cut = Presharded(list(range(1, NUM_SHARDS + 1)))
+        tasks.append(ModelTask(model, F.cross_entropy, batches, 0.1, name=f"t{k}", partitioner=cut, seed=0, **options))
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory)], policy=policy)
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    expected_model, batches = build(num_frozen)
+    losses = reference.train(expected_model, F.cross_entropy, batches, seed=0, lr=0.1, **options).losses
+    for k, model in enumerate(models):
+        exact.assert_as_expected(report, f"t{k}", model, exact.Expected(losses, [], zoo.state(expected_model)))
+    exact.assert_within_budget(report)
+    return report, {each.name: each.state for each in orchestra._planned}
+
+
+def uses_of(unit, state):
+    """(key, bytes) of what a unit takes, its shard first, and of what it leaves."""
+    shard, j, step = state.shards[unit.shard], unit.shard, unit.step
+    boundary = BATCH * WIDTH * 4
+    version = step if shard.needs else None
+    takes = [(("shard", unit.task, j, version), shard.slab_bytes), (("value", unit.task, j, step), boundary)]
+    leaves = []
+    if unit.kind == FUSED:
+        takes.append((("target", unit.task, step), BATCH * 8))
+    if unit.kind == BACKWARD:
+        takes.append((("gradient", unit.task, j + 1, step), boundary))
+    if unit.kind == FORWARD:
+        leaves.append((("value", unit.task, j + 1, step), boundary))
+    elif j > 0:
+        leaves.append((("gradient", unit.task, j, step), boundary))
+    return takes, leaves
+
+
+def least_bytes(order, states, memory_bytes):
+    """Bytes loaded when what is needed last in the executed order is given up, as far as there has to be room."""
+    uses = {}
+    steps = [uses_of(unit, states[unit.task]) for unit in order]
+    for k, (takes, _) in enumerate(steps):
+        for key, _ in takes:
+            uses.setdefault(key, []).append(k)
+
+    def next_use(key, k):
+        return next((use for use in uses.get(key, ()) if use > k), math.inf)
+
+    there, loaded = {}, 0
+    for k, (unit, (takes, leaves)) in enumerate(zip(order, steps, strict=True)):
+        state = states[unit.task]
+        shard = state.shards[unit.shard]
+        # Beside its shard: activations, and what it starts from and leaves.
+        held = max(b.total(1) for (kind, j, _), b in state._unit_bytes.items() if (kind, j) == (unit.kind, unit.shard))
+        for key, num_bytes in takes:
+            loaded += 0 if key in there else num_bytes
+        slab = takes[0]
+        others = {key: size for key, size in there.items() if key not in dict(takes)}
+        while sum(others.values()) + held + slab[1] > memory_bytes:
+            del others[max(others, key=lambda key: next_use(key, k))]
+        there = others | dict(takes) | dict(leaves)
+        there = {key: size for key, size in there.items() if next_use(key, k) < math.inf}
+        while sum(there.values()) > memory_bytes:
+            del there[max(there, key=lambda key: next_use(key, k))]
+    return loaded
+
+
+@pytest.mark.parametrize("num_frozen", [0, 4])
+@pytest.mark.parametrize("num_more", [1, 2, 3, 4, 6, 8])
+def test_bytes_loaded_are_near_the_least(num_more, num_frozen):
+    """Budgets from two slabs, one of them with its unit's work, to everything at once."""
+    _, states = trained("64MiB")
+    [state] = states.values()
+    memory_bytes = max(map(state.shard_bytes, state.shards)) + num_more * state.shards[0].slab_bytes
+    report, states = trained(memory_bytes, num_frozen=num_frozen)
+    order = [placed.unit for placed in sorted(report.schedule, key=lambda placed: placed.start_s)]
+    assert report.devices[0].loaded_bytes <= 1.05 * least_bytes(order, states, memory_bytes)
+
+
+def test_with_room_for_all_a_version_is_loaded_once():
+    report, states = trained("64MiB", num_frozen=4)
+    [state] = states.values()
+    weights = [shard.slab_bytes for shard in state.shards]
+    batches = NUM_STEPS * (BATCH * WIDTH * 4 + BATCH * 8)  # only they come up of what units start from
+    assert report.devices[0].loaded_bytes == sum(weights[:4]) + NUM_STEPS * sum(weights[4:]) + batches
