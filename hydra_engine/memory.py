@@ -2,81 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
-import mmap
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-import psutil
 import torch
 from torch import Tensor
 
 from hydra_engine.boundary import Boundary, copy_of, place_for
+from hydra_engine.dram import Freed, discard, is_alone, new_storage, return_free_memory
+from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
-from hydra_engine.shard import ModelLayout, Shard, Slot, aligned
+from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot, aligned
 
-# Freed weights are given back to the system in portions of so many bytes: that much DRAM is taken twice.
-TRIM_BYTES = 2**28
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
 
 
-def available_dram_bytes() -> int:
-    """DRAM that can still be taken: the smaller of what the machine and the process's cgroup have left."""
-    available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, usage = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
-        except (OSError, ValueError):  # no such cgroup here, or "max"
-            continue
-        available = min(available, max(0, limit - usage))
-    return available
-
-
-def return_free_memory() -> None:
-    """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
-
-    https://man7.org/linux/man-pages/man3/malloc_trim.3.html
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
-    """Give the pages of a part of a storage back to the system, and lose what they hold.
-
-    https://man7.org/linux/man-pages/man2/madvise.2.html
-    """
-    page = mmap.PAGESIZE
-    begin = -(-(storage.data_ptr() + start) // page) * page
-    end = (storage.data_ptr() + start + num_bytes) // page * page
-    if sys.platform == "linux" and end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
-
-
 class HostPool:
     """Owns the weights, gradients and buffers of one task while it trains.
 
-    Two byte buffers hold the parameters in layer order, trainable and frozen, so that any shard is one range of each;
-    a third holds the gradients of one step. In a narrow precision devices are sent two more buffers, of casts of the
-    parameters, which every update renews. With early release there is room for the gradients of two shards only, lent
-    from when they arrive until the update is through. `open` moves the user's parameters in, `close` gives them
-    ordinary storage again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
+    One byte buffer holds the trainable parameters in layer order, so that any shard is one range of it, another one the
+    gradients of one step; frozen parameters lie in blocks that other tasks may share. In a narrow precision devices are
+    sent more buffers, of casts of the parameters, which every update renews. With early release there is room for the
+    gradients of two shards only, lent from when they arrive until the update is through. `open` moves the user's
+    parameters in, `close` gives them ordinary storage again. The user's Parameter objects stay the same throughout:
+    optimizers and closures keep theirs.
     """
 
-    def __init__(self, layout: ModelLayout, *, early_release: bool = False) -> None:
+    def __init__(self, layout: ModelLayout, *, early_release: bool = False, frozen: FrozenBlocks | None = None) -> None:
         self.layout = layout
+        self._frozen = FrozenBlocks() if frozen is None else frozen
         self.early_release = early_release
         self.keeps_gradients = True  # unless devices step the optimizer
         self.is_open = False
@@ -96,8 +56,8 @@ class HostPool:
 
     @property
     def num_bytes(self) -> int:
-        """DRAM it holds: weights, casts, gradients."""
-        storages = {id(each): each for each in (*self._weights.values(), *self._link.values(), self._gradients)}
+        """DRAM it holds: weights, casts, gradients; of frozen ones those that it brought."""
+        storages = {id(each): each for each in (self._weights, self._link, self._gradients, *self._brought)}
         return sum(each.nbytes() for each in [*storages.values(), *self._loans])
 
     def open(self, shards: Sequence[Shard] = ()) -> None:
@@ -105,27 +65,23 @@ class HostPool:
         assert not self.is_open
         num_loans = min(NUM_LOANS, len(shards)) if self.early_release and self.keeps_gradients else 0
         loan_bytes = self.gradient_bytes(shards) // max(num_loans, 1)
-        self._loans = [_storage(loan_bytes) for _ in range(num_loans)]
+        self._loans = [new_storage(loan_bytes) for _ in range(num_loans)]
         self._free_loans: SimpleQueue[torch.UntypedStorage] = SimpleQueue()
         for loan in self._loans:
             self._free_loans.put(loan)
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
-        self._weights = {kind: _storage(size) for kind, size in self.layout.num_bytes.items()}
-        self._gradients = _storage(0 if self.early_release else self.layout.link_bytes[True])
-        self._link = self._weights
-        if self.layout.narrow is not None:
-            self._link = {kind: _storage(size) for kind, size in self.layout.link_bytes.items()}
-        freed_bytes = 0
-        for slot in self.layout.slots:
-            view = slot.view(self._weights[slot.trainable], slot.offset)
+        self._blocks, self._brought = self._frozen.acquire(self.layout)  # by slot
+        self._weights = new_storage(self.layout.num_bytes[True])
+        self._gradients = new_storage(0 if self.early_release else self.layout.link_bytes[True])
+        self._link = self._weights if self.layout.narrow is None else new_storage(self.layout.link_bytes[True])
+        freed = Freed()
+        for slot in self.layout.trainable_slots():
+            view = slot.view(self._weights, slot.offset)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
-            freed_bytes += slot.num_bytes
-            if freed_bytes >= TRIM_BYTES:
-                return_free_memory()
-                freed_bytes = 0
+            freed.add(slot.num_bytes)
         return_free_memory()
-        self.renew(self.layout.slots)
+        self.renew(self.layout.trainable_slots())
         self.gradients: list[Tensor | None] = [None] * len(self.layout.slots)
         if not self.early_release:
             for slot in self.layout.trainable_slots():
@@ -138,25 +94,17 @@ class HostPool:
         if not self.is_open:
             return
         self.is_open = False
-        alone = {kind: self._is_alone(kind) for kind in self._weights}
-        for slot in self.layout.slots:
+        slots = self.layout.trainable_slots()
+        alone = is_alone(self._weights, [slot.parameter for slot in slots])
+        for slot in slots:
             slot.parameter.grad = None
-            # Frozen ones may be shared with another task, which has bound them to its own pool meanwhile.
-            own = slot.view(self._weights[False], slot.offset) if not slot.trainable else slot.parameter.data
-            slot.parameter.data = copy_of(own)
-            if alone[slot.trainable]:  # or all weights would be there twice
-                discard(self._weights[slot.trainable], slot.offset, slot.num_bytes)
+            slot.parameter.data = copy_of(slot.parameter.data)
+            if alone:  # or all weights would be there twice
+                discard(self._weights, slot.offset, slot.num_bytes)
+        self._frozen.release(self._blocks.values())
         self._give_buffers_back()
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent
-
-    def _is_alone(self, kind: bool) -> bool:
-        """Whether nobody else holds a tensor in a weight buffer: a callback may have kept a state dict."""
-        storage = self._weights[kind]
-        bound = [slot.parameter.data_ptr() for slot in self.layout.slots if slot.trainable == kind]
-        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        num_own = 1 + sum(first <= address < end for address in bound)
-        count: int = torch._C._storage_Use_Count(storage._cdata)
-        return count <= num_own
+        del self._blocks, self._brought
 
     def lend_gradients(self, shard: Shard) -> None:
         """Make room for a shard's gradients: with early release, once an update before has given its own back."""
@@ -190,7 +138,7 @@ class HostPool:
 
     def narrow(self, slot: Slot) -> Tensor:
         """What devices are sent of a parameter."""
-        return slot.link_view(self._link[slot.trainable], slot.link_offset)
+        return slot.link_view(self._link, slot.link_offset) if slot.trainable else self._blocks[slot.index].narrow
 
     def _give_buffers_back(self) -> None:
         for layer, bindings in zip(self.layout.layers, self.layout.buffer_bindings, strict=True):
@@ -203,10 +151,30 @@ class HostPool:
                 else:  # a forward bound a tensor of another kind
                     module._buffers[name] = value
 
-    def piece(self, trainable: bool, start: int, num_bytes: int) -> Tensor:
-        """Bytes of a link buffer, for one copy of a whole shard."""
-        flat = torch.empty(0, dtype=torch.uint8)
-        return flat.set_(self._link[trainable], start, (num_bytes,), (1,))
+    def sources(self, piece: SlabPiece) -> list[tuple[int, Tensor]]:
+        """Where the bytes of a shard's piece are: (start within it, bytes), in as few as there are."""
+        if piece.trainable:
+            return [(0, _bytes(self._link, piece.source, piece.num_bytes))]
+        found: list[tuple[int, torch.UntypedStorage, int, int]] = []  # (start, storage, first, end)
+        for slot in self.layout.slots:
+            start = slot.link_offset - piece.source
+            if slot.trainable or not 0 <= start < piece.num_bytes:
+                continue
+            block = self._blocks[slot.index]
+            begin, end = block.link_offset, block.link_offset + slot.link_bytes
+            if found:
+                before, storage, first, _ = found[-1]
+                if storage is block.link and begin - first == start - before:
+                    found[-1] = (before, storage, first, end)
+                    continue
+            found.append((start, block.link, begin, end))
+        return [(start, _bytes(storage, first, end - first)) for start, storage, first, end in found]
+
+    def frozen_key(self, shard: Shard) -> Hashable:
+        """The same for shards that hold the same frozen parameters, here or in another task."""
+        slots = [self.layout.slots[index] for index in shard.slots]
+        # Nobody here writes to them, but a callback may.
+        return tuple((self._blocks[s.index].serial, s.parameter._version) for s in slots if not s.trainable)
 
     def owned(self, shard: Shard) -> list[Slot]:
         """The trainable parameters that a shard's update steps."""
@@ -325,8 +293,8 @@ class StepStaging:
         return self.buffers_before[key]
 
 
-def _storage(num_bytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
+def _bytes(storage: torch.UntypedStorage, start: int, num_bytes: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
 
 
 def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:

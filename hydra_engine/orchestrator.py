@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_engine import memory
+from hydra_engine import dram
 from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
 from hydra_engine.evaluation_task import EvaluationTask
+from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
@@ -50,9 +51,10 @@ class ModelOrchestrator:
         double_buffer: bool = True,
     ) -> None:
         self._policy = resolve_policy(policy)
-        self._devices = resolve_devices(devices, max(1, memory.available_dram_bytes() // 2))
+        self._devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
-        self._planned = [PlannedTask(task, name) for task, name in _named(tasks)]
+        self._frozen = FrozenBlocks()
+        self._planned = [PlannedTask(task, name, self._frozen) for task, name in _named(tasks)]
         check_sharing(self._planned)
         self._pending = list(self._planned)  # not begun to train
         self._busy = threading.Lock()
@@ -98,7 +100,7 @@ class ModelOrchestrator:
             [(task, name)] = _named([task], len(self._planned))
             if name in (each.name for each in self._planned):
                 raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
-            planned = PlannedTask(task, name)
+            planned = PlannedTask(task, name, self._frozen)
             run = self._running
             beside = self._training if run is not None else self._pending
             check_sharing([*beside, planned])

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from hydra_engine import memory
+from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
+from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
@@ -18,6 +19,7 @@ from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
+from hydra_engine.shard import aligned
 from hydra_engine.simulator import DeviceCost, TaskCost, predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
@@ -32,12 +34,14 @@ UNIT_S = 450e-6
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, its plan."""
 
-    def __init__(self, task: ModelTask, name: str) -> None:
+    def __init__(self, task: ModelTask, name: str, frozen: FrozenBlocks | None = None) -> None:
         self.task = task
         self.name = name
         self.reader = Reader(task, name)
         self.layout = layout_of(task)
-        pool = HostPool(self.layout, early_release=task.early_release) if task.trains else BorrowedPool(self.layout)
+        self._in_others = set() if frozen is None else frozen.join(self.layout)  # slots that are in DRAM for others
+        early = task.early_release
+        pool = HostPool(self.layout, early_release=early, frozen=frozen) if task.trains else BorrowedPool(self.layout)
         self.state = TaskState(task, name, self.layout, pool)
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
@@ -138,12 +142,15 @@ class PlannedTask:
     def dram(self) -> dict[str, int]:
         """Bytes of DRAM by what they hold; before the task is cut, without what depends on shards.
 
-        The optimizer's state is an estimate from a trial step, exact for state that is laid out as the parameters.
+        What tasks share is counted once, with the first of them. The optimizer's state is an estimate from a trial
+        step, exact for state that is laid out as the parameters.
         """
         layout, state = self.layout, self.state
+        others = [layout.slots[index] for index in self._in_others]
+        casts = sum(layout.link_bytes.values()) - sum(aligned(slot.link_bytes) for slot in others)
         return {
-            "weights": sum(layout.num_bytes.values()),
-            "casts": 0 if layout.narrow is None else sum(layout.link_bytes.values()),
+            "weights": sum(layout.num_bytes.values()) - sum(aligned(slot.num_bytes) for slot in others),
+            "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradient_bytes(state.shards),
             "optimizer": sum(state.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
@@ -271,7 +278,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
         with installed(Stream(capture())):
             each.state.state_bytes = trial_state_bytes(each.task, each.layout)
     needed = sum(each.training_bytes for each in planned)
-    available = memory.available_dram_bytes()
+    available = dram.available_dram_bytes()
     if needed > available:
         names = ", ".join(each.name for each in planned)
         raise HostOutOfMemory(

@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from hydra_engine.ledger import Ledger
 
+NextUse = Callable[[], float]
 
-class _Resident(NamedTuple):
+
+@dataclass(eq=False, kw_only=True)
+class _Resident:
     value: Any
     num_bytes: int
-    next_use_s: Callable[[], float]
+    users: dict[str, NextUse]  # by task
     dispose: Callable[[], None]
+    num_pins: int = 0
+
+    def next_use_s(self) -> float:
+        return min((next_use_s() for next_use_s in self.users.values()), default=math.inf)
 
 
 class Residents:
-    """Values on one device by key, with bytes that the ledger has granted and may have back at any time.
+    """Values on one device by key, with bytes that the ledger has granted and may have back unless they are pinned.
 
-    Everything happens under the ledger's lock, so that nothing is given up between being found and being taken.
+    Everything happens under the ledger's lock, so that nothing is given up between being found and being pinned.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -34,72 +42,99 @@ class Residents:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._found
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that could be given up."""
-        return sum(resident.num_bytes for resident in self._found.values())
-
-    def keep(
+    def add(
         self,
         key: Hashable,
         value: Any,
         num_bytes: int,
-        next_use_s: Callable[[], float],
-        dispose: Callable[[], None] = lambda: None,
-    ) -> bool:
-        """Keep a value whose bytes are granted already, and are the residents' from now on; False: nobody will ask.
+        user: str,
+        next_use_s: NextUse,
+        dispose: Callable[[], None],
+    ) -> None:
+        """Take in a value, pinned once, with bytes that are granted already.
 
-        next_use_s: how far away its next use is, as of when it is asked. dispose: frees it.
+        next_use_s: how far away the user's next use is, as of when it is asked. dispose: frees it.
         """
+        with self._ledger.lock:
+            assert key not in self._found, key
+            resident = _Resident(
+                value=value, num_bytes=num_bytes, users={user: next_use_s}, dispose=dispose, num_pins=1
+            )
+            self._found[key] = resident
+
+    def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
+        """The value, not to be given up until it is unpinned; None if it is not there."""
+        with self._ledger.lock:
+            resident = self._found.get(key)
+            if resident is None:
+                return None
+            resident.users[user] = next_use_s
+            resident.num_pins += 1
+            return resident.value
+
+    def unpin(self, key: Hashable, *, is_whole: bool = True) -> None:
+        """The other end of `add` and `pin`; what is not whole, or that nobody will need, goes with its last pin."""
+        with self._ledger.lock:
+            resident = self._found[key]
+            resident.num_pins -= 1
+            if resident.num_pins == 0 and (not is_whole or resident.next_use_s() == math.inf):
+                self._drop(key)
+
+    def keep(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
+        """Take in a value with bytes that are granted already, and from now on its own; False: nobody will need it."""
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            self._found[key] = _Resident(value, num_bytes, next_use_s, dispose)
+            self._put(key, value, num_bytes, user, next_use_s)
             return True
 
-    def offer(self, key: Hashable, value: Any, num_bytes: int, next_use_s: Callable[[], float]) -> bool:
-        """Keep a value if there is room, or less to be lost by making it."""
+    def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
+        """Take in a value if there is room, or less to be lost by making it."""
         with self._ledger.lock:
             own_s = next_use_s()
             if key in self._found or own_s == math.inf or self._ledger.has_waiting:
                 return False
             missing = num_bytes - self._ledger.free_bytes
-            if missing > 0:
-                further = [key for key, each in self._by_next_use() if each.next_use_s() > own_s]
-                if sum(self._found[key].num_bytes for key in further) < missing:
-                    return False
+            if missing > 0 and sum(r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s) < missing:
+                return False
             if not self._ledger.take(num_bytes):
                 return False
-            self._found[key] = _Resident(value, num_bytes, next_use_s, lambda: None)
+            self._put(key, value, num_bytes, user, next_use_s)
             return True
 
     def take(self, key: Hashable) -> Any | None:
-        """Take a value out; its bytes are the caller's."""
+        """Take a value out and give its bytes back: whoever takes it was granted them before."""
         with self._ledger.lock:
-            found = self._found.pop(key, None)
-            return None if found is None else found.value
-
-    def take_for_nothing(self, key: Hashable) -> Any | None:
-        """Take a value out and give its bytes back: the caller was granted them already."""
-        with self._ledger.lock:
-            found = self._found.pop(key, None)
-            if found is None:
+            if key not in self._found:
                 return None
-            self._ledger.release(found.num_bytes)
-            return found.value
+            value = self._found[key].value
+            self._drop(key)
+            return value
 
-    def forget(self, owner: Hashable | None = None) -> None:
-        """Give up what is kept under keys that begin with `owner`, or everything."""
+    def forget(self, user: str | None = None) -> None:
+        """Give up what is there for a task alone, or everything; nothing of it is pinned."""
         with self._ledger.lock:
-            keys = [key for key in self._found if owner is None or (isinstance(key, tuple) and key[0] == owner)]
-            for key in keys:
-                resident = self._found.pop(key)
-                resident.dispose()
-                self._ledger.release(resident.num_bytes)
+            for key, resident in list(self._found.items()):
+                if user is None:
+                    resident.users.clear()
+                elif resident.users.pop(user, None) is None:
+                    continue
+                if not resident.users and resident.num_pins == 0:
+                    self._drop(key)
+
+    def _put(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> None:
+        users = {user: next_use_s}
+        self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=lambda: None)
+
+    def _drop(self, key: Hashable) -> None:
+        resident = self._found.pop(key)
+        resident.dispose()
+        self._ledger.release(resident.num_bytes)
 
     def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:
-        """The last to be needed first."""
-        return sorted(self._found.items(), key=lambda item: item[1].next_use_s(), reverse=True)
+        """What is not pinned, the last to be needed first."""
+        free = [item for item in self._found.items() if item[1].num_pins == 0]
+        return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
 
     def _give_up(self, num_bytes: int) -> int:
         given = 0

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
+from hydra_engine.dram import return_free_memory
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
     BatchReady,
@@ -42,7 +43,6 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.interrupt import Inbox
-from hydra_engine.memory import return_free_memory
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged

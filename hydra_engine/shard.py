@@ -94,6 +94,7 @@ class Shard:
     offsets: tuple[int, ...]  # of each within the slab
     pieces: tuple[SlabPiece, ...]  # one per kind, and one for each tied parameter that a lower shard owns
     slab_bytes: int
+    own_bytes: int  # of these, for trainable parameters, which come first; frozen ones may be other tasks', too
     owned: tuple[int, ...]  # trainable parameters it updates
     borrowed: tuple[int, ...]  # trainable parameters that a lower shard owns
     upper: dict[int, int]  # slot -> the next higher shard that holds it, whose gradient is handed down
@@ -211,7 +212,7 @@ class ModelLayout:
         first, last, end, held = span
         pieces: list[SlabPiece] = []
         offsets: dict[int, int] = {}
-        target = 0
+        target = own_bytes = 0
         for kind in (True, False):
             start = self._ends[first - 1][kind] if first else 0
             stop = self._ends[end - 1][kind]
@@ -221,12 +222,13 @@ class ModelLayout:
                 if self.slots[index].trainable == kind and owner_shard[index] == j:
                     offsets[index] = target + self.slots[index].link_offset - start
             target += stop - start
-        for index in held:
-            if owner_shard[index] != j:
+            for index in held:
                 slot = self.slots[index]
-                pieces.append(SlabPiece(slot.trainable, slot.link_offset, target, slot.link_bytes))
-                offsets[index] = target
-                target += aligned(slot.link_bytes)
+                if slot.trainable == kind and owner_shard[index] != j:
+                    pieces.append(SlabPiece(kind, slot.link_offset, target, slot.link_bytes))
+                    offsets[index] = target
+                    target += aligned(slot.link_bytes)
+            own_bytes = target if kind else own_bytes
         held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
         buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
@@ -240,6 +242,7 @@ class ModelLayout:
             offsets=tuple(offsets[index] for index in held),
             pieces=tuple(pieces),
             slab_bytes=target,
+            own_bytes=own_bytes,
             owned=tuple(index for index in trainable if owner_shard[index] == j),
             borrowed=tuple(index for index in trainable if owner_shard[index] != j),
             upper=upper,

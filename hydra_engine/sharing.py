@@ -28,8 +28,8 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
 
 
 def check_nothing_shared(planned: PlannedTask, others: Sequence[PlannedTask]) -> None:
-    """Refuse a task that would join others while they train and move weights that it shares with them."""
-    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.slots}
+    """Refuse a task that would join others while they train weights that it shares with them."""
+    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.trainable_slots()}
     for slot in planned.layout.slots:
         if id(slot.parameter) in holders:
             other, theirs = holders[id(slot.parameter)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,15 +23,6 @@ from hydra_engine.task_state import TaskState
 VALUE, GRADIENT = "value", "gradient"
 
 
-@dataclass(kw_only=True)
-class LoadedShard:
-    """A shard's parameters and buffers on a device."""
-
-    slab: Slab
-    views: dict[int, Tensor]
-    buffers: dict[int, Tensor]
-
-
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
@@ -40,22 +30,34 @@ class Spiller:
         self._device = device
         self._residents = residents
 
-    def load_shard(self, state: TaskState, shard: Shard) -> LoadedShard:
-        """Fill a slab, one copy for each kind of parameter, and bring the buffers its forward begins with."""
-        pieces = shard.pieces
-        sources = [state.pool.piece(piece.trainable, piece.source, piece.num_bytes) for piece in pieces]
-        slab = self._device.take_slab(shard.slab_bytes)
-        targets = [slab.bytes(piece.target, piece.num_bytes) for piece in pieces]
+    def load_slab(self, state: TaskState, shard: Shard, trainable: bool) -> Slab:
+        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece."""
+        base = 0 if trainable else shard.own_bytes
+        slab = self._device.take_slab(shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes)
         try:
-            self._device.copy(LOAD, list(zip(targets, sources, strict=True)))
+            pairs = []
+            for piece in shard.pieces:
+                if piece.trainable == trainable:
+                    for start, source in state.pool.sources(piece):
+                        pairs.append((slab.bytes(piece.target - base + start, len(source)), source))
+            self._device.copy(LOAD, pairs)
         except BaseException:
             self._device.give_slab_back(slab)
             raise
-        views = {
-            index: state.layout.slots[index].link_view(slab.storage, slab.offset + offset)
-            for index, offset in zip(shard.slots, shard.offsets, strict=True)
-        }
-        return LoadedShard(slab=slab, views=views, buffers={})
+        return slab
+
+    def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
+        """A shard's parameters, by slot, in its slabs by whether they are trainable."""
+        found = {}
+        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+            slot = state.layout.slots[index]
+            slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
+            found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
+        return found
+
+    def unload(self, slab: Slab) -> None:
+        """Give a slab back."""
+        self._device.give_slab_back(slab)
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int) -> dict[int, Tensor]:
         """The buffers that a shard's forward begins with; a shard below may have changed a shared one."""
@@ -106,11 +108,6 @@ class Spiller:
             return self._sent(tensor)
         self._send(before, tensor)
         return cast("Tensor", before)
-
-    def unload(self, loaded: LoadedShard) -> None:
-        """Give the slab back."""
-        loaded.views.clear()
-        self._device.give_slab_back(loaded.slab)
 
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int) -> MicroInput:
         """Bring what one micro-batch of a unit starts from."""
@@ -222,12 +219,12 @@ class Spiller:
         key = (state.name, what, serial, j, m)
 
         def next_use_s() -> float:
-            return state.next_use_s(user, in_step=True) if staging.serial == serial else math.inf
+            return state.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
 
         aliases = [None if tensor is None else _alias(tensor) for tensor in tensors]
         if num_bytes <= granted_bytes:
-            return num_bytes if self._residents.keep(key, aliases, num_bytes, next_use_s) else 0
-        self._residents.offer(key, aliases, num_bytes, next_use_s)
+            return num_bytes if self._residents.keep(key, aliases, num_bytes, state.name, next_use_s) else 0
+        self._residents.offer(key, aliases, num_bytes, state.name, next_use_s)
         return 0
 
     def _bring_or_find(
@@ -235,7 +232,7 @@ class Spiller:
     ) -> list[Any]:
         key = (state.name, what, state.staging.serial, j, m)
         # Its bytes are counted among those that the unit was granted for its inputs.
-        found = self._residents.take_for_nothing(key)
+        found = self._residents.take(key)
         if found is None:
             return self._bring_some(tensors)
         return [None if each is None else _alias(each) for each in found]

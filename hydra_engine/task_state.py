@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,6 +34,14 @@ class UnitBytes(NamedTuple):
         """Inputs stream one micro-batch ahead, outputs are stored one behind."""
         several = num_micro_batches > 1
         return self.work + (1 + several) * self.input + several * self.output
+
+
+class Region(NamedTuple):
+    """A slab of a shard, and what its contents go by."""
+
+    key: Hashable
+    trainable: bool
+    num_bytes: int
 
 
 class _Flow(NamedTuple):
@@ -104,26 +112,36 @@ class TaskState:
         """A step begins, in so many parts."""
         self._positions = dict.fromkeys(range(num_parts), (training, 0))
 
-    def shard_key(self, shard: Shard) -> tuple[Any, ...]:
-        """What a copy of a shard's parameters on a device goes by: those of one version."""
-        slots = (self.layout.slots[index] for index in shard.slots)
-        # Nobody here writes to frozen ones, but a callback may.
-        frozen = sum(slot.parameter._version for slot in slots if not slot.trainable)
-        return (self.name, self._num_cuts, shard.index, self.num_commits if shard.needs else -1, frozen)
+    def regions(self, shard: Shard) -> list[Region]:
+        """The slabs of a shard: of its trainable parameters, and of its frozen ones."""
+        sizes = {True: shard.own_bytes, False: shard.slab_bytes - shard.own_bytes}
+        return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes.items() if num_bytes]
 
-    def next_use_s(self, shard: Shard, *, in_step: bool = False) -> float:
-        """Seconds of the task's own units before one of a shard; infinite if there is none before its next update.
+    def _key(self, shard: Shard, trainable: bool) -> Hashable:
+        if trainable:  # of one version
+            return (self.name, self._num_cuts, shard.index, self.num_commits)
+        return ("frozen", self.pool.frozen_key(shard))
 
-        in_step: only in the step in progress, the unit that was begun last included: it may yet take its input.
+    def region_next_use_s(self, shard: Shard, region: Region) -> float:
+        """Seconds of the task's own units before the next one that needs a region as it is; else infinite."""
+        if region.trainable and region.key != self._key(shard, True):
+            return math.inf
+        return self.next_use_s(shard, beyond_step=not region.trainable)
+
+    def next_use_s(self, shard: Shard, *, beyond_step: bool = False, with_last: bool = False) -> float:
+        """Seconds of the task's own units before one of a shard; infinite if there is none.
+
+        beyond_step: not only in the step in progress. with_last: the unit that was begun last counts, too: it may not
+        have taken its input yet.
         """
-        found = [math.inf]
         if shard.index >= len(self.shards) or self.shards[shard.index] is not shard:
             return math.inf  # of an old partition
+        found = [math.inf]
         for training, position in self._positions.values():
             flow = self._flow(training)
-            position = max(0, position - in_step)
+            position = max(0, position - with_last)
             found += [flow.left_s[position] - flow.left_s[k] for k in flow.uses[shard.index] if k >= position][:1]
-            if not (in_step or shard.needs):
+            if beyond_step:
                 found.append(flow.left_s[position] + flow.first_s(shard.index))
         return min(found)
 

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
+from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Slab
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
 from hydra_engine.ledger import Ticket
@@ -31,9 +31,9 @@ from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
 from hydra_engine.shard import Structure
-from hydra_engine.spiller import LoadedShard, Spiller
+from hydra_engine.spiller import Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
-from hydra_engine.task_state import TaskState, UnitBytes
+from hydra_engine.task_state import Region, TaskState, UnitBytes
 from hydra_engine.trace import Trace
 from partitioners import MemoryMeter
 
@@ -45,6 +45,26 @@ class _GivenUp(RuntimeError):
     """A unit that was on its way when its run closed."""
 
 
+class _Loading:
+    """A slab that is being filled, or was: for every unit that needs it."""
+
+    def __init__(self, load: Callable[[], Slab], *, late: bool) -> None:
+        self.slab: Promise[Slab] = Promise()
+        self.is_late = late  # so small that it is loaded when the first unit runs, by the lane that computes
+        self._load = load
+
+    @property
+    def is_whole(self) -> bool:
+        return self.slab.is_done and self.slab.is_kept()
+
+    def load(self) -> None:
+        """Fill it. Of no unit's errors: others may need it."""
+        try:
+            self.slab.keep(self._load())
+        except BaseException as error:
+            self.slab.give_up(error)
+
+
 class _Work:
     """One unit on its way through a device."""
 
@@ -54,18 +74,17 @@ class _Work:
         self.state = state
         self.shard = state.shards[unit.shard]
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
-        self.slab_bytes = self.shard.slab_bytes + self.shard.buffer_bytes
-        self.slab_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
+        self.beside_bytes = self.shard.buffer_bytes  # granted with the slabs
+        self.beside_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         parts = state.staging.parts
         self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
         self.goes_on = parts is not None and parts.in_sums and unit.part > 0 and unit.kind in (FUSED, BACKWARD)
         self.in_pieces = parts is not None and not parts.in_sums and unit.part > 0
-        self.slab_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
-        self.key = state.shard_key(self.shard)
+        self.beside_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
+        self.regions = state.regions(self.shard)
+        self.slabs: dict[Region, _Loading] = {}  # pinned
         self.slab_granted = False
-        self.loads_late = False  # its shard is so small that it is loaded when the unit runs, by the lane that computes
         self.admitted = False  # its jobs are in the lanes, and the last of them ends it
-        self.loaded: Promise[LoadedShard] = Promise()
         self.error: BaseException | None = None  # the first
         self.where = ""
         # From here on known when it runs.
@@ -73,7 +92,8 @@ class _Work:
         self.stored: Promise[None] = Promise()
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
-        self.held_bytes = 0  # granted beside the slab
+        self.held_bytes = 0  # granted beside all that
+        self.views: dict[int, Tensor] = {}  # parameters in the slabs
         self.buffers: dict[int, Tensor] = {}  # come with the first input
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
@@ -126,19 +146,15 @@ class Worker:
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
         work = _Work(unit, state)
-        work.loads_late = self.device.copies_at_once(work.slab_bytes)
 
         def wanted() -> int:
-            return work.slab_bytes - (work.shard.slab_bytes if work.key in self._residents else 0)
+            missing = [region.num_bytes for region in work.regions if region.key not in self._residents]
+            return work.beside_bytes + sum(missing)
 
         def granted(_: int) -> None:
             work.slab_granted = True
-            resident = self._residents.take(work.key)
-            if resident is not None:
-                work.loads_late = False
-                work.loaded.keep(resident)
-            elif not work.loads_late:
-                self._submit(LOAD, work, work.loaded, partial(self._load_shard, work))
+            for region in work.regions:
+                work.slabs[region] = self._pinned(work, region)
 
         with self._changed:
             self._outstanding.add(work)
@@ -155,13 +171,34 @@ class Worker:
         self.device.ledger.activate()  # its bytes come back once its load is through
 
         def free() -> None:
-            self.device.ledger.release(work.slab_bytes - self._let_go(work), deactivates=True)
+            self._let_go(work)
+            self.device.ledger.release(work.beside_bytes, deactivates=True)
             self._over(work)
 
-        self.device.submit(LOAD, f"drop {unit}", free, at_once=work.loads_late)
+        is_loading = any(not loading.is_late for loading in work.slabs.values())
+        self.device.submit(LOAD, f"drop {unit}", free, at_once=not is_loading)
 
-    def _load_shard(self, work: _Work) -> LoadedShard:
-        return self._spiller.load_shard(work.state, work.shard)
+    def _pinned(self, work: _Work, region: Region) -> _Loading:
+        """A region of a unit's shard, as it is on the device, or on its way there from now on."""
+        state, shard, residents = work.state, work.shard, self._residents
+
+        def next_use_s() -> float:
+            return state.region_next_use_s(shard, region)
+
+        found: _Loading | None = residents.pin(region.key, state.name, next_use_s)
+        if found is not None:
+            return found
+        is_late = self.device.copies_at_once(sum(each.num_bytes for each in work.regions))
+        loading = _Loading(partial(self._spiller.load_slab, state, shard, region.trainable), late=is_late)
+
+        def dispose() -> None:
+            if loading.is_whole:
+                self._spiller.unload(loading.slab.result())
+
+        residents.add(region.key, loading, region.num_bytes, state.name, next_use_s, dispose)
+        if not is_late:
+            self.device.submit(LOAD, work.label, loading.load)
+        return loading
 
     def settle(self, task: str | None = None) -> None:
         """Wait until nothing of a task, or of any, is on its way through the device."""
@@ -256,8 +293,10 @@ class Worker:
         if work.after is not None:
             work.after.result()  # its job was queued before this one, and waits for no load
         start_s = self._trace.now_s()
-        if work.loads_late:
-            self._do(LOAD, work, work.loaded, partial(self._load_shard, work))
+        if work.error is None:
+            for loading in work.slabs.values():
+                if loading.is_late and not loading.slab.is_done:
+                    loading.load()
         self._do(LOAD, work, promise, partial(self._load_input, work, work.first))
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
@@ -330,13 +369,14 @@ class Worker:
         executing = False
         try:
             self._bring_first(work)
-            loaded = work.loaded.result()
+            slabs = {region.trainable: loading.slab.result() for region, loading in work.slabs.items()}
+            work.views = self._spiller.views(work.state, work.shard, slabs)
             start_s, executing = self._trace.now_s(), True  # waiting is not work
             with self._metered(work) if work.known is None or self.device.meter_every_unit else nullcontext():
                 output = executor.run(
                     work.unit.kind,
                     work.shard,
-                    loaded.views,
+                    work.views,
                     work.buffers,
                     self._inputs(work),
                     partial(self._emit, work),
@@ -355,12 +395,12 @@ class Worker:
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
-        held_bytes = work.slab_bytes * work.slab_granted + work.held_bytes
+        held_bytes = work.beside_bytes * work.slab_granted + work.held_bytes
         # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
         if output is not None and output.stepped is not None:
-            kept_bytes = min(held_bytes, work.output_bytes + work.slab_bytes + output.num_bytes)
+            kept_bytes = min(held_bytes, work.output_bytes + work.beside_bytes + output.num_bytes)
         else:
-            held_bytes -= self._let_go(work)
+            self._let_go(work)
             kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
@@ -391,22 +431,12 @@ class Worker:
         assert loaded is not None
         return stepper.step(work.shard, loaded, parameters, gradients)
 
-    def _let_go(self, work: _Work) -> int:
-        """Keep a unit's shard for the next unit that needs it, or give its slab back; the bytes that are kept."""
-        if work.loads_late and not work.loaded.is_done:
-            return 0  # it was never begun
-        if not (work.slab_granted and work.loaded.is_kept()):
-            return 0
-        loaded, state, shard, key = work.loaded.result(), work.state, work.shard, work.key
-
-        def next_use_s() -> float:
-            return state.next_use_s(shard) if state.shard_key(shard) == key else math.inf
-
-        dispose = partial(self._spiller.unload, loaded)
-        if work.error is None and self._residents.keep(key, loaded, shard.slab_bytes, next_use_s, dispose):
-            return shard.slab_bytes
-        dispose()
-        return 0
+    def _let_go(self, work: _Work) -> None:
+        """Leave a unit's shard to the next one that needs it, or give its slabs back."""
+        work.views = {}
+        while work.slabs:
+            region, loading = work.slabs.popitem()
+            self._residents.unpin(region.key, is_whole=loading.is_whole and work.error is None)
 
     def _store(self, work: _Work, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
@@ -418,13 +448,12 @@ class Worker:
                 self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
                 self._spiller.store_unit(work.state, unit, work.shard, output)
                 if output.stepped is not None and work.stepper is not None:
-                    views = work.loaded.result().views
-                    self._spiller.store_step(work.state, work.stepper, work.shard, views, output.stepped)
+                    self._spiller.store_step(work.state, work.stepper, work.shard, work.views, output.stepped)
                 stays_bytes = self._spiller.keep_output(work.state, work.shard, last, work.last_output, kept_bytes)
         except BaseException as error:
             work.fail(error, "store lane")
         if output is not None and output.stepped is not None:
-            self._spiller.unload(work.loaded.result())
+            self._let_go(work)
         work.output = work.last_output = output = None  # nobody holds it when its bytes are given back
         work.buffers = {}
         self.device.ledger.release(kept_bytes - stays_bytes, deactivates=True)

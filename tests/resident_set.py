@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.memory import return_free_memory
+from hydra_engine.dram import return_free_memory
 from partitioners import Presharded
 
 WIDTH = 1024

@@ -12,10 +12,11 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "allocation", "errors", "promise", "ready", "schedule", "trace"),
+    ("_version", "allocation", "dram", "errors", "promise", "ready", "schedule", "trace"),
     ("batches", "boundary", "ledger", "parts", "policies", "randomness", "report", "sample"),
     ("callbacks", "means"),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
+    ("frozen",),
     (
         "blocked",
         "checkpoint",

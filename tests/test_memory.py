@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine import memory
+from hydra_engine import dram
 from hydra_engine.boundary import Boundary
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import capture
-from hydra_engine.shard import ModelLayout
+from hydra_engine.shard import ModelLayout, SlabPiece
 from tests import zoo
 from tests.test_shard import Odd, random_layers
 
@@ -73,8 +73,10 @@ class TestHostPool:
         pool = HostPool(layout)
         pool.open()
         for slot in layout.slots:
-            piece = pool.piece(slot.trainable, slot.offset, slot.num_bytes)
-            assert piece.data_ptr() == slot.parameter.data_ptr()
+            if not slot.num_bytes:
+                continue
+            [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
+            assert source.data_ptr() == slot.parameter.data_ptr()
         pool.close()
 
     def test_gradients_have_places_like_their_parameters(self, layers):
@@ -131,7 +133,8 @@ class TestHostPool:
         for slot in layout.slots:
             taken[slot.trainable] |= set(range(slot.offset, slot.offset + slot.num_bytes))
         for kind, used in taken.items():
-            flat = pool.piece(kind, 0, layout.num_bytes[kind])
+            [(_, source)] = pool.sources(SlabPiece(kind, 0, 0, layout.num_bytes[kind]))
+            flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
             flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
         pool.close()
         assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
@@ -316,7 +319,7 @@ class TestStepStaging:
 
 class TestAvailableDram:
     def test_is_what_the_machine_has_left_or_less(self):
-        assert 0 < memory.available_dram_bytes() <= psutil.virtual_memory().total
+        assert 0 < dram.available_dram_bytes() <= psutil.virtual_memory().total
 
     @pytest.mark.parametrize(
         ("limit", "usage", "left"), [("1000", "400", 600), ("1000", "4000", 0), ("max", "1", None)]
@@ -333,6 +336,6 @@ class TestAvailableDram:
                     return usage
                 raise FileNotFoundError(self.path)
 
-        monkeypatch.setattr(memory, "Path", Files)
-        available = memory.available_dram_bytes()
+        monkeypatch.setattr(dram, "Path", Files)
+        available = dram.available_dram_bytes()
         assert available == left if left is not None else available > 10**6

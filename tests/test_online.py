@@ -283,21 +283,41 @@ def test_task_of_higher_priority_is_through_first():
     assert ends[0] == "c"
 
 
-def test_frozen_parameter_is_not_shared_with_a_task_that_joins_later():
+def test_frozen_parameter_is_shared_with_a_task_that_joins_later():
     base = nn.Linear(8, 8).requires_grad_(False)
+    heads = {}
 
     def on_base(name, *callbacks):
-        model = nn.Sequential(base, nn.Linear(8, 3))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            heads[name] = nn.Linear(8, 3)
+        model = nn.Sequential(base, heads[name])
         return ModelTask(model, F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
 
     before = base.weight.clone()
     first = on_base("first", at := At(2, lambda: orchestra.add_task(on_base("second"))))
     orchestra = orchestra_of(first)
-    orchestra.train_models()
-    assert "share the parameter 0.weight" in str(at.errors[0])
+    report = orchestra.train_models()
+    assert at.errors == []
     assert torch.equal(base.weight, before)
+    assert base.weight.untyped_storage().nbytes() == base.weight.nbytes
+    assert report.tasks["second"].losses == report.tasks["first"].losses
+    assert torch.equal(heads["second"].weight, heads["first"].weight)
+    assert orchestra.plan.tasks["second"].dram["weights"] < orchestra.plan.tasks["first"].dram["weights"]
     orchestra.add_task(on_base("third"))
-    assert orchestra.train_models().tasks["third"].status == "finished"
+    assert orchestra.train_models().tasks["third"].losses == report.tasks["first"].losses
+
+
+def test_trained_parameter_is_not_shared_with_a_task_that_joins_later():
+    head = nn.Linear(8, 3)
+
+    def on_head(name, *callbacks):
+        return ModelTask(nn.Sequential(head), F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
+
+    first = on_head("first", at := At(2, lambda: orchestra.add_task(on_head("second"))))
+    orchestra = orchestra_of(first)
+    orchestra.train_models()
+    assert "share the" in str(at.errors[0])
 
 
 def test_stopping_a_task_of_an_earlier_run_leaves_this_one_alone():

@@ -375,7 +375,7 @@ def test_layer_that_cannot_fit_alone(partitioner, memory):
 def test_model_that_needs_more_dram_than_the_machine_has(monkeypatch):
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "hydra_engine"]
     patched = [module for module in modules if hasattr(module, "available_dram_bytes")]
-    assert patched, "hydra_engine.memory.available_dram_bytes says how much DRAM there is"
+    assert patched, "hydra_engine.dram.available_dram_bytes says how much DRAM there is"
     for module in patched:
         monkeypatch.setattr(module, "available_dram_bytes", lambda: 200_000)
     message = refused("(?i)dram", task(big_layer_in_the_middle()))

@@ -1,6 +1,7 @@
 """What stays on a device between units: bytes moved are near those of giving up what is needed last."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.ledger import Ledger, Ticket
+from hydra_engine.memory import HostPool
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from partitioners import Presharded
@@ -25,27 +27,32 @@ class Kept:
         self.disposed = []
 
     def ask(self, num_bytes):
-        """Whether so many bytes are granted at once."""
+        """What is granted at once."""
         grants = []
         self.ledger.request(Ticket(num_bytes=num_bytes, granted=grants.append, refused=lambda _: None))
         return grants
 
-    def keep(self, key, num_bytes, next_use_s):
-        self.next_use_s[key] = next_use_s
-        assert self.ask(num_bytes)
-        return self.residents.keep(
-            key, f"value of {key}", num_bytes, lambda: self.next_use_s[key], lambda: self.disposed.append(key)
-        )
+    def until(self, key, seconds):
+        self.next_use_s[key] = seconds
+        return lambda: self.next_use_s[key]
+
+    def add(self, key, num_bytes, next_use_s, user="task"):
+        assert self.ask(num_bytes) == [num_bytes]
+        dispose = lambda: self.disposed.append(key)  # noqa: E731
+        self.residents.add(key, f"value of {key}", num_bytes, user, self.until(key, next_use_s), dispose)
+
+    def put(self, key, num_bytes, next_use_s, user="task"):
+        self.add(key, num_bytes, next_use_s, user)
+        self.residents.unpin(key)
 
     def offer(self, key, num_bytes, next_use_s):
-        self.next_use_s[key] = next_use_s
-        return self.residents.offer(key, f"value of {key}", num_bytes, lambda: self.next_use_s[key])
+        return self.residents.offer(key, f"value of {key}", num_bytes, "task", self.until(key, next_use_s))
 
 
 def test_what_is_needed_last_makes_room():
     kept = Kept()
     for key, seconds in (("soon", 1.0), ("late", 9.0), ("later", 10.0)):
-        assert kept.keep(key, 30, seconds)
+        kept.put(key, 30, seconds)
     assert kept.ask(10) == [10]
     assert kept.disposed == []
     assert kept.ask(20) == [20]
@@ -55,28 +62,57 @@ def test_what_is_needed_last_makes_room():
     assert kept.disposed == ["later", "soon"]
     assert kept.residents.take("late") == "value of late"
     assert kept.residents.take("late") is None
-    assert kept.ledger.used_bytes == 90
+    assert kept.ledger.used_bytes == 60
+
+
+def test_what_is_pinned_stays():
+    kept = Kept()
+    kept.add("mine", 60, 99.0)
+    kept.put("free", 30, 1.0)
+    assert kept.residents.pin("mine", "other", lambda: 1.0) == "value of mine"
+    assert kept.residents.pin("nothing", "other", lambda: 1.0) is None
+    kept.residents.unpin("mine")
+    assert kept.ask(30) == [30]
+    assert kept.ask(30) == []
+    assert kept.disposed == ["free"]
+    kept.residents.unpin("mine")
+    assert kept.ask(20) == [20]
+    assert kept.disposed == ["free", "mine"]
+
+
+def test_what_nobody_needs_or_is_broken_goes_with_its_last_pin():
+    kept = Kept()
+    kept.add("never", 10, math.inf)
+    kept.residents.unpin("never")
+    kept.add("broken", 10, 1.0)
+    kept.residents.pin("broken", "other", lambda: 1.0)
+    kept.residents.unpin("broken", is_whole=False)
+    assert kept.disposed == ["never"]
+    kept.residents.unpin("broken", is_whole=False)
+    assert kept.disposed == ["never", "broken"]
+    assert kept.ledger.used_bytes == 0
 
 
 def test_nothing_is_kept_that_nobody_needs_or_that_is_there():
     kept = Kept()
-    assert not kept.keep("never", 10, math.inf)
-    assert kept.keep("one", 10, 1.0)
-    assert not kept.keep("one", 10, 1.0)
+    assert kept.ask(20) == [20]
+    assert not kept.residents.keep("never", "", 10, "task", lambda: math.inf)
+    assert kept.residents.keep("one", "", 10, "task", lambda: 1.0)
+    assert not kept.residents.keep("one", "", 10, "task", lambda: 1.0)
     assert not kept.offer("never again", 10, math.inf)
 
 
 def test_an_offer_displaces_what_is_needed_later_and_nothing_else():
     kept = Kept()
-    kept.keep("a", 50, 5.0)
-    kept.keep("b", 40, 2.0)
+    kept.put("a", 50, 5.0)
+    kept.put("b", 40, 2.0)
     assert not kept.offer("x", 20, 6.0)
     assert not kept.offer("y", 70, 3.0), "a alone would not make room"
     assert kept.disposed == []
     assert kept.offer("z", 20, 3.0)
     assert kept.disposed == ["a"]
     assert kept.ledger.used_bytes == 60
-    assert kept.residents.take_for_nothing("z") == "value of z"
+    assert kept.residents.take("z") == "value of z"
     assert kept.ledger.used_bytes == 40
 
 
@@ -90,30 +126,30 @@ def test_an_offer_stands_back_for_who_waits():
 
 def test_a_ticket_is_asked_for_its_bytes_again_when_what_it_counts_on_is_gone():
     kept = Kept()
-    kept.keep("shard", 60, 1.0)
-    grants = []
-    wanted = lambda: 50 if "shard" in kept.residents else 90
-    kept.ledger.request(Ticket(num_bytes=wanted, granted=grants.append, refused=pytest.fail))
-    assert grants == [90]
+    kept.put("shard", 60, 1.0)
+    assert kept.ask(lambda: 50 if "shard" in kept.residents else 90) == [90]
     assert kept.ledger.used_bytes == 90
 
 
 def test_everything_is_given_up_for_who_takes_all():
     kept = Kept()
-    kept.keep("a", 50, 5.0)
+    kept.put("a", 50, 5.0)
     assert kept.ask(None) == [100]
     assert kept.disposed == ["a"]
 
 
-def test_what_a_task_kept_is_forgotten_with_it():
+def test_what_is_a_task_s_alone_is_forgotten_with_it():
     kept = Kept()
-    kept.keep(("task", 0), 50, 5.0)
-    kept.keep(("other", 0), 20, 5.0)
+    kept.put("own", 40, 5.0)
+    kept.put("shared", 20, 5.0)
+    kept.residents.pin("shared", "other", lambda: 7.0)
+    kept.residents.unpin("shared")
+    kept.put("theirs", 10, 5.0, user="other")
     kept.residents.forget("task")
-    assert kept.ledger.used_bytes == 20
+    assert kept.disposed == ["own"]
     kept.residents.forget()
     assert kept.ledger.used_bytes == 0
-    assert kept.disposed == [("task", 0), ("other", 0)]
+    assert kept.disposed == ["own", "shared", "theirs"]
 
 
 # -- bytes moved
@@ -183,7 +219,6 @@ def least_bytes(order, states, memory_bytes):
     there, loaded = {}, 0
     for k, (unit, (takes, leaves)) in enumerate(zip(order, steps, strict=True)):
         state = states[unit.task]
-        shard = state.shards[unit.shard]
         # Beside its shard: activations, and what it starts from and leaves.
         held = max(b.total(1) for (kind, j, _), b in state._unit_bytes.items() if (kind, j) == (unit.kind, unit.shard))
         for key, num_bytes in takes:
@@ -217,3 +252,90 @@ def test_with_room_for_all_a_version_is_loaded_once():
     weights = [shard.slab_bytes for shard in state.shards]
     batches = NUM_STEPS * (BATCH * WIDTH * 4 + BATCH * 8)  # only they come up of what units start from
     assert report.devices[0].loaded_bytes == sum(weights[:4]) + NUM_STEPS * sum(weights[4:]) + batches
+
+
+# -- tasks that share a base
+
+
+class Adapted(nn.Module):
+    """A frozen layer of the base, and a small trained one beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted(base, seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(*(Adapted(layer) for layer in base))
+
+
+def base_layers():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(4)]
+
+
+def regression_batches():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return [(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)) for _ in range(NUM_STEPS)]
+
+
+def aliased(base):
+    """Layers of their own whose parameters lie where those of the base do."""
+    copies = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in base]
+    for layer, other in zip(copies, base, strict=True):
+        layer.weight.data, layer.bias.data = other.weight.data, other.bias.data
+    return copies
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shares", ["layers", "memory"])
+def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, precision):
+    base, tasks, models = base_layers(), [], []
+    values = [parameter.clone() for layer in base for parameter in layer.parameters()]
+    for k in range(4):
+        model = adapted(base if shares == "layers" or k == 0 else aliased(base), k)
+        models.append(model)
+        cut = Presharded([1, 2, 3, 4])
+        options = {"lr": 0.1, "seed": k, "partitioner": cut, "precision": precision}
+        tasks.append(ModelTask(model, F.mse_loss, regression_batches(), name=f"t{k}", **options))
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
+    orchestra.verbose = 0
+    plan = orchestra.generate()
+    base_bytes = 4 * (WIDTH * WIDTH + WIDTH) * 4
+    weights = [task.dram["weights"] for task in plan.tasks.values()]
+    adapters = 4 * 2 * 4 * WIDTH * 4
+    assert weights == [adapters + base_bytes, adapters, adapters, adapters]
+    held = []
+    opened = HostPool.open
+
+    def open_and_count(pool, *arguments):
+        opened(pool, *arguments)
+        held.append(sum(each.nbytes() for each in pool._brought))
+
+    with mock.patch.object(HostPool, "open", open_and_count):
+        report = orchestra.train_models()
+    link = 1 if precision == "float32" else 1.5  # beside the masters, what is sent
+    assert held == [base_bytes * link, 0, 0, 0]
+    for k, model in enumerate(models):
+        expected_model = adapted(base_layers(), k)
+        expected = reference.train(
+            expected_model, F.mse_loss, regression_batches(), seed=k, lr=0.1, precision=precision
+        )
+        exact.assert_as_expected(report, f"t{k}", model, exact.Expected(expected.losses, [], zoo.state(expected_model)))
+    streamed = 4 if precision == "float32" else 2
+    adapters, batch = adapters * streamed // 4, BATCH * WIDTH * (streamed + 4)
+    assert report.devices[0].loaded_bytes == base_bytes * streamed // 4 + 4 * NUM_STEPS * (adapters + batch)
+    # And they are the user's again, still in one place.
+    for layer, (weight, bias) in zip(base, zip(values[::2], values[1::2], strict=True), strict=True):
+        assert torch.equal(layer.weight, weight)
+        assert torch.equal(layer.bias, bias)
+    assert len({model[0].base.weight.data_ptr() for model in models}) == 1
+    assert models[0][0].base.weight.untyped_storage().nbytes() == WIDTH * WIDTH * 4

@@ -193,8 +193,9 @@ class TestShards:
             for piece in sorted(shard.pieces, key=lambda piece: piece.target):
                 assert piece.target >= ends, "pieces overlap in the slab"
                 ends = piece.target + piece.num_bytes
-                target = flat[piece.target : ends]
-                target.copy_(pool.piece(piece.trainable, piece.source, piece.num_bytes))
+                assert piece.trainable == (piece.target < shard.own_bytes)
+                for start, source in pool.sources(piece):
+                    flat[piece.target + start :][: len(source)] = source
             assert ends <= shard.slab_bytes
             assert (flat[shard.slab_bytes :] == 0xA5).all()
             for index, offset in zip(shard.slots, shard.offsets, strict=True):
