@@ -27,6 +27,7 @@ class Policy(Protocol):
     Attributes:
         longest_first: a unit that is claimed and loaded stands back for a task on the critical path (False where the
             policy does not have it).
+        prefers_resident: a unit whose shard is on the device goes before others (False where it does not have it).
     """
 
     def key(self, candidate: Candidate) -> Any:
@@ -45,6 +46,15 @@ class ShardedLRTF:
     def key(self, candidate: Candidate) -> float:
         """Remaining time, the longest first."""
         return -candidate.remaining_s
+
+
+class Locality(ShardedLRTF):
+    """Sharded-LRTF among units whose shard is on the device already; who goes first otherwise waits for a few at most.
+
+    What tasks share, a frozen base say, is then loaded once for all that need it.
+    """
+
+    prefers_resident = True
 
 
 class ShortestRemaining:
@@ -105,6 +115,7 @@ class RandomOrder:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fair-share": FairShare,
     "fifo": FIFO,
+    "locality": Locality,
     "random": RandomOrder,
     "round-robin": RoundRobin,
     "sharded-lrtf": ShardedLRTF,

@@ -42,6 +42,20 @@ class ReadyQueue(Generic[T]):
         """Take a member out, if it is in."""
         self._entries.pop(member, None)
 
+    def first(self, num: int) -> list[T]:
+        """So many members with the lowest keys, in their order; O(num log num)."""
+        self.best()
+        found: list[T] = []
+        frontier = [(self._heap[0], 0)] if self._heap else []  # of the heap, from its root down
+        while frontier and len(found) < num:
+            entry, k = heappop(frontier)
+            if self._entries.get(entry[2]) is entry:
+                found.append(entry[2])
+            for child in (2 * k + 1, 2 * k + 2):
+                if child < len(self._heap):
+                    heappush(frontier, (self._heap[child], child))
+        return found
+
     def best(self) -> T | None:
         """The member with the lowest key."""
         if not self._entries:

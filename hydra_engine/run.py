@@ -93,7 +93,7 @@ class EngineRun:
     ) -> None:
         self._trace = Trace()
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
-        self._scheduler = Scheduler(policy, double_buffer=double_buffer)
+        self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._num_threads = num_threads
         self._specs = devices
@@ -362,6 +362,9 @@ class EngineRun:
         self._progress.close((task.progress for task in self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
+
+    def _is_resident(self, device: int, task: str, shard: int) -> bool:
+        return self._workers[device].holds(self._tasks[task].state, shard)
 
     # -- instructions
 

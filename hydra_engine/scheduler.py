@@ -24,7 +24,7 @@ and devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -63,6 +63,9 @@ from hydra_engine.policies import NOT_YET, Candidate, Policy
 from hydra_engine.ready import ReadyQueue
 from hydra_engine.schedule import BACKWARD, FUSED, Unit, part_ranges
 
+# A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
+MOST_LOOKED_AT, MOST_PASSED = 32, 8
+
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
 # at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
 NEWEST, MOST_TIMES = 0.3, 2.0
@@ -81,6 +84,7 @@ class _Part:
     computing: _Device | None = None  # has the unit before `position`
     storing: bool = False  # that unit, or the one before it, is on its way to DRAM
     near: _Device | None = None  # which computed what is on its way
+    num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
@@ -198,8 +202,16 @@ class _Device:
 class Scheduler:
     """The state of a run as far as decisions need it; touched by one thread only."""
 
-    def __init__(self, policy: Policy, *, double_buffer: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        double_buffer: bool = True,
+        is_resident: Callable[[int, str, int], bool] = lambda *_: False,
+    ) -> None:
+        """`is_resident`: whether a device holds what it takes to run units of a (device, task, shard)."""
         self._policy = policy
+        self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
         self._policy_is_longest_first = getattr(policy, "longest_first", False)
         self._double_buffer = double_buffer
         self._tasks: dict[str, _Task] = {}
@@ -612,7 +624,7 @@ class Scheduler:
         if not near:
             return
         best = min(near, key=lambda part: (part.claim is not None, part.key))
-        other = self._ready.best()
+        other = self._best(self._ready, device)
         # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
         is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
         self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
@@ -622,19 +634,40 @@ class Scheduler:
         return task.counted_s * len(self._devices) >= self._remaining_s
 
     def _run_best(self, device: _Device) -> None:
-        part = self._ready.best() or self._claimed.best()
+        part = self._best(self._ready, device) or self._best(self._claimed, device)
         assert part is not None
         self._run(device, part)
+
+    def _best(self, queue: ReadyQueue[_Part], device: _Device) -> _Part | None:
+        """Who goes first in a queue, on this device."""
+        best = queue.best()
+        if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:
+            return best
+        return self._first(queue.first(MOST_LOOKED_AT), device)
+
+    def _first(self, parts: Sequence[_Part], device: _Device) -> _Part:
+        """Who goes first of some parts, on this device."""
+        is_resident = self._is_resident
+        if is_resident is None:
+            return min(parts, key=lambda part: part.key)
+
+        def order(part: _Part) -> tuple[Any, ...]:
+            assert part.offer is not None
+            is_there = is_resident(device.index, part.offer.task, part.offer.shard)
+            priority = part.key[0]  # goes before what is on the device
+            return priority, part.num_passed < MOST_PASSED, not is_there, part.key
+
+        return min(parts, key=order)
 
     def _claim_best(self, device: _Device, own: Iterable[_Part]) -> None:
         """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
         if not self._is_wanting(device):
             return
         free = [part for part in own if part.offer is not None and part.claim is None]
-        ready = self._ready.best()
+        ready = self._best(self._ready, device)
         if ready is not None:
             free.append(ready)
-        part = min(free, key=lambda part: part.key) if free else self._loadable.best()
+        part = self._first(free, device) if free else self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
             assert part.offer is not None
@@ -652,6 +685,11 @@ class Scheduler:
             self._out.append(Load(device.index, unit))
         device.claim = part.claim = None
         device.running, device.part = unit, part
+        if self._is_resident is not None:
+            first = self._ready.best()
+            if first is not None and first is not part:
+                first.num_passed += 1
+            part.num_passed = 0
         part.computing = device
         part.position += 1
         task.used_s += part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)

@@ -143,6 +143,12 @@ class Worker:
         self._residents.forget(name)
         self._stored = {key: stored for key, stored in self._stored.items() if key[0] != name}
 
+    def holds(self, state: TaskState, shard: int) -> bool:
+        """Whether most of a shard is on the device, or on its way there."""
+        regions = state.regions(state.shards[shard])
+        resident = sum(region.num_bytes for region in regions if region.key in self._residents)
+        return 2 * resident > sum(region.num_bytes for region in regions)
+
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
         work = _Work(unit, state)

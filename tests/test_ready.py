@@ -74,3 +74,17 @@ def test_keys_that_cannot_be_compared_are_forgotten_with_their_members():
     assert queue.best() is None
     queue.put("d", 1)
     assert queue.best() == "d"
+
+
+def test_first_are_the_lowest_in_order():
+    rng = random.Random(1)
+    queue, keys = ReadyQueue(), {}
+    for k in range(200):
+        keys[k] = rng.randrange(1000)
+        queue.put(k, keys[k])
+    for k in rng.sample(range(200), 90):
+        queue.discard(k)
+        del keys[k]
+    for num in (0, 1, 7, 110, 500):
+        assert [keys[k] for k in queue.first(num)] == sorted(keys.values())[:num]
+    assert ReadyQueue().first(3) == []

@@ -339,3 +339,21 @@ def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, p
         assert torch.equal(layer.bias, bias)
     assert len({model[0].base.weight.data_ptr() for model in models}) == 1
     assert models[0][0].base.weight.untyped_storage().nbytes() == WIDTH * WIDTH * 4
+
+
+def test_locality_loads_a_shared_base_less_often():
+    """Three tasks of other lengths over one base, on a device that holds little of it."""
+
+    def loaded(policy):
+        base, tasks = base_layers(), []
+        for k in range(3):
+            batches = regression_batches() * (k + 1)
+            cut = Presharded([1, 2, 3, 4])
+            tasks.append(ModelTask(adapted(base, k), F.mse_loss, batches, 0.1, name=f"t{k}", seed=k, partitioner=cut))
+        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("900KiB")], policy=policy)
+        orchestra.verbose = 0
+        report = orchestra.train_models()
+        report.raise_failures()
+        return report.devices[0].loaded_bytes
+
+    assert loaded("locality") < 0.9 * loaded("sharded-lrtf")

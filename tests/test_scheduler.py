@@ -38,7 +38,7 @@ from hydra_engine.events import (
 )
 from hydra_engine.policies import POLICIES, resolve_policy
 from hydra_engine.schedule import Unit, evaluation_chain, training_chain
-from hydra_engine.scheduler import Scheduler
+from hydra_engine.scheduler import MOST_PASSED, Scheduler
 
 TRAIN, EVALUATE = True, False
 
@@ -576,6 +576,58 @@ def test_walks_spread_steps():
 
 
 # -- drawn schedules
+
+
+class TestLocality:
+    """Device 0 holds shard 0 of every task whose name ends with "x"."""
+
+    def world(self, *names, num_steps=9, **options):
+        world = World("locality", double_buffer=False)
+        world.scheduler = Scheduler(
+            resolve_policy("locality"), double_buffer=False, is_resident=lambda _, task, shard: task[-1] == "x"
+        )
+        for k, name in enumerate(names):
+            seconds = float(len(names) - k)  # the first is the longest
+            world.add_task(task_added(name, 1, seconds=seconds, num_steps=num_steps, **options), [TRAIN] * num_steps)
+            world.read(world.tasks[name])
+        return world
+
+    def order(self, world, num):
+        """The tasks that device 0 computes."""
+        found = []
+        world.add_device(0)
+        for _ in range(num):
+            unit = world.running[0]
+            found.append(unit.task)
+            task = world.tasks[unit.task]
+            world.compute(0)
+            world.store(task)
+            world.read(task)
+            world.commit(task)
+            world.update(task, 0)
+        return found
+
+    def test_what_is_on_the_device_goes_first_the_longest_first(self):
+        # While one is committed, another one computes.
+        assert self.order(self.world("a", "bx", "cx"), 4) == ["bx", "cx", "bx", "cx"]
+
+    def test_the_longest_waits_for_a_few_at_most(self):
+        order = self.order(self.world("a", "bx", "cx", num_steps=20), 20)
+        assert order.index("a") == MOST_PASSED
+        assert order.count("a") == 2
+
+    def test_priority_goes_before_what_is_on_the_device(self):
+        world = self.world("bx")
+        world.add_task(task_added("urgent", 1, priority=1), [TRAIN])
+        world.read(world.tasks["urgent"])
+        assert self.order(world, 2) == ["urgent", "bx"]
+
+    def test_elsewhere_it_is_sharded_lrtf(self):
+        world = World("sharded-lrtf", double_buffer=False)
+        for name, seconds in (("a", 2.0), ("b", 1.0)):
+            world.add_task(task_added(name, 1, seconds=seconds, num_steps=9), [TRAIN] * 9)
+            world.read(world.tasks[name])
+        assert self.order(self.world("a", "b"), 6) == self.order(world, 6)
 
 
 def words(instructions):
