@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
@@ -127,6 +128,49 @@ def _drop(_: Any) -> Any:
     return None
 
 
+@dataclass(kw_only=True)
+class Graph:
+    """One micro-batch's forward, as autograd has it, until its backward."""
+
+    arrivals: list[_Arrival | None]
+    outputs: tuple[Tensor, ...]
+    frame: Frame
+
+
+class Saved:
+    """What autograd saves in a unit's forward, beside the slabs: counted, and kept where asked for."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self.graphs: list[Graph] | None = [] if keeps else None
+        self.num_bytes = 0
+        # By weak references: an address may be another storage's once what it was is dropped.
+        self._storages: set[StorageWeakRef] = set()
+
+    def begin(self, slabs: Iterable[Tensor]) -> None:
+        """A unit whose parameters are these runs from here on."""
+        self._storages = {_reference(tensor) for tensor in slabs}
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Around one micro-batch's forward."""
+        return saved_tensors_hooks(self._pack, _unpacked)
+
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        reference = _reference(tensor)
+        if reference not in self._storages:
+            self._storages.add(reference)
+            self.num_bytes += tensor.untyped_storage().nbytes()
+        # Not itself: an output that is saved would refer to its graph, and that to it.
+        return None if self.graphs is None else tensor.detach()
+
+
+def _reference(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _unpacked(packed: Any) -> Any:
+    return packed
+
+
 class Executor:
     """Runs the units of one task on one device."""
 
@@ -168,6 +212,8 @@ class Executor:
         so_far: Mapping[int, Tensor] | None = None,
         in_pieces: bool = False,
         is_last: bool = True,
+        saved: Saved | None = None,
+        graphs: Sequence[Graph] = (),
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
@@ -178,6 +224,8 @@ class Executor:
         Of a step that is spread over several devices, a unit has the micro-batches from `first` on. It adds their
         gradients to those `so_far`, in place; or gives them `in_pieces`, with each micro-batch's output. Unless it
         `is_last`, narrow gradients are not rounded: others will be added.
+
+        `saved`: counts or keeps what autograd saves in a forward. `graphs`: kept by the forward, and not run again.
         """
         structure = self.structure
         self._on_recomputed = on_recomputed
@@ -185,6 +233,9 @@ class Executor:
         self._accumulated = {}
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
+        if saved is not None:
+            saved.begin(views.values())
+            self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
         try:
@@ -193,7 +244,10 @@ class Executor:
                 for micro in inputs:  # not enumerate, which holds on to the micro-batch before
                     if m > first:
                         self._accumulate(shard)
-                    out = self._micro(kind, shard, m, micro, locked)
+                    if graphs:
+                        out = self._from_graph(shard, m, micro, graphs[m - first])
+                    else:
+                        out = self._micro(kind, shard, m, micro, locked, None if saved is None else saved.graphs)
                     if in_pieces and has_gradients:
                         out.pieces = {index: self._taken(index) for index in shard.owned}
                     emit(m, out)
@@ -266,7 +320,9 @@ class Executor:
             for module, training in flags:
                 module.training = training
 
-    def _micro(self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool) -> MicroOutput:
+    def _micro(
+        self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, kept: list[Graph] | None = None
+    ) -> MicroOutput:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
@@ -291,6 +347,8 @@ class Executor:
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
+                if kept is not None:
+                    kept.append(Graph(arrivals=arrivals, outputs=out.tensors, frame=frame))
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
                 skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
                 if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
@@ -324,6 +382,18 @@ class Executor:
                 for name, (found, _) in skips.items()
             },
             loss=loss.item() if loss is not None else None,
+        )
+
+    def _from_graph(self, shard: Shard, m: int, micro: MicroInput, graph: Graph) -> MicroOutput:
+        """The backward of a forward whose graph was kept; what skips layers, and tied weights, it has none of."""
+        pairs = [(t, g) for t, g in zip(graph.outputs, micro.gradients, strict=True) if g is not None]
+        if pairs:
+            outputs, gradients = zip(*pairs, strict=True)
+            with replayed(graph.frame):
+                torch.autograd.backward(outputs, gradients)
+        return MicroOutput(
+            random=micro.random,
+            gradients=[self._apart(a.gradient if a else None) for a in graph.arrivals] if shard.index else None,
         )
 
     def _around(self, value: Boundary) -> Boundary:

@@ -41,6 +41,7 @@ class Ledger:
         self.peak_bytes = 0
         self._num_active = 0
         self._closed = False
+        self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
         self.reclaim: Callable[[int], int] = lambda _: 0
         self.lock = threading.RLock()
@@ -119,6 +120,15 @@ class Ledger:
             self._pump()
 
     def _pump(self) -> None:
+        if self._is_pumping:  # what a callback asks for or gives back is looked at after it
+            return
+        self._is_pumping = True
+        try:
+            self._grant()
+        finally:
+            self._is_pumping = False
+
+    def _grant(self) -> None:
         while self._waiting:
             ticket = self._waiting[0]
             wanted = self._wanted(ticket)

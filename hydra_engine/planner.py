@@ -12,6 +12,7 @@ from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
+from hydra_engine.keeping import choose_kept
 from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
@@ -76,7 +77,13 @@ class PlannedTask:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         self.spread_over(devices or [device])
+        self.choose_kept(device)
         return self._plan(number)
+
+    def choose_kept(self, device: EmulatedDevice) -> None:
+        """Decide what is kept on a device between units: graphs of forwards, or shards."""
+        if self.task.trains:
+            self.state.keeps_from = choose_kept(self.state, device.memory_bytes, device.link_bytes_per_s())
 
     @property
     def unit_s(self) -> dict[tuple[str, int], float]:
@@ -263,6 +270,7 @@ class PlannedTask:
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             one_device_because=self.one_device_because,
+            num_kept_graphs=max(0, len(state.shards) - 1 - state.keeps_from),
         )
 
 

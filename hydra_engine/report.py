@@ -27,14 +27,15 @@ class TaskPlan:
     optimizer_device: str = "host"  # or "device"
     speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
     one_device_because: str = ""  # why it is never spread
+    num_kept_graphs: int = 0  # shards whose backward goes on from its forward's graph, where there is room
 
     @property
     def _spread(self) -> str:
         if self.one_device_because:
-            return f"{self.name}: a step uses one device at a time: {self.one_device_because}"
+            return f"a step uses one device at a time: {self.one_device_because}"
         number = max(range(len(self.speedups)), key=lambda k: self.speedups[k]) + 1
         faster = f"{self.speedups[number - 1]:.2g} times faster than on one"
-        return f"{self.name}: where tasks are fewer than devices, a step uses up to {number}, then {faster}"
+        return f"where tasks are fewer than devices, a step uses up to {number}, then {faster}"
 
     @property
     def dram_bytes(self) -> int:
@@ -65,7 +66,10 @@ class Plan:
             )
         lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
         if len(self.devices) > 1:
-            lines += [plan._spread for plan in self.tasks.values()]
+            alike: dict[str, list[str]] = {}
+            for plan in self.tasks.values():
+                alike.setdefault(plan._spread, []).append(plan.name)
+            lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
         return "\n".join(lines)
 
 

@@ -80,12 +80,20 @@ class Residents:
             if resident.num_pins == 0 and (not is_whole or resident.next_use_s() == math.inf):
                 self._drop(key)
 
-    def keep(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
+    def keep(
+        self,
+        key: Hashable,
+        value: Any,
+        num_bytes: int,
+        user: str,
+        next_use_s: NextUse,
+        dispose: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Take in a value with bytes that are granted already, and from now on its own; False: nobody will need it."""
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            self._put(key, value, num_bytes, user, next_use_s)
+            self._put(key, value, num_bytes, user, next_use_s, dispose)
             return True
 
     def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
@@ -122,9 +130,17 @@ class Residents:
                 if not resident.users and resident.num_pins == 0:
                     self._drop(key)
 
-    def _put(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> None:
+    def _put(
+        self,
+        key: Hashable,
+        value: Any,
+        num_bytes: int,
+        user: str,
+        next_use_s: NextUse,
+        dispose: Callable[[], None] = lambda: None,
+    ) -> None:
         users = {user: next_use_s}
-        self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=lambda: None)
+        self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose)
 
     def _drop(self, key: Hashable) -> None:
         resident = self._found.pop(key)
@@ -138,10 +154,10 @@ class Residents:
 
     def _give_up(self, num_bytes: int) -> int:
         given = 0
-        for key, resident in self._by_next_use():
-            if given >= num_bytes:
-                break
-            del self._found[key]
-            resident.dispose()
-            given += resident.num_bytes
+        while given < num_bytes and (free := self._by_next_use()):
+            for key, resident in free:  # one may pin others, which are free then
+                if given < num_bytes and key in self._found:
+                    del self._found[key]
+                    resident.dispose()
+                    given += resident.num_bytes
         return given

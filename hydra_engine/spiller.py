@@ -109,11 +109,11 @@ class Spiller:
         self._send(before, tensor)
         return cast("Tensor", before)
 
-    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int) -> MicroInput:
-        """Bring what one micro-batch of a unit starts from."""
+    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> MicroInput:
+        """Bring what one micro-batch of a unit starts from; of what its forward did, nothing if that is there."""
         staging, j = state.staging, shard.index
         value = staging.entering(j, m)
-        value = value.around(self._bring_or_find(state, VALUE, j, m, value.tensors))
+        value = value.around(() if has_graph else self._bring_or_find(state, VALUE, j, m, value.tensors))
         micro = MicroInput(value=value, random=staging.random[j, m])
         micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}
         if state.is_last(shard) and not state.task.predicts:

@@ -99,6 +99,8 @@ class TaskState:
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
         self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
         self.num_commits = 0  # of training steps in this run
+        self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
+        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
         self._num_cuts = 0
         self._positions: dict[int, tuple[bool, int]] = {}  # by part: the chain it is on, and its first unit not begun
         self._flows: dict[bool, _Flow] = {}
@@ -111,6 +113,12 @@ class TaskState:
     def begin_parts(self, num_parts: int, training: bool) -> None:
         """A step begins, in so many parts."""
         self._positions = dict.fromkeys(range(num_parts), (training, 0))
+
+    def may_keep_graph(self, shard: Shard) -> bool:
+        """Whether a shard's backward can go on from its forward's graph, instead of running the forward again."""
+        crosses = shard.borrowed or shard.upper or shard.arriving or shard.leaving
+        alone = shard.index not in self.locked and shard.index not in self.keep_saved
+        return alone and not crosses and self.lowest_backward <= shard.index < len(self.shards) - 1
 
     def regions(self, shard: Shard) -> list[Region]:
         """The slabs of a shard: of its trainable parameters, and of its frozen ones."""
@@ -191,6 +199,7 @@ class TaskState:
         self.shards = self.layout.shards(boundaries)
         self._unit_bytes = {}
         self._num_cuts += 1
+        self.keeps_from, self.graph_bytes = len(self.shards), {}
         self._flows, self._positions = {}, {}
         self.locked = _inside(self.shards, old, locked)
         self.keep_saved = _inside(self.shards, old, keep_saved)

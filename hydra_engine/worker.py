@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Slab
 from hydra_engine.events import Computed, Event, Failed, Stored
-from hydra_engine.executor import Executor, MicroInput, MicroOutput, Modes, UnitOutput
+from hydra_engine.executor import Executor, Graph, MicroInput, MicroOutput, Modes, Saved, UnitOutput
 from hydra_engine.ledger import Ticket
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
@@ -98,6 +98,10 @@ class _Work:
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
+        self.saved: Saved | None = None  # counts or keeps what a forward saves
+        self.graph_bytes = 0  # granted for that
+        self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned
+        self.graphs: Sequence[Graph] = ()
         self.entered: list[tuple[Tensor, int]] = []  # of the micro-batch in progress, with versions
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
@@ -238,6 +242,10 @@ class Worker:
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.known.total(work.num_micro_batches) if work.known else None
+        if unit.kind == FORWARD and (unit.shard, work.signature) not in work.state.graph_bytes:
+            work.saved = Saved(keeps=False) if work.state.may_keep_graph(work.shard) else None
+        elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
+            wanted = self._with_graphs(work, wanted)
         self.device.ledger.request(
             Ticket(
                 num_bytes=0 if work.error else wanted,
@@ -246,6 +254,33 @@ class Worker:
                 activates=True,
             )
         )
+
+    def _with_graphs(self, work: _Work, wanted: int) -> int:
+        """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
+        state, shard, unit = work.state, work.shard, work.unit
+        key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
+        num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
+        held = work.beside_bytes + sum(region.num_bytes for region in work.regions) + num_bytes
+        if unit.kind == FORWARD:
+            following = max(each.slab_bytes for each in state.shards)
+            has_room = held + wanted + following <= self.device.ledger.memory_bytes
+            if num_bytes and has_room and shard.index >= state.keeps_from:
+                work.saved, work.graph_bytes = Saved(keeps=True), num_bytes
+                return wanted + num_bytes
+            return wanted
+        found: list[Graph] | None = self._residents.pin(key, state.name, lambda: math.inf)
+        if found is None:
+            return wanted
+        # As much as with its forward, until it is known better.
+        signature = (*work.signature, "graph")
+        known = state.unit_bytes(unit.kind, shard, signature)
+        if known is not None:
+            wanted = known.total(work.num_micro_batches)
+        if held + wanted > self.device.ledger.memory_bytes:
+            self._residents.unpin(key, is_whole=False)
+            return wanted
+        work.graph_key, work.graphs, work.signature, work.known = key, found, signature, known
+        return wanted
 
     def _refused(self, work: _Work, error: Exception) -> None:
         work.fail(error)
@@ -284,7 +319,8 @@ class Worker:
                 work.so_far = self._spiller.load_so_far(work.state, work.shard)
             if work.stepper is not None:
                 work.step = self._spiller.load_step(work.stepper, work.shard)
-        micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m)
+        has_graph = bool(work.graphs)
+        micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
         work.input_bytes = max(work.input_bytes, micro.num_bytes)
         return micro
 
@@ -319,7 +355,7 @@ class Worker:
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
         micro = promise.result()
-        if work.unit.kind == FORWARD:
+        if work.unit.kind == FORWARD and not work.graph_bytes:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
 
@@ -362,7 +398,8 @@ class Worker:
         with meter:
             yield
         measured = UnitBytes(meter.peak_bytes, work.input_bytes, work.output_bytes)
-        work.state.learn_unit_bytes(work.unit.kind, work.shard, work.signature, measured)
+        if not work.graph_bytes:  # what a forward keeps is counted apart
+            work.state.learn_unit_bytes(work.unit.kind, work.shard, work.signature, measured)
         if work.known is None:
             needed = measured.total(work.num_micro_batches)
             ledger.settle(work.held_bytes, needed)
@@ -394,6 +431,8 @@ class Worker:
                     so_far=work.so_far,
                     in_pieces=work.in_pieces,
                     is_last=work.end == work.state.staging.num_micro_batches,
+                    saved=work.saved,
+                    graphs=work.graphs,
                 )
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
@@ -401,6 +440,7 @@ class Worker:
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
+        self._settle_graphs(work)
         held_bytes = work.beside_bytes * work.slab_granted + work.held_bytes
         # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
         if output is not None and output.stepped is not None:
@@ -411,9 +451,8 @@ class Worker:
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
         if work.error is not None:
-            self._stored.pop(
-                (work.unit.task, work.unit.part), None
-            )  # nothing goes on from it, and it may be run again at once
+            # Nothing goes on from it, and it may be run again at once.
+            self._stored.pop((work.unit.task, work.unit.part), None)
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
         left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
         work.output, output = output, None
@@ -436,6 +475,36 @@ class Worker:
         loaded, work.step = work.step, None
         assert loaded is not None
         return stepper.step(work.shard, loaded, parameters, gradients)
+
+    def _settle_graphs(self, work: _Work) -> None:
+        """Leave a forward's graphs to its backward, with the slabs that they refer to; free those that are through."""
+        state, shard, saved = work.state, work.shard, work.saved
+        if work.graph_key is not None:
+            work.graphs = ()
+            self._residents.unpin(work.graph_key, is_whole=False)
+        if saved is None or work.error is not None:
+            return
+        key = (shard.index, work.signature)
+        fits = saved.num_bytes <= work.graph_bytes
+        state.graph_bytes[key] = max(saved.num_bytes, state.graph_bytes.get(key, 0))
+        if saved.graphs is None or not fits:
+            work.saved = None
+            return
+        staging, serial, graphs, slabs = state.staging, state.staging.serial, saved.graphs, dict(work.slabs)
+
+        def next_use_s() -> float:
+            return state.next_use_s(shard) if staging.serial == serial else math.inf
+
+        def dispose() -> None:
+            graphs.clear()
+            for region, loading in slabs.items():
+                self._residents.unpin(region.key, is_whole=loading.is_whole)
+
+        name = (state.name, "graph", serial, shard.index, work.unit.part)
+        if self._residents.keep(name, graphs, work.graph_bytes, state.name, next_use_s, dispose):
+            work.slabs.clear()
+            work.held_bytes -= work.graph_bytes
+        work.saved = None
 
     def _let_go(self, work: _Work) -> None:
         """Leave a unit's shard to the next one that needs it, or give its slabs back."""

@@ -2,6 +2,7 @@
 
 import _thread
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -134,18 +135,31 @@ KINDS_OF_UNIT = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_UNIT)
+def graphs(*, kept):
+    """Backwards go on from their forward's graph where it is on the device, or never."""
+    return mock.patch("hydra_engine.planner.choose_kept", return_value=0 if kept else len(trapped_model()[0]))
+
+
+DEVICES = [(1, None, False), (2, 5, False), (1, 5, True)]  # how many, chaos, whether graphs are kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "chaos", "kept"),
+    [(kind, *each) for kind in KINDS_OF_UNIT for each in DEVICES if not (each[-1] and "recomputed" in kind)],
+)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize(("num_devices", "chaos"), [(1, None), (2, 5)])
-def test_failing_unit_leaves_the_last_committed_step(kind, accumulation_steps, num_devices, chaos, capsys):
+def test_failing_unit_leaves_the_last_committed_step(kind, accumulation_steps, num_devices, chaos, kept, capsys):
     layer, trap_name, calls = KINDS_OF_UNIT[kind]
     options = {"accumulation_steps": accumulation_steps, "max_grad_norm": 0.5}
     task, model = victim(**options, optimizer=torch.optim.AdamW)
     other, other_model = exact.task_of("dropout", epochs=1)
     orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=chaos)
-    orchestra.generate()
+    with graphs(kept=kept):
+        orchestra.generate()
     trap = getattr(model[layer], trap_name)
     calls_per_step, calls_before = calls(accumulation_steps, accumulation_steps // 2)
+    if kept:
+        calls_per_step = accumulation_steps
     trap.arm(FAILING_STEP * calls_per_step + calls_before)
     report = orchestra.train_models()
 
@@ -222,7 +236,8 @@ def test_user_code_that_raises_fails_its_task_alone(culprit, num_devices):
     task, model = victim(build)
     others = [exact.task_of(name) for name in ("cnn", "tied")]
     orchestra = exact.orchestrator([others[0][0], task, others[1][0]], num_devices=num_devices, chaos=9)
-    orchestra.generate()
+    with graphs(kept=False):
+        orchestra.generate()
     if culprit == "layer":
         model[2].in_forward.arm(3 * 2)
     elif culprit == "loss":
@@ -317,7 +332,8 @@ def test_ctrl_c_cleans_up_and_is_raised_again(culprit, num_devices):
     task, model = victim(build)
     other, other_model = exact.task_of("tied", epochs=20)
     orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=6)
-    orchestra.generate()
+    with graphs(kept=False):
+        orchestra.generate()
     if culprit == "layer":
         model[2].in_forward.arm(3 * 2, _thread.interrupt_main)
     with pytest.raises(KeyboardInterrupt):

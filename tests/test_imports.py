@@ -32,7 +32,7 @@ GROUPS = (
     ),
     ("borrowed_pool", "evaluation_task", "executor", "optimizer", "reader", "task_state"),
     ("spiller", "scheduler"),
-    ("refit", "simulator", "worker"),
+    ("keeping", "refit", "simulator", "worker"),
     ("rehearsal",),
     ("planner",),
     ("running", "sharing"),

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -170,7 +171,10 @@ def test_the_plan_counts_a_skip_s_bytes_once_however_many_shards_it_passes():
         assert step_bytes["skipping", middle] - step_bytes["inside", middle] == boundaries + 2 * boundary
 
 
-def test_a_skip_crosses_the_link_only_where_it_is_put_and_gotten():
+@mock.patch("hydra_engine.residency.Residents.keep", return_value=False)
+@mock.patch("hydra_engine.residency.Residents.offer", return_value=False)
+def test_a_skip_crosses_the_link_only_where_it_is_put_and_gotten(*_):
+    """With nothing that stays on the device."""
     moved = []
     for middle in (1, 6):
         skips = Skips()

@@ -172,6 +172,15 @@ def test_plan_says_why_a_step_uses_one_device(options, why):
     assert "one device at a time" not in str(planned(1, **options))
 
 
+def test_tasks_of_one_reason_share_a_line():
+    tasks = [long_task(name, accumulation_steps=1)[0] for name in "abc"] + [long_task("d")[0]]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("32MiB")] * 2)
+    orchestra.verbose = 0
+    lines = str(orchestra.generate()).splitlines()[-2:]
+    assert lines[0].startswith("a, b, c: a step uses one device at a time: it has one micro-batch;")
+    assert lines[1].startswith("d: where tasks are fewer than devices, a step uses up to 2, then")
+
+
 def test_a_part_that_does_not_fit_goes_on_undivided():
     task, model = long_task()
     with mock.patch.object(TaskState, "sum_bytes", return_value=2**30), spread(2, in_sums=True):

@@ -1,0 +1,52 @@
+"""What a task keeps on a device between its units: the graphs of forwards, or shards. Decided by predicted time."""
+
+from __future__ import annotations
+
+from hydra_engine.schedule import FORWARD
+from hydra_engine.task_state import TaskState
+
+
+def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> int:
+    """The lowest shard whose forward's graph is kept for its backward; the number of shards where none is.
+
+    Below the shard that the backward begins with, one after the other is needed again soonest. Of what the budget
+    leaves beside two slabs and a unit's work, the first may keep graphs, which saves running their forwards again and
+    loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
+    the device computes or what its link carries, whichever is more; of equals the fewest graphs.
+    """
+    shards, num = state.shards, len(state.shards)
+    free = memory_bytes - max(state.shard_bytes(shard) for shard in shards) - max(shard.slab_bytes for shard in shards)
+    compute_s = sum(state.unit_s.get(node, 0.0) for node in state.chains[True])
+    loaded = sum(shards[j].slab_bytes for _, j in state.chains[True])
+    below = [shard for shard in reversed(shards[:-1]) if shard.index >= state.lowest_backward]
+
+    best = _step_s(compute_s, loaded - _resident_bytes([shard.slab_bytes for shard in below], free), link_bytes_per_s)
+    lowest = num
+    for k, shard in enumerate(below):
+        graph = max((size for (j, _), size in state.graph_bytes.items() if j == shard.index), default=None)
+        if graph is None or not state.may_keep_graph(shard):
+            break
+        free -= shard.slab_bytes + graph
+        if free < 0:
+            break
+        compute_s -= state.unit_s.get((FORWARD, shard.index), 0.0)
+        loaded -= shard.slab_bytes
+        others = _resident_bytes([each.slab_bytes for each in below[k + 1 :]], free)
+        seconds = _step_s(compute_s, loaded - others, link_bytes_per_s)
+        if seconds < best:
+            best, lowest = seconds, shard.index
+    return lowest
+
+
+def _resident_bytes(sizes: list[int], free: int) -> int:
+    """Of slabs, in order, as many as there is room for."""
+    total = 0
+    for size in sizes:
+        if total + size > free:
+            break
+        total += size
+    return total
+
+
+def _step_s(compute_s: float, loaded_bytes: int, link_bytes_per_s: float) -> float:
+    return max(compute_s, loaded_bytes / link_bytes_per_s)
