@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_engine.boundary import Boundary, copy_of
@@ -133,7 +133,7 @@ class Graph:
     """One micro-batch's forward, as autograd has it, until its backward."""
 
     arrivals: list[_Arrival | None]
-    outputs: tuple[Tensor, ...]
+    outputs: list[GradientEdge | None]  # where gradients come in; not the tensors, which nobody needs
     frame: Frame
 
 
@@ -348,7 +348,8 @@ class Executor:
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
                 if kept is not None:
-                    kept.append(Graph(arrivals=arrivals, outputs=out.tensors, frame=frame))
+                    edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
+                    kept.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
                 skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
                 if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
@@ -386,7 +387,8 @@ class Executor:
 
     def _from_graph(self, shard: Shard, m: int, micro: MicroInput, graph: Graph) -> MicroOutput:
         """The backward of a forward whose graph was kept; what skips layers, and tied weights, it has none of."""
-        pairs = [(t, g) for t, g in zip(graph.outputs, micro.gradients, strict=True) if g is not None]
+        found = zip(graph.outputs, micro.gradients, strict=True)
+        pairs = [(edge, gradient) for edge, gradient in found if edge is not None and gradient is not None]
         if pairs:
             outputs, gradients = zip(*pairs, strict=True)
             with replayed(graph.frame):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hydra_engine.schedule import FORWARD
+from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
 
 
@@ -23,7 +24,7 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     best = _step_s(compute_s, loaded - _resident_bytes([shard.slab_bytes for shard in below], free), link_bytes_per_s)
     lowest = num
     for k, shard in enumerate(below):
-        graph = max((size for (j, _), size in state.graph_bytes.items() if j == shard.index), default=None)
+        graph = _graph_bytes(state, shard)
         if graph is None or not state.may_keep_graph(shard):
             break
         free -= shard.slab_bytes + graph
@@ -36,6 +37,17 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
         if seconds < best:
             best, lowest = seconds, shard.index
     return lowest
+
+
+def kept_bytes(state: TaskState, shard: Shard) -> int:
+    """Bytes of a shard's graphs for a step; 0 where they are not kept."""
+    is_kept = shard.index >= state.keeps_from and state.may_keep_graph(shard)
+    return (_graph_bytes(state, shard) or 0) if is_kept else 0
+
+
+def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
+    """The most that it was seen to take."""
+    return max((num_bytes for (j, _), num_bytes in state.graph_bytes.items() if j == shard.index), default=None)
 
 
 def _resident_bytes(sizes: list[int], free: int) -> int:

@@ -132,12 +132,13 @@ class Ledger:
         while self._waiting:
             ticket = self._waiting[0]
             wanted = self._wanted(ticket)
-            if wanted is not None:
+            if wanted is None:
+                if self._num_active == 0:
+                    self._make_room(self.memory_bytes)
+                    wanted = self.free_bytes
+            elif wanted > self.free_bytes:
                 self._make_room(wanted)
                 wanted = self._wanted(ticket)  # more, if what it counted on was given up
-            elif self._num_active == 0:
-                self._make_room(self.memory_bytes)
-                wanted = self.free_bytes
             if wanted is not None and wanted <= self.free_bytes:
                 self._waiting.popleft()
                 self.used_bytes += wanted

@@ -12,7 +12,7 @@ from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
-from hydra_engine.keeping import choose_kept
+from hydra_engine.keeping import choose_kept, kept_bytes
 from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
@@ -270,7 +270,7 @@ class PlannedTask:
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             one_device_because=self.one_device_because,
-            num_kept_graphs=max(0, len(state.shards) - 1 - state.keeps_from),
+            graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
         )
 
 

@@ -27,7 +27,7 @@ class TaskPlan:
     optimizer_device: str = "host"  # or "device"
     speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
     one_device_because: str = ""  # why it is never spread
-    num_kept_graphs: int = 0  # shards whose backward goes on from its forward's graph, where there is room
+    graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
 
     @property
     def _spread(self) -> str:

@@ -39,6 +39,9 @@ class Residents:
         self._found: dict[Hashable, _Resident] = {}
         ledger.reclaim = self._give_up
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._found
 
@@ -118,6 +121,14 @@ class Residents:
             value = self._found[key].value
             self._drop(key)
             return value
+
+    def sweep(self, user: str) -> None:
+        """Give up what a task had left and nobody will need: of a step that is over, say, which went on elsewhere."""
+        with self._ledger.lock:
+            for key, resident in list(self._found.items()):
+                is_over = user in resident.users and resident.num_pins == 0 and resident.next_use_s() == math.inf
+                if is_over and key in self._found:
+                    self._drop(key)
 
     def forget(self, user: str | None = None) -> None:
         """Give up what is there for a task alone, or everything; nothing of it is pinned."""

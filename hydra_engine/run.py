@@ -405,6 +405,8 @@ class EngineRun:
         training.is_spread = instruction.num_parts > 1
         training.take()
         training.stage(instruction.num_parts)
+        for worker in self._workers:
+            worker.sweep(instruction.task)
 
     def _start_commit(self, instruction: Commit) -> None:
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))

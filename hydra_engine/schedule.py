@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import networkx as nx
@@ -65,6 +66,34 @@ def training_chain(num_shards: int, lowest_backward: int) -> tuple[tuple[str, in
 def evaluation_chain(num_shards: int) -> tuple[tuple[str, int], ...]:
     """(kind, shard) of one evaluation batch, in order."""
     return tuple((EVALUATE, shard) for shard in range(num_shards))
+
+
+# A unit whose time nobody knows takes this, so that one after another is later.
+LEAST_S = 1e-6
+
+
+class Flow(NamedTuple):
+    """A batch's units in order, and when each is needed."""
+
+    order: dict[tuple[str, int], int]
+    left_s: list[float]  # of the chain, from each position on
+    uses: list[list[int]]  # by shard: positions
+
+    @classmethod
+    def of(cls, chain: Sequence[tuple[str, int]], unit_s: Mapping[tuple[str, int], float], num_shards: int) -> Flow:
+        """Of units that take so many seconds."""
+        left_s = list(accumulate((unit_s.get(node, 0.0) or LEAST_S for node in reversed(chain)), initial=0.0))[::-1]
+        uses = [[k for k, (_, shard) in enumerate(chain) if shard == j] for j in range(num_shards)]
+        return cls({node: k for k, node in enumerate(chain)}, left_s, uses)
+
+    def next_use_s(self, shard: int, position: int, *, beyond_step: bool) -> float:
+        """Seconds from a position to the next unit of a shard, also of the next batch; infinite if there is none."""
+        for k in self.uses[shard]:
+            if k >= position:
+                return self.left_s[position] - self.left_s[k]
+        if beyond_step and self.uses[shard]:
+            return self.left_s[position] + self.left_s[0] - self.left_s[self.uses[shard][0]]
+        return math.inf
 
 
 def step_graph(chain: Sequence[tuple[str, int]], unit_s: dict[tuple[str, int], float]) -> nx.DiGraph:

@@ -155,6 +155,8 @@ class _Task:
 
     def num_stored(self) -> int:
         """Units of the chain that are through in every part."""
+        if len(self.parts) == 1:
+            return self.parts[0].num_stored
         return min(part.num_stored for part in self.parts)
 
     def is_fresh(self, shard: int) -> bool:
@@ -175,7 +177,12 @@ class _Task:
         if num_steps is None:  # the loader does not say: as many again as so far
             num_steps = 2 * self.num_steps_done + 2
         to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
-        left_s = sum(part.share * self.left_s[part.position] for part in self.parts) if self.chain else 0.0
+        if not self.chain:
+            left_s = 0.0
+        elif len(self.parts) == 1:
+            left_s = self.left_s[self.parts[0].position]
+        else:
+            left_s = sum(part.share * self.left_s[part.position] for part in self.parts)
         return to_come * self.step_s + left_s
 
     def measured(self, node: tuple[str, int], seconds: float) -> None:
@@ -329,7 +336,8 @@ class Scheduler:
         task, node = part.task, (event.unit.kind, event.unit.shard)
         assert part.storing, event.unit
         self._through(part)
-        if task.chain and task.chain[task.num_stored() - 1] == node and task.num_stored() == part.num_stored:
+        through = part.num_stored
+        if task.chain and task.chain[through - 1] == node and task.num_stored() == through:
             self._stored_whole(task, node)
         self._commit(task)
         self._advance(task)
@@ -350,7 +358,8 @@ class Scheduler:
 
     def _commit(self, task: _Task) -> None:
         """Commit a step whose units are all through, and the updates that were released early."""
-        is_through = bool(task.chain) and task.num_stored() == len(task.chain)
+        num_units = len(task.chain)
+        is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
         if is_through and not (task.over or task.committing or (task.training and task.stale)):
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))

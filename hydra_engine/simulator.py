@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -44,8 +44,10 @@ from hydra_engine.events import (
     TaskAdded,
     Update,
 )
+from hydra_engine.ledger import Ledger
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Placed, Unit, part_ranges, training_chain
+from hydra_engine.residency import Residents
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Flow, Placed, Unit, part_ranges, training_chain
 from hydra_engine.scheduler import Scheduler
 
 Done: TypeAlias = "Callable[[], None]"
@@ -74,6 +76,9 @@ class TaskCost:
         update_s: seconds of each shard's optimizer step on the host.
         commit_s: seconds of a step's commit on the host.
         read_s: seconds of reading a batch; the next one is read while one is computed.
+        setup_s: seconds of taking the task in, before a run begins. end_s: seconds of giving its model back.
+        work_bytes: that units of each shard take on a device, beside its parameters.
+        graph_bytes: that a forward of each shard takes to keep what its backward needs; 0: it is run again.
         num_micro_batches: that a step is made of: it may be spread over as many devices.
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
             whose forward changes buffers.
@@ -90,6 +95,10 @@ class TaskCost:
     update_s: Sequence[float] | float = 0.0
     commit_s: float = 0.0
     read_s: float = 0.0
+    setup_s: float = 0.0
+    end_s: float = 0.0
+    work_bytes: Sequence[float] | float = 0
+    graph_bytes: Sequence[float] | float = 0
     num_micro_batches: int = 1
     ordered: frozenset[tuple[str, int]] = frozenset()
     priority: int = 0
@@ -105,12 +114,13 @@ class TaskCost:
                 f"num_shards of {self.name}: {self.num_shards} with {len(self.unit_s)} units, limit: from a half of "
                 f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
             )
-        for name in ("unit_s", "load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "commit_s", "read_s"):
+        by_shard = ("load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes")
+        for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
             value = getattr(self, name)
             values = [value] if isinstance(value, (int, float)) else value
             if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in values):
                 raise ValueError(f"{name} of {self.name}: {value!r}, limit: finite numbers, at least 0")
-            if name not in ("unit_s", "commit_s", "read_s") and len(values) not in (1, self.num_shards):
+            if name in by_shard and len(values) not in (1, self.num_shards):
                 raise ValueError(
                     f"{name} of {self.name}: {len(values)} values for {self.num_shards} shards; give one for each, or "
                     f"one number for all"
@@ -164,6 +174,8 @@ class DeviceCost:
         load_bytes_per_s: of the link from DRAM; None: copies take no time.
         store_bytes_per_s: of the link to DRAM.
         unit_s: seconds of each unit beside its own: launches, threads that wake each other.
+        memory_bytes: what units leave of it keeps shards, boundaries and graphs, until what is needed sooner takes it;
+            None: nothing stays.
         copies_compute: copies keep a core of the host busy, as those of an emulated device without a link do.
     """
 
@@ -171,10 +183,11 @@ class DeviceCost:
     load_bytes_per_s: float | None = None
     store_bytes_per_s: float | None = None
     unit_s: float = 0.0
+    memory_bytes: float | None = None
     copies_compute: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("speed", "load_bytes_per_s", "store_bytes_per_s"):
+        for name in ("speed", "load_bytes_per_s", "store_bytes_per_s", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
@@ -288,7 +301,7 @@ def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> f
         share = max(end - first for first, end in part_ranges(number, min(number, len(costs)))) / number
         waits_s = task.commit_s * task.num_steps
         waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
-        bounds.append(share * task.num_steps * task.step_s / speeds[0] + waits_s)
+        bounds.append(share * task.num_steps * task.step_s / speeds[0] + waits_s + task.setup_s + task.end_s)
     return max(bounds)
 
 
@@ -442,6 +455,9 @@ class _Claim:
     is_run: bool = False
     has_input: bool = False
     is_dropped: bool = False
+    slab: Hashable = None  # what is pinned of a device's residents
+    graph: Hashable = None
+    work_bytes: float = 0.0  # taken of its memory
 
 
 @dataclass(eq=False)
@@ -450,6 +466,7 @@ class _Part:
 
     storing: bool = False
     waiting: list[Done] = field(default_factory=list)  # for what is being stored
+    position: int = 0  # in the chain, of the first unit not begun
 
 
 @dataclass(eq=False)
@@ -457,12 +474,16 @@ class _Task:
     cost: TaskCost
     spreads: tuple[Spread, ...]
     unit_s: dict[tuple[str, int], float]
+    flow: Flow
     num_read: int = 0
+    num_begun: int = 0
+    num_commits: int = 0
     parts: list[_Part] = field(default_factory=list)  # of the step in progress
     sizes: list[int] = field(default_factory=list)  # micro-batches of each
 
     def begin(self, num_parts: int) -> None:
         """Cut the next step."""
+        self.num_begun += 1
         self.parts = [_Part() for _ in range(num_parts)]
         self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
 
@@ -475,11 +496,15 @@ class _Task:
         """Whether gradients of a part go on from those of the part before."""
         return self.spreads[len(self.parts) - 1].in_sums
 
-    def input_bytes(self, unit: Unit) -> float:
-        """What a unit starts from, with the gradients so far."""
+    def so_far_bytes(self, unit: Unit) -> float:
+        """Gradients of the parts before that a unit goes on from."""
         so_far = unit.part > 0 and self.in_sums and unit.kind != FORWARD
-        num_bytes = self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
-        return num_bytes + self.share(unit) * self.cost.input_bytes(unit.kind, unit.shard)
+        return self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
+
+    def next_use_s(self, shard: int, *, beyond_step: bool = False, with_last: bool = False) -> float:
+        """As `TaskState.next_use_s`."""
+        positions = (max(0, part.position - with_last) for part in self.parts)
+        return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
 
     def output_bytes(self, unit: Unit) -> float:
         """What a unit leaves, with gradients."""
@@ -492,6 +517,10 @@ class _Device:
     def __init__(self, cost: DeviceCost, world: _World) -> None:
         self.cost = cost
         self.load, self.store = (_Link(world, computes=cost.copies_compute) for _ in range(2))
+        self.residents: Residents | None = None
+        if cost.memory_bytes is not None:
+            self.ledger = Ledger("", int(cost.memory_bytes))
+            self.residents = Residents(self.ledger)
         self.claims: dict[Unit, _Claim] = {}
         self.num_units = 0
         self.compute_s = 0.0
@@ -516,8 +545,9 @@ class _World:
         self._serial = count()
         self._events: deque[Event] = deque()
         self._tasks = {
-            task.name: _Task(task, spread, dict(zip(task.chain, task.unit_s, strict=True)))
+            task.name: _Task(task, spread, unit_s, Flow.of(task.chain, unit_s, task.num_shards))
             for task, spread in zip(tasks, spreads, strict=True)
+            for unit_s in [dict(zip(task.chain, task.unit_s, strict=True))]
         }
         self._devices = [_Device(cost, self) for cost in devices]
         self._host = _Queue(self.compute, host.optimizer_threads)
@@ -536,6 +566,7 @@ class _World:
 
     def run(self, scheduler: Scheduler) -> None:
         """To the end."""
+        self.now_s = sum(task.cost.setup_s for task in self._tasks.values())
         self._events.extend(DeviceAdded(index) for index in range(len(self._devices)))
         self._events.extend(_added(task) for task in self._tasks.values())
         while True:
@@ -543,7 +574,7 @@ class _World:
                 self._act(scheduler.take(self._events.popleft()))
                 if not self._events:  # of what comes at one time, all is known before a device is given anything
                     self._act(scheduler.dispatch())
-            if scheduler.finished:
+            if scheduler.finished and len(self._finished_s) == len(self._tasks):
                 return
             timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
             assert min(timer_s, cores_s) < math.inf, "nothing is under way and tasks are unfinished"
@@ -592,14 +623,30 @@ class _World:
 
     def _load(self, instruction: Load) -> None:
         index, unit = instruction
-        device = self._devices[index]
+        device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit] = _Claim(unit)
-        num_bytes = self._tasks[unit.task].cost.of_shard("load_bytes", unit.shard)
+        num_bytes = task.cost.of_shard("load_bytes", unit.shard)
 
         def loaded() -> None:
             claim.is_loaded = True
             self._start(index, claim)
 
+        if device.residents is not None and num_bytes:
+            trains = unit.shard >= task.cost.lowest_backward
+            version = task.num_commits if trains else -1
+            key = (unit.task, unit.shard, version)
+
+            def next_use_s() -> float:
+                is_new = version in (-1, task.num_commits)
+                return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
+
+            if device.residents.pin(key, unit.task, next_use_s):
+                claim.slab = key
+                loaded()
+                return
+            if device.ledger.take(int(num_bytes)):
+                device.residents.add(key, True, int(num_bytes), unit.task, next_use_s, lambda: None)
+                claim.slab = key
         self._copy_in(device, num_bytes, loaded)
 
     def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
@@ -609,26 +656,82 @@ class _World:
 
     def _drop(self, instruction: Drop) -> None:
         index, unit = instruction
-        self._devices[index].claims.pop(unit).is_dropped = True
+        device = self._devices[index]
+        claim = device.claims.pop(unit)
+        claim.is_dropped = True
+        if claim.slab is not None and device.residents is not None:
+            device.residents.unpin(claim.slab)
 
     def _run(self, instruction: Run) -> None:
         index, unit = instruction
         device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit]
         claim.is_run = True
+        part = task.parts[unit.part]
+        part.position = 1 + task.flow.order[unit.kind, unit.shard]
 
         def brought() -> None:
             claim.has_input = True
             self._start(index, claim)
 
         def bring() -> None:
-            self._copy_in(device, task.input_bytes(unit), brought, urgent=True)
+            self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
 
-        part = task.parts[unit.part]
         if part.storing:
             part.waiting.append(bring)
         else:
             bring()
+
+    def _missing_bytes(self, device: _Device, task: _Task, claim: _Claim) -> float:
+        """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
+        unit, cost, residents = claim.unit, task.cost, device.residents
+        share, num_bytes = task.share(unit), task.so_far_bytes(unit)
+        value, gradient = cost.of_shard("boundary_bytes", unit.shard), 0.0
+        if unit.kind == BACKWARD:
+            gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
+        if residents is None:
+            return num_bytes + share * (value + gradient)
+        work_bytes = int(cost.of_shard("work_bytes", unit.shard))
+        claim.work_bytes = work_bytes if device.ledger.take(work_bytes) else 0
+        if unit.kind == BACKWARD:
+            graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
+            claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
+        if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
+            value = 0.0
+        if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
+            gradient = 0.0
+        return num_bytes + share * (value + gradient)
+
+    def _keep(self, device: _Device, task: _Task, claim: _Claim) -> None:
+        """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
+        unit, residents, slab = claim.unit, device.residents, claim.slab
+        assert residents is not None
+        device.ledger.release(int(claim.work_bytes))
+        if claim.graph is not None:
+            residents.unpin(claim.graph, is_whole=False)
+        begun, j, cost = task.num_begun, unit.shard, task.cost
+
+        def next_use_of(shard: int) -> Callable[[], float]:
+            return lambda: task.next_use_s(shard, with_last=True) if task.num_begun == begun else math.inf
+
+        def offer(what: str, entered: int, shard: int) -> None:
+            """What enters a shard, for the next unit of a shard."""
+            num_bytes = int(task.share(unit) * cost.of_shard("boundary_bytes", entered))
+            residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
+
+        graph_bytes = int(cost.of_shard("graph_bytes", j)) if unit.kind == FORWARD else 0
+        if graph_bytes and slab is not None and device.ledger.take(graph_bytes):
+            key = ("graph", unit.task, unit.step, j, unit.part)
+            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), lambda: residents.unpin(slab))
+        else:
+            if slab is not None:
+                residents.unpin(slab)
+            if unit.kind == FORWARD:
+                offer(VALUE, j, j)
+        if unit.kind == FORWARD:
+            offer(VALUE, j + 1, j + 1)
+        elif j > cost.lowest_backward:
+            offer(GRADIENT, j, j - 1)
 
     def _start(self, index: int, claim: _Claim) -> None:
         """Compute a unit, once all is there."""
@@ -637,11 +740,17 @@ class _World:
         device, unit = self._devices[index], claim.unit
         del device.claims[unit]
         task = self._tasks[unit.task]
-        seconds = task.share(unit) * task.unit_s[unit.kind, unit.shard] / device.cost.speed + device.cost.unit_s
-        self.compute(seconds, partial(self._computed, index, unit, seconds, self.now_s))
+        seconds = task.unit_s[unit.kind, unit.shard]
+        if claim.graph is not None:
+            seconds = max(0.0, seconds - task.unit_s[FORWARD, unit.shard])
+        seconds = task.share(unit) * seconds / device.cost.speed + device.cost.unit_s
+        self.compute(seconds, partial(self._computed, index, claim, seconds, self.now_s))
 
-    def _computed(self, index: int, unit: Unit, seconds: float, start_s: float) -> None:
+    def _computed(self, index: int, claim: _Claim, seconds: float, start_s: float) -> None:
+        unit = claim.unit
         device, task = self._devices[index], self._tasks[unit.task]
+        if device.residents is not None:
+            self._keep(device, task, claim)
         device.num_units += 1
         device.compute_s += self.now_s - start_s
         if self._placed is not None:
@@ -678,6 +787,7 @@ class _World:
         self._tasks[instruction.task].begin(instruction.num_parts)
 
     def _commit(self, instruction: Commit) -> None:
+        self._tasks[instruction.task].num_commits += 1
         event = StepCommitted(instruction.task, instruction.training)
         self._host.submit(self._tasks[instruction.task].cost.commit_s, partial(self._events.append, event))
 
@@ -686,7 +796,10 @@ class _World:
         self._host.submit(seconds, partial(self._events.append, ShardUpdated(instruction.task, instruction.shard)))
 
     def _finish(self, instruction: Finish) -> None:
-        self._finished_s[instruction.task] = self.now_s
+        def finished() -> None:
+            self._finished_s[instruction.task] = self.now_s
+
+        self._host.submit(self._tasks[instruction.task].cost.end_s, finished)
 
 
 def _added(task: _Task) -> TaskAdded:
@@ -705,3 +818,11 @@ def _added(task: _Task) -> TaskAdded:
         weight=cost.weight,
         spreads=task.spreads,
     )
+
+
+# What of a boundary is kept on a device.
+VALUE, GRADIENT = "value", "gradient"
+
+
+def _boundary(what: str, unit: Unit, shard: int) -> Hashable:
+    return what, unit.task, unit.step, shard, unit.part

@@ -19,8 +19,9 @@ from hydra_engine.shard import Shard
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import TaskState
 
-# What of a boundary is kept on a device.
+# What of a boundary is kept on a device; keeping less costs more than copying it again.
 VALUE, GRADIENT = "value", "gradient"
+LEAST_KEPT_BYTES = 2**12
 
 
 class Spiller:
@@ -212,7 +213,7 @@ class Spiller:
     ) -> int:
         present = [tensor for tensor in tensors if tensor is not None]
         num_bytes = sum(map(extent_bytes, present))
-        if not num_bytes or not all(map(_is_compact, present)):
+        if num_bytes < LEAST_KEPT_BYTES or not all(map(_is_compact, present)):
             return 0
         staging = state.staging
         serial = staging.serial
@@ -230,9 +231,8 @@ class Spiller:
     def _bring_or_find(
         self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None]
     ) -> list[Any]:
-        key = (state.name, what, state.staging.serial, j, m)
         # Its bytes are counted among those that the unit was granted for its inputs.
-        found = self._residents.take(key)
+        found = self._residents.take((state.name, what, state.staging.serial, j, m)) if self._residents else None
         if found is None:
             return self._bring_some(tensors)
         return [None if each is None else _alias(each) for each in found]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,10 @@ from hydra_engine.boundary import extent, flat
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import BACKWARD, EVALUATE, Unit, evaluation_chain, training_chain
+from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Shard, aligned
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
-
-LEAST_S = 1e-6  # of a unit
 
 
 class UnitBytes(NamedTuple):
@@ -42,25 +39,6 @@ class Region(NamedTuple):
     key: Hashable
     trainable: bool
     num_bytes: int
-
-
-class _Flow(NamedTuple):
-    """A batch's units in order, and when."""
-
-    order: dict[tuple[str, int], int]
-    left_s: list[float]  # of the chain, from each position on
-    uses: list[list[int]]  # by shard: positions
-
-    @classmethod
-    def of(cls, chain: Sequence[tuple[str, int]], unit_s: Mapping[tuple[str, int], float], num_shards: int) -> _Flow:
-        # A unit whose time nobody knows is there all the same.
-        left_s = list(accumulate((unit_s.get(node, 0.0) or LEAST_S for node in reversed(chain)), initial=0.0))[::-1]
-        uses = [[k for k, (_, shard) in enumerate(chain) if shard == j] for j in range(num_shards)]
-        return cls({node: k for k, node in enumerate(chain)}, left_s, uses)
-
-    def first_s(self, shard: int) -> float:
-        """Seconds before a shard's first unit."""
-        return self.left_s[0] - self.left_s[self.uses[shard][0]] if self.uses[shard] else math.inf
 
 
 def layout_of(task: ModelTask) -> ModelLayout:
@@ -103,7 +81,7 @@ class TaskState:
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
         self._num_cuts = 0
         self._positions: dict[int, tuple[bool, int]] = {}  # by part: the chain it is on, and its first unit not begun
-        self._flows: dict[bool, _Flow] = {}
+        self._flows: dict[bool, Flow] = {}
 
     def begun(self, unit: Unit) -> None:
         """A device has a unit to compute."""
@@ -147,15 +125,12 @@ class TaskState:
         found = [math.inf]
         for training, position in self._positions.values():
             flow = self._flow(training)
-            position = max(0, position - with_last)
-            found += [flow.left_s[position] - flow.left_s[k] for k in flow.uses[shard.index] if k >= position][:1]
-            if beyond_step:
-                found.append(flow.left_s[position] + flow.first_s(shard.index))
+            found.append(flow.next_use_s(shard.index, max(0, position - with_last), beyond_step=beyond_step))
         return min(found)
 
-    def _flow(self, training: bool) -> _Flow:
+    def _flow(self, training: bool) -> Flow:
         if training not in self._flows:
-            self._flows[training] = _Flow.of(self.chains[training], self.unit_s, len(self.shards))
+            self._flows[training] = Flow.of(self.chains[training], self.unit_s, len(self.shards))
         return self._flows[training]
 
     def step_on_device(self) -> None:

@@ -147,6 +147,10 @@ class Worker:
         self._residents.forget(name)
         self._stored = {key: stored for key, stored in self._stored.items() if key[0] != name}
 
+    def sweep(self, name: str) -> None:
+        """A step of a task begins: nothing that was kept for the one before is of any use."""
+        self._residents.sweep(name)
+
     def holds(self, state: TaskState, shard: int) -> bool:
         """Whether most of a shard is on the device, or on its way there."""
         regions = state.regions(state.shards[shard])
@@ -258,13 +262,14 @@ class Worker:
     def _with_graphs(self, work: _Work, wanted: int) -> int:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
-        key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
+        if num_bytes == 0 or shard.index < state.keeps_from:
+            return wanted
+        key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         held = work.beside_bytes + sum(region.num_bytes for region in work.regions) + num_bytes
         if unit.kind == FORWARD:
             following = max(each.slab_bytes for each in state.shards)
-            has_room = held + wanted + following <= self.device.ledger.memory_bytes
-            if num_bytes and has_room and shard.index >= state.keeps_from:
+            if held + wanted + following <= self.device.ledger.memory_bytes:
                 work.saved, work.graph_bytes = Saved(keeps=True), num_bytes
                 return wanted + num_bytes
             return wanted

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import DeviceCost, EmulatedDevice, ModelOrchestrator, ModelTask, TaskCost, simulate
+from hydra_engine.keeping import kept_bytes
 from hydra_engine.ledger import Ledger, Ticket
 from hydra_engine.memory import HostPool
 from hydra_engine.residency import Residents
@@ -136,6 +137,19 @@ def test_everything_is_given_up_for_who_takes_all():
     kept.put("a", 50, 5.0)
     assert kept.ask(None) == [100]
     assert kept.disposed == ["a"]
+
+
+def test_what_nobody_will_need_is_swept():
+    kept = Kept()
+    for key in ("over", "pinned", "needed"):
+        kept.add(key, 20, 1.0)
+    kept.put("theirs", 10, 1.0, user="other")
+    kept.residents.unpin("over")
+    kept.residents.unpin("needed")
+    kept.next_use_s |= dict.fromkeys(("over", "pinned", "theirs"), math.inf)
+    kept.residents.sweep("task")
+    assert kept.disposed == ["over"]
+    assert kept.ledger.used_bytes == 50
 
 
 def test_what_is_a_task_s_alone_is_forgotten_with_it():
@@ -357,3 +371,35 @@ def test_locality_loads_a_shared_base_less_often():
         return report.devices[0].loaded_bytes
 
     assert loaded("locality") < 0.9 * loaded("sharded-lrtf")
+
+
+def cost_of(state):
+    """What a task takes, for a simulation."""
+    shards = state.shards
+    held = {j: [] for j in range(len(shards))}
+    for (_, j, _), unit in state._unit_bytes.items():
+        held[j].append(unit.total(1))
+    return TaskCost(
+        name=state.name,
+        unit_s=[state.unit_s[node] for node in state.chains[True]],
+        num_shards=len(shards),
+        num_steps=NUM_STEPS,
+        load_bytes=[shard.slab_bytes for shard in shards],
+        boundary_bytes=BATCH * WIDTH * 4,
+        gradient_bytes=[shard.own_bytes for shard in shards],
+        work_bytes=[max(each) for each in held.values()],
+        graph_bytes=[kept_bytes(state, shard) for shard in shards],
+    )
+
+
+@pytest.mark.parametrize("num_frozen", [0, 4])
+@pytest.mark.parametrize("num_more", [1, 3, 6, 12])
+def test_a_simulation_moves_the_bytes_of_the_run(num_more, num_frozen):
+    _, states = trained("64MiB")
+    [state] = states.values()
+    memory_bytes = max(map(state.shard_bytes, state.shards)) + num_more * state.shards[0].slab_bytes
+    report, states = trained(memory_bytes, num_frozen=num_frozen)
+    device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=5e9, store_bytes_per_s=5e9, unit_s=3e-4)
+    found = simulate([cost_of(state) for state in states.values()], [device])
+    targets = NUM_STEPS * BATCH * 8
+    assert found.devices[0].loaded_bytes == pytest.approx(report.devices[0].loaded_bytes - targets, rel=0.05)

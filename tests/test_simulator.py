@@ -254,6 +254,41 @@ class TestSpread:
         assert sum(each.stored_bytes for each in two.devices) == 4 + 4 + 2 * 2 * 7
 
 
+class TestMemory:
+    """What a device of so many bytes keeps between units: three shards of 10, boundaries of 1."""
+
+    def run(self, memory_bytes, **options):
+        settings = {"load_bytes": 10, "boundary_bytes": 1, "gradient_bytes": 10, "num_steps": 2} | options
+        cost = task("a", 1.0, 1.0, 3.0, 3.0, 3.0, **settings)
+        device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=1e9, store_bytes_per_s=1e9)
+        return simulate([cost], [device], double_buffer=False, record=True)
+
+    def test_nothing_stays_without_memory(self):
+        assert self.run(None).devices[0].loaded_bytes == 2 * (5 * 10 + 3 + 2 * 2)
+
+    def test_with_room_for_all_each_version_comes_up_once(self):
+        assert self.run(100).devices[0].loaded_bytes == 2 * (3 * 10 + 1)  # and the batch
+
+    def test_what_is_needed_last_goes_first(self):
+        """Room for two shards: shard 0 goes, with the batch, and they are loaded again for its backward."""
+        assert self.run(25).devices[0].loaded_bytes == 2 * (4 * 10 + 2)
+
+    def test_frozen_shards_stay_from_step_to_step(self):
+        frozen = TaskCost(name="a", unit_s=(1.0, 1.0, 3.0), num_shards=3, num_steps=5, load_bytes=10)
+        found = simulate([frozen], [DeviceCost(memory_bytes=100)])
+        assert found.devices[0].loaded_bytes == 2 * 10 + 5 * 10
+
+    def test_kept_graphs_save_their_forwards(self):
+        """And what a backward would start its forward from; of what is saved, a shard's copy is part."""
+        assert self.run(100).makespan_s == pytest.approx(2 * 11.0)
+        assert self.run(100, graph_bytes=(5, 5, 0)).makespan_s == pytest.approx(2 * 9.0)
+        assert self.run(100, graph_bytes=(5, 5, 0)).devices[0].loaded_bytes == 2 * (3 * 10 + 1)
+        assert self.run(100, graph_bytes=(90, 5, 0)).makespan_s == pytest.approx(2 * 10.0)
+
+    def test_set_up_and_end_are_of_the_makespan(self):
+        assert self.run(100, setup_s=2.0, end_s=0.5).makespan_s == pytest.approx(2 * 11.0 + 2.5)
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
     rng = random.Random(3)

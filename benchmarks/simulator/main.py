@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import gpt, token_batches
 
 LIMIT = 0.10
+MEMORY_BYTES = 2**30
 CORES = 2
 MEASURED_STEPS = 6
 HANDOFF_S = 300e-6  # of a unit: threads that wake one another (benchmarks/overhead)
@@ -85,22 +86,23 @@ WORKLOADS = {
 
 
 def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf"):
-    """The report of a run, planning aside."""
+    """The report of a run, planning aside, and the plan."""
     torch.set_num_threads(1)
-    devices = [EmulatedDevice("1GiB", bandwidth=bandwidth) for _ in range(num_devices)]
+    devices = [EmulatedDevice(MEMORY_BYTES, bandwidth=bandwidth) for _ in range(num_devices)]
     orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy)
     orchestra.verbose = 0
-    orchestra.generate()
+    plan = orchestra.generate()
     report = orchestra.train_models()
     report.raise_failures()
-    return report
+    return report, plan
 
 
 def measured(kind, bandwidth):
     """What a task takes: its bytes, and the seconds of units and of the host in a few steps of it alone."""
     task = kind.task("task", MEASURED_STEPS)
     crossing = bytes_of(task, kind.boundaries)
-    report = trained([task], 1, bandwidth)
+    report, plan = trained([task], 1, bandwidth)
+    graph_bytes = plan.tasks["task"].graph_bytes
     seconds = defaultdict(list)  # by lane, and what of it
     for span in report.spans:
         if span.lane == "compute":
@@ -113,8 +115,16 @@ def measured(kind, bandwidth):
             seconds["commit"].append(span.end_s - span.start_s)
     num_shards = len(kind.boundaries)
     chain = TaskCost(name="", unit_s=[0.0] * (2 * num_shards - 1)).chain
+    unit_s = {unit: median(seconds[unit]) for unit in chain}
+    for kind_of_unit, shard in chain:
+        if kind_of_unit == "b" and graph_bytes[shard]:  # measured without the forward that it otherwise repeats
+            unit_s["b", shard] += unit_s["f", shard]
+    device_spans = [span for span in report.spans if span.lane in ("load", "compute", "store")]
     return crossing | {
-        "unit_s": [median(seconds[unit]) for unit in chain],
+        "unit_s": list(unit_s.values()),
+        "graph_bytes": graph_bytes,
+        "setup_s": min(span.start_s for span in device_spans),
+        "end_s": report.makespan_s - max(span.end_s for span in report.spans),
         "update_s": [median(seconds["update", shard]) for shard in range(num_shards)],
         "commit_s": median(seconds["commit"]),
     }
@@ -125,7 +135,7 @@ def cores_of_two_devices(kind):
     seconds = []
     for num_devices in (1, 2):
         tasks = [kind.task(str(k), MEASURED_STEPS) for k in range(num_devices)]
-        report = trained(tasks, num_devices, None)
+        report, _ = trained(tasks, num_devices, None)
         units = [(Unit.parse(span.label), span) for span in report.spans if span.lane == "compute"]
         seconds.append(median(span.end_s - span.start_s for unit, span in units if unit.step > 0))
     return min(CORES, 2 * seconds[0] / seconds[1])
@@ -159,11 +169,12 @@ def predict(path):
             if key not in costs:
                 costs[key] = measured(*key)
             tasks.append(TaskCost(name=str(k), num_steps=num_steps, **costs[key]))
-        speed = EmulatedDevice("1GiB", bandwidth=workload.bandwidth).link_bytes_per_s()
+        speed = EmulatedDevice(MEMORY_BYTES, bandwidth=workload.bandwidth).link_bytes_per_s()
         device = DeviceCost(
             load_bytes_per_s=speed,
             store_bytes_per_s=speed,
             unit_s=HANDOFF_S,
+            memory_bytes=MEMORY_BYTES,
             copies_compute=workload.bandwidth is None,
         )
         host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=cores)
@@ -178,7 +189,8 @@ def run(name):
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
     tasks = [kind.task(str(k), num_steps) for k, (kind, num_steps) in enumerate(workload.tasks)]
-    print(json.dumps(trained(tasks, workload.num_devices, workload.bandwidth, workload.policy).makespan_s))
+    report, _ = trained(tasks, workload.num_devices, workload.bandwidth, workload.policy)
+    print(json.dumps(report.makespan_s))
 
 
 def main():
