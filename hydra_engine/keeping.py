@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hydra_engine.schedule import FORWARD
 from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
 
 
-def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> int:
-    """The lowest shard whose forward's graph is kept for its backward; the number of shards where none is.
+class Kept(NamedTuple):
+    """What is kept of a step."""
+
+    keeps_from: int  # the lowest shard whose forward's graph is kept for its backward; the number of shards: none is
+    step_s: float  # of the device or its link, whichever takes longer
+
+
+def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> Kept:
+    """Which graphs are worth keeping on a device, and what a step then takes.
 
     Below the shard that the backward begins with, one after the other is needed again soonest. Of what the budget
     leaves beside two slabs and a unit's work, the first may keep graphs, which saves running their forwards again and
@@ -17,7 +26,7 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     """
     shards, num = state.shards, len(state.shards)
     free = memory_bytes - max(state.shard_bytes(shard) for shard in shards) - max(shard.slab_bytes for shard in shards)
-    compute_s = sum(state.unit_s.get(node, 0.0) for node in state.chains[True])
+    compute_s = _compute_s(state)
     loaded = sum(shards[j].slab_bytes for _, j in state.chains[True])
     below = [shard for shard in reversed(shards[:-1]) if shard.index >= state.lowest_backward]
 
@@ -36,7 +45,17 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
         seconds = _step_s(compute_s, loaded - others, link_bytes_per_s)
         if seconds < best:
             best, lowest = seconds, shard.index
-    return lowest
+    return Kept(lowest, best)
+
+
+def least_step_s(state: TaskState) -> float:
+    """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
+    again = sum(state.unit_s.get((FORWARD, shard.index), 0.0) for shard in state.shards if state.may_keep_graph(shard))
+    return _compute_s(state) - again
+
+
+def _compute_s(state: TaskState) -> float:
+    return sum(state.unit_s.get(node, 0.0) for node in state.chains[True])
 
 
 def kept_bytes(state: TaskState, shard: Shard) -> int:

@@ -261,7 +261,8 @@ class ModelOrchestrator:
     def _generate(self) -> Plan:
         check_dram(self._pending)
         budget, num_threads = self._budget(), torch.get_num_threads()
-        plans = [each.make_plan(self._smallest, budget, num_threads, self._devices) for each in self._pending]
+        number = len(self._pending)
+        plans = [each.make_plan(self._smallest, budget, num_threads, self._devices, number) for each in self._pending]
         check_shared_buffers(self._pending)
         self.plan = self._as_plan(plans)
         if self.verbose:
@@ -275,7 +276,8 @@ class ModelOrchestrator:
         """Plan a task while others train."""
         check_dram([planned])
         try:
-            plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices)
+            number = 1 + len(beside)
+            plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
             check_shared_buffers(beside)
         except BaseException:
             planned.reader.close()

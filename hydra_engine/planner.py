@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
@@ -12,7 +13,7 @@ from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
-from hydra_engine.keeping import choose_kept, kept_bytes
+from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
 from hydra_engine.memory import HostPool
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
@@ -30,6 +31,20 @@ from partitioners.precision import DTYPES
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
 UNIT_S = 450e-6
+
+# More micro-batches than memory asks for, under "auto", are for a step that is predicted to be so many times shorter:
+# predictions from one rehearsal are no better than that.
+LEAST_GAIN = 1.05
+
+
+class _Machine(NamedTuple):
+    """What a task is planned for."""
+
+    device: EmulatedDevice  # whose memory is the smallest
+    budget: Budget
+    num_threads: int
+    devices: Sequence[EmulatedDevice]  # that a step may be spread over
+    share: int  # of them, that the task has to itself while all tasks train
 
 
 class PlannedTask:
@@ -49,11 +64,16 @@ class PlannedTask:
         self._input_bytes: list[int] = []  # by layer, of a micro-batch
 
     def make_plan(
-        self, device: EmulatedDevice, budget: Budget, num_threads: int, devices: Sequence[EmulatedDevice] = ()
+        self,
+        device: EmulatedDevice,
+        budget: Budget,
+        num_threads: int,
+        devices: Sequence[EmulatedDevice] = (),
+        num_tasks: int = 1,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
-        device: whose memory is the smallest. devices: that a step may be spread over.
+        device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         """
         batch = self._sample()
         if self.task.model.has_own_forward:
@@ -68,22 +88,52 @@ class PlannedTask:
                     number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
         if self._should_step_on_device(device):
             self.state.step_on_device()
+        machine = _Machine(device, budget, num_threads, devices or [device], max(1, len(devices) // num_tasks))
         while True:
             try:
-                self._cut(number, device, budget, num_threads)
+                self._cut(number, machine)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 if wanted != "auto" or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
-        self.spread_over(devices or [device])
-        self.choose_kept(device)
+        step_s = self._decide(machine)
+        if wanted == "auto" and self.task.trains:
+            number = self._raised(number, step_s, machine)
         return self._plan(number)
 
-    def choose_kept(self, device: EmulatedDevice) -> None:
-        """Decide what is kept on a device between units: graphs of forwards, or shards."""
-        if self.task.trains:
-            self.state.keeps_from = choose_kept(self.state, device.memory_bytes, device.link_bytes_per_s())
+    def _decide(self, machine: _Machine) -> float:
+        """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
+        self.spread_over(machine.devices)
+        if not self.task.trains:
+            return 0.0
+        device, state = machine.device, self.state
+        state.keeps_from, step_s = choose_kept(state, device.memory_bytes, device.link_bytes_per_s())
+        return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
+
+    def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
+        """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.
+
+        Smaller ones leave room to keep more, and can be spread over devices that have no other task.
+        """
+        most, share = self._sample().num_samples, machine.share
+        best = tried = number
+        while step_s > LEAST_GAIN * least_step_s(self.state) / share:
+            tried *= share if tried == 1 and share > 1 else 2
+            if tried > most:
+                break
+            try:
+                self._cut(tried, machine)
+            except (LayerTooLarge, ShardDoesNotFit):
+                break
+            found_s = self._decide(machine)
+            if step_s < LEAST_GAIN * found_s:
+                break
+            best, step_s = tried, found_s
+        if self.state.accumulation_steps != best:
+            self._cut(best, machine)
+            self._decide(machine)
+        return best
 
     @property
     def unit_s(self) -> dict[tuple[str, int], float]:
@@ -183,7 +233,7 @@ class PlannedTask:
         """What the plan is made for."""
         return self.reader.sample(training=self.task.trains)
 
-    def _cut(self, number: int, device: EmulatedDevice, budget: Budget, num_threads: int) -> None:
+    def _cut(self, number: int, machine: _Machine) -> None:
         state = self.state
         costs = self._costs(number)
         batch = self._sample()
@@ -191,7 +241,7 @@ class PlannedTask:
         evaluation = self.reader.sample(training=False) if validates else None
         self.layout.skips = skips_of(costs)
         self._input_bytes = [cost.input_bytes for cost in costs]
-        budget = budget.with_micro_batches(len(batch.micro_batches))
+        budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
@@ -200,7 +250,7 @@ class PlannedTask:
             state.locked = {j for j, (a, b) in enumerate(spans) if any(cost.draws_globally for cost in costs[a:b])}
             draws = any(cost.draws_random for cost in costs)
             try:
-                state.unit_s = rehearse(state, batch, evaluation, device, num_threads, draws=draws)
+                state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
                 state.fitting = frozenset()
                 for each in (batch, evaluation):
                     if each is not None:

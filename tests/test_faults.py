@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import ModelTask
+from hydra_engine.keeping import Kept
 from partitioners import Presharded
 from tests import exact, reference, zoo
 
@@ -137,7 +138,8 @@ KINDS_OF_UNIT = {
 
 def graphs(*, kept):
     """Backwards go on from their forward's graph where it is on the device, or never."""
-    return mock.patch("hydra_engine.planner.choose_kept", return_value=0 if kept else len(trapped_model()[0]))
+    keeps_from = 0 if kept else len(trapped_model()[0])
+    return mock.patch("hydra_engine.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
 
 
 DEVICES = [(1, None, False), (2, 5, False), (1, 5, True)]  # how many, chaos, whether graphs are kept

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.keeping import choose_kept
+from hydra_engine.keeping import Kept, choose_kept, least_step_s
 from hydra_engine.worker import Worker
 from partitioners import Presharded
 from tests import exact, zoo
@@ -16,7 +16,7 @@ from tests.test_exact import assert_engine_equals_plain
 
 
 def everything_kept():
-    return mock.patch("hydra_engine.planner.choose_kept", return_value=0)
+    return mock.patch("hydra_engine.planner.choose_kept", return_value=Kept(0, 1.0))
 
 
 class Backwards:
@@ -96,7 +96,10 @@ class TestChoice:
         self.least = max(map(self.state.shard_bytes, self.state.shards)) + self.slab
 
     def choose(self, free_bytes, link_bytes_per_s=1e12):
-        return choose_kept(self.state, self.least + free_bytes, link_bytes_per_s)
+        return choose_kept(self.state, self.least + free_bytes, link_bytes_per_s).keeps_from
+
+    def predict(self, free_bytes, link_bytes_per_s=1e12):
+        return choose_kept(self.state, self.least + free_bytes, link_bytes_per_s).step_s
 
     def test_a_rehearsal_counts_what_every_forward_saves(self):
         assert {j for j, _ in self.state.graph_bytes} == set(range(7))
@@ -119,9 +122,17 @@ class TestChoice:
         self.state.locked = {5}
         assert self.choose(10**9) == 6
 
+    def test_a_step_takes_what_is_computed_or_loaded(self):
+        # 7 forwards of 1 s, 8 backwards of 3 s; 15 loads.
+        each = self.slab + self.graph
+        assert self.predict(0) == 31
+        assert self.predict(7 * each) == least_step_s(self.state) == 24
+        assert self.predict(0, link_bytes_per_s=self.slab / 10) == 150
+        assert self.predict(7 * each, link_bytes_per_s=self.slab / 10) == 80
+
     def test_one_shard_keeps_nothing(self):
         state = planned_state(1)
-        assert choose_kept(state, 10**9, 1e12) == 1
+        assert choose_kept(state, 10**9, 1e12).keeps_from == 1
 
 
 def test_plan_tells_how_many():

@@ -1,6 +1,7 @@
 """Plans: from a device on which a layer just fits to one that holds the model, by any partitioner, the same bits."""
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
-from partitioners import Balanced, profile, shard_bytes, unit_bytes
+from hydra_engine.events import Spread
+from hydra_engine.planner import PlannedTask
+from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
 from tests.zoo import Block, Embed, next_byte_loss
 
@@ -100,6 +103,68 @@ def test_auto_takes_more_micro_batches_where_one_does_not_fit(costs, partitioner
         same, next_byte_loss, loader(), lr=1e-3, optimizer=torch.optim.AdamW, seed=SEED, accumulation_steps=number
     )
     assert all(map(torch.equal, model.parameters(), same.parameters()))
+
+
+def wide(num_layers=4, num_samples=96):
+    """Layers whose outputs are larger than their weights: what memory holds decides how much runs twice."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(num_layers)]
+    batches = [(torch.randn(num_samples, 64), torch.randint(64, (num_samples,)))]
+    partitioner = Presharded(list(range(1, num_layers + 1)))
+    return ModelTask(layers, F.cross_entropy, batches, 0.1, accumulation_steps="auto", partitioner=partitioner, seed=0)
+
+
+def predicted(step_s):
+    """Predict such seconds for a step by its number of micro-batches; twice as long a step on any memory: none."""
+
+    def decide(planned, machine):
+        return step_s[planned.state.accumulation_steps]
+
+    least = mock.patch("hydra_engine.planner.least_step_s", return_value=min(step_s.values()))
+    return mock.patch.object(PlannedTask, "_decide", decide), least
+
+
+@pytest.mark.parametrize(
+    ("step_s", "number"),
+    [
+        ({1: 1.0}, 1),  # nothing to be gained
+        ({1: 1.0, 2: 0.8, 4: 0.7, 8: 0.69, 16: 0.1}, 4),
+        ({1: 1.0, 2: 0.96, 4: 0.1}, 1),
+    ],
+)
+def test_auto_takes_more_micro_batches_while_a_step_is_predicted_to_be_shorter(step_s, number):
+    decide, least = predicted(step_s)
+    orchestra = orchestra_of(wide(), memory="8MiB")
+    with decide, least:
+        plan = orchestra.generate()
+    [planned] = orchestra._planned
+    assert plan.tasks["task-0"].accumulation_steps == planned.state.accumulation_steps == number
+    assert planned.state.staging_bytes > 0
+
+
+def test_auto_takes_no_more_than_fit():
+    decide, least = predicted({1: 1.0, 2: 0.8, 4: 0.1})
+    orchestra = orchestra_of(wide(), memory="8MiB")
+    cut = PlannedTask._cut
+
+    def limited(planned, number, machine):
+        if number == 4:
+            raise ShardDoesNotFit("no")
+        cut(planned, number, machine)
+
+    with decide, least, mock.patch.object(PlannedTask, "_cut", limited):
+        assert orchestra.generate().tasks["task-0"].accumulation_steps == 2
+
+
+def test_auto_gives_a_device_that_would_idle_a_part_of_each_step():
+    def spreads(task, devices, *, host=None):
+        return tuple(Spread(float(k)) for k in range(1, min(len(devices), task.num_micro_batches) + 1))
+
+    with mock.patch("hydra_engine.planner.predict_spreads", spreads):
+        assert orchestra_of(wide(), memory="8MiB", num_devices=3).generate().tasks["task-0"].accumulation_steps == 3
+        tasks = [wide(), wide()]
+        plan = orchestra_of(*tasks, memory="8MiB", num_devices=3).generate()
+        assert [task.accumulation_steps for task in plan.tasks.values()] == [1, 1]
 
 
 def test_a_layer_that_creates_nothing_takes_nothing():
