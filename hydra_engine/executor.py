@@ -5,19 +5,19 @@ Nothing here copies, waits for a device or touches the host's state, so a unit c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.boundary import Boundary, copy_of
+from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
+from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
@@ -28,147 +28,8 @@ Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
 
 
-@dataclass(kw_only=True)
-class MicroInput:
-    """What one micro-batch of a unit starts from, on the device."""
-
-    value: Boundary
-    random: RandomState  # before the shard's forward
-    target: Boundary | None = None  # last shard
-    weight: float | None = None  # of this micro-batch's loss; None: the plain loss
-    loss_scale: float | None = None  # the loss is multiplied by it before its backward
-    gradients: Sequence[Tensor | None] = ()  # of the shard's output, for a backward
-    tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
-    skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
-    skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes it takes on the device."""
-        target = self.target.tensors if self.target else ()
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        skips += [t for gradients in self.skip_gradients.values() for t in gradients if t is not None]
-        return storage_bytes([*self.value.tensors, *target, *self.gradients, *self.tied.values(), *skips])
-
-
-@dataclass(kw_only=True)
-class MicroOutput:
-    """What one micro-batch of a unit leaves, on the device."""
-
-    random: RandomState  # after the shard's forward
-    value: Boundary | None = None  # forward: what enters the next shard
-    gradients: list[Tensor | None] | None = None  # backward: of what entered this shard
-    tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
-    skips: dict[str, Boundary] = field(default_factory=dict)  # forward: values for shards further up
-    skip_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backward: of those gotten here
-    pieces: dict[int, Tensor | None] = field(default_factory=dict)  # by owned slot: of this micro-batch alone
-    loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that stay on the device until they are stored."""
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
-        gradients += self.pieces.values()
-        return storage_bytes([*(self.value.tensors if self.value else ()), *skips, *gradients])
-
-
-@dataclass(kw_only=True)
-class UnitOutput:
-    """What a unit leaves once all its micro-batches are through, on the device."""
-
-    gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
-    buffers: dict[int, Tensor]
-    stepped: Any = None  # what a step of the optimizer on the device left
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that stay on the device until they are stored."""
-        return storage_bytes([*self.gradients.values(), *self.buffers.values()])
-
-
-def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages behind these tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
-
-
-class _Arrival:
-    """A tensor that arrives from below, and the gradient that leaves it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.gradient: Tensor | None = None
-
-
-class _Arrive(torch.autograd.Function):
-    """Brings a tensor into a graph as a non-leaf, as in plain PyTorch, and catches its gradient as autograd has it.
-
-    A leaf would not do: in-place layers refuse it, and its `.grad` is laid out anew, where the kernels below would get
-    other strides than in plain PyTorch.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arrival: _Arrival) -> Tensor:
-        ctx.arrival = arrival
-        ctx.set_materialize_grads(False)
-        # Not kept: tensor -> graph -> arrival -> tensor would live on until the cyclic collector comes by.
-        tensor, arrival.tensor = arrival.tensor, None
-        assert tensor is not None
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        ctx.arrival.gradient = gradients[0]
-        return None, None
-
-
 def _drop(_: Any) -> Any:
     return None
-
-
-@dataclass(kw_only=True)
-class Graph:
-    """One micro-batch's forward, as autograd has it, until its backward."""
-
-    arrivals: list[_Arrival | None]
-    outputs: list[GradientEdge | None]  # where gradients come in; not the tensors, which nobody needs
-    frame: Frame
-
-
-class Saved:
-    """What autograd saves in a unit's forward, beside the slabs: counted, and kept where asked for."""
-
-    def __init__(self, *, keeps: bool) -> None:
-        self.graphs: list[Graph] | None = [] if keeps else None
-        self.num_bytes = 0
-        # By weak references: an address may be another storage's once what it was is dropped.
-        self._storages: set[StorageWeakRef] = set()
-
-    def begin(self, slabs: Iterable[Tensor]) -> None:
-        """A unit whose parameters are these runs from here on."""
-        self._storages = {_reference(tensor) for tensor in slabs}
-
-    def hooks(self) -> AbstractContextManager[Any]:
-        """Around one micro-batch's forward."""
-        return saved_tensors_hooks(self._pack, _unpacked)
-
-    def _pack(self, tensor: Tensor) -> Tensor | None:
-        reference = _reference(tensor)
-        if reference not in self._storages:
-            self._storages.add(reference)
-            self.num_bytes += tensor.untyped_storage().nbytes()
-        # Not itself: an output that is saved would refer to its graph, and that to it.
-        return None if self.graphs is None else tensor.detach()
-
-
-def _reference(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _unpacked(packed: Any) -> Any:
-    return packed
 
 
 class Executor:
@@ -414,12 +275,12 @@ class Executor:
         tensor = tensor.detach()
         return copy_of(tensor) if tensor.untyped_storage().data_ptr() in self._bound else tensor
 
-    def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[_Arrival | None], list[Tensor]]:
+    def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[Arrival | None], list[Tensor]]:
         arrivals = [
-            _Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad, strict=True)
+            Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad, strict=True)
         ]
         tensors = [
-            tensor if arrival is None else _Arrive.apply(self._anchor, arrival)  # type: ignore[no-untyped-call]
+            tensor if arrival is None else Arrive.apply(self._anchor, arrival)  # type: ignore[no-untyped-call]
             for tensor, arrival in zip(value.tensors, arrivals, strict=True)
         ]
         return arrivals, tensors
@@ -453,7 +314,7 @@ class Executor:
         micro: MicroInput,
         shard: Shard,
         m: int,
-        skips: Mapping[str, tuple[list[_Arrival | None], list[Tensor]]],
+        skips: Mapping[str, tuple[list[Arrival | None], list[Tensor]]],
         frame: Frame,
     ) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors

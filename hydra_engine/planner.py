@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import EmulatedDevice
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
@@ -22,7 +23,7 @@ from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
 from hydra_engine.shard import aligned
-from hydra_engine.simulator import DeviceCost, TaskCost, predict_spreads
+from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
 from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, profile_evaluation, shard_bytes

@@ -25,7 +25,6 @@ and devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -51,7 +50,6 @@ from hydra_engine.events import (
     Read,
     Run,
     ShardUpdated,
-    Spread,
     StepCommitted,
     StopRequested,
     Stored,
@@ -62,148 +60,10 @@ from hydra_engine.events import (
 from hydra_engine.policies import NOT_YET, Candidate, Policy
 from hydra_engine.ready import ReadyQueue
 from hydra_engine.schedule import BACKWARD, FUSED, Unit, part_ranges
+from hydra_engine.scheduled import Part, ScheduledDevice, ScheduledTask
 
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
-
-# Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
-# at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
-NEWEST, MOST_TIMES = 0.3, 2.0
-
-
-@dataclass(eq=False)
-class _Part:
-    """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
-
-    task: _Task
-    index: int = 0
-    share: float = 1.0  # of the batch
-    before: _Part | None = None  # the micro-batches before these
-    after: _Part | None = None
-    position: int = 0  # of the first unit that was not begun
-    computing: _Device | None = None  # has the unit before `position`
-    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
-    near: _Device | None = None  # which computed what is on its way
-    num_passed: int = 0  # by units that came after it and had their shards on the device
-    ready_order: int = 0
-    offer: Unit | None = None  # load-ready
-    key: Any = None  # of the offer
-    claim: _Device | None = None  # who has claimed the offer
-    queue: ReadyQueue[_Part] | None = None  # which the part is in
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a unit is on a device, or on its way to DRAM."""
-        return self.computing is not None or self.storing
-
-    @property
-    def num_stored(self) -> int:
-        """Units of its chain that are through."""
-        return self.position - (self.computing is not None) - self.storing
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether the offered unit waits for no other part's."""
-        task, before = self.task, self.before
-        if before is None or task.chain[self.position] not in task.spread.ordered:
-            return True
-        return before.num_stored > self.position
-
-    def next_unit(self) -> Unit | None:
-        """The unit that could be loaded now."""
-        task = self.task
-        if task.over or self.position >= len(task.chain):
-            return None
-        kind, shard = task.chain[self.position]
-        return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
-
-
-@dataclass(eq=False)
-class _Task:
-    added: TaskAdded
-    order: int
-    chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
-    parts: list[_Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
-    step: int = 0
-    training: bool = True
-    committing: bool = False
-    fitting: bool = False
-    misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
-    has_read: bool = False  # the batch after this one was asked for
-    stale: set[int] = field(default_factory=set)  # shards whose update is not through
-    next_batch: BatchReady | None = None
-    ended: bool = False  # no more batches
-    over: bool = False  # failed or stopped: begins nothing more
-    finished: bool = False
-    num_steps_done: int = 0
-    unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
-    step_s: float = 0.0  # of a training batch
-    left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
-    counted_s: float = 0.0  # of what is left, in the scheduler's sum
-    used_s: float = 0.0
-    served_order: int = 0
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a unit of any part is on a device, or on its way to DRAM."""
-        return any(part.under_way for part in self.parts)
-
-    @property
-    def spread(self) -> Spread:
-        """How the batch in progress is spread."""
-        return self.added.spreads[len(self.parts) - 1]
-
-    def num_stored(self) -> int:
-        """Units of the chain that are through in every part."""
-        if len(self.parts) == 1:
-            return self.parts[0].num_stored
-        return min(part.num_stored for part in self.parts)
-
-    def is_fresh(self, shard: int) -> bool:
-        return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
-
-    def estimate(self) -> None:
-        """Add up a new chain's times. They are not measured again before their unit is through."""
-        left_s = [0.0]
-        for node in reversed(self.chain):
-            left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
-        self.left_s = left_s[::-1]
-        in_training = self.training and bool(self.chain)
-        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
-
-    def remaining_s(self) -> float:
-        """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
-        num_steps = self.added.num_steps
-        if num_steps is None:  # the loader does not say: as many again as so far
-            num_steps = 2 * self.num_steps_done + 2
-        to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
-        if not self.chain:
-            left_s = 0.0
-        elif len(self.parts) == 1:
-            left_s = self.left_s[self.parts[0].position]
-        else:
-            left_s = sum(part.share * self.left_s[part.position] for part in self.parts)
-        return to_come * self.step_s + left_s
-
-    def measured(self, node: tuple[str, int], seconds: float) -> None:
-        """Take a measurement of a unit into its estimate."""
-        estimate = self.unit_s.get(node, 0.0)
-        if estimate <= 0:
-            self.unit_s[node] = seconds
-            return
-        seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
-        self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
-
-
-@dataclass(eq=False)
-class _Device:
-    index: int
-    running: Unit | None = None
-    part: _Part | None = None  # whose unit is running
-    claim: _Part | None = None  # whose offer is claimed
-    near: dict[_Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
-    in_idle: bool = False
-    in_wanting: bool = False
 
 
 class Scheduler:
@@ -221,21 +81,21 @@ class Scheduler:
         self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
         self._policy_is_longest_first = getattr(policy, "longest_first", False)
         self._double_buffer = double_buffer
-        self._tasks: dict[str, _Task] = {}
-        self._devices: dict[int, _Device] = {}
+        self._tasks: dict[str, ScheduledTask] = {}
+        self._devices: dict[int, ScheduledDevice] = {}
         self._out: list[Instruction] = []
         self._num_unfinished = 0
-        self._numbers: dict[_Task, int] | None = {}  # devices by task; None: to be solved anew
+        self._numbers: dict[ScheduledTask, int] | None = {}  # devices by task; None: to be solved anew
         self._ready_count = 0
         self._served_count = 0
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
-        self._ready: ReadyQueue[_Part] = ReadyQueue()  # run-ready, unclaimed
-        self._claimed: ReadyQueue[_Part] = ReadyQueue()  # run-ready, claimed
-        self._loadable: ReadyQueue[_Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
+        self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
+        self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
+        self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
         self._idle: list[int] = []  # heaps, with devices that are no more among them
         self._wanting: list[int] = []
-        self._touched: dict[_Device, None] = {}  # to be looked at for what only they could take
+        self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
         self._handlers: dict[type, Callable[..., None]] = {
             TaskAdded: self._task_added,
             BatchReady: self._batch_ready,
@@ -281,18 +141,18 @@ class Scheduler:
     # -- events
 
     def _task_added(self, event: TaskAdded) -> None:
-        task = _Task(event, order=len(self._tasks), unit_s=dict(event.unit_s))
+        task = ScheduledTask(event, order=len(self._tasks), unit_s=dict(event.unit_s))
         task.used_s = self._share_s * event.weight
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
         self._numbers = None
-        task.parts = [_Part(task)]
+        task.parts = [Part(task)]
         self._refresh_all(task)  # it counts from now on
         self._out.append(Read(event.task))
 
     def _device_added(self, event: DeviceAdded) -> None:
-        device = self._devices[event.device] = _Device(event.device)
+        device = self._devices[event.device] = ScheduledDevice(event.device)
         self._numbers = None
         self._free(device)
 
@@ -306,7 +166,7 @@ class Scheduler:
         task.ended = True
         self._advance(task)
 
-    def _part(self, unit: Unit) -> _Part:
+    def _part(self, unit: Unit) -> Part:
         return self._tasks[unit.task].parts[unit.part]
 
     def _computed(self, event: Computed) -> None:
@@ -324,7 +184,7 @@ class Scheduler:
         self._free(device)
         self._refresh(part)
 
-    def _through(self, part: _Part) -> None:
+    def _through(self, part: Part) -> None:
         """Nothing of the part is on its way to DRAM any more."""
         part.storing = False
         if part.near is not None:
@@ -345,7 +205,7 @@ class Scheduler:
         if part.after is not None and part.after.offer is not None:
             self._refresh(part.after)  # it may have waited for this
 
-    def _stored_whole(self, task: _Task, node: tuple[str, int]) -> None:
+    def _stored_whole(self, task: ScheduledTask, node: tuple[str, int]) -> None:
         """Every part of a unit is in DRAM."""
         kind, shard = node
         has_gradients = kind in (FUSED, BACKWARD) and shard in task.added.updates
@@ -356,7 +216,7 @@ class Scheduler:
         if ends_forward and not task.over:
             self._read(task)
 
-    def _commit(self, task: _Task) -> None:
+    def _commit(self, task: ScheduledTask) -> None:
         """Commit a step whose units are all through, and the updates that were released early."""
         num_units = len(task.chain)
         is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
@@ -364,7 +224,7 @@ class Scheduler:
             task.committing = True
             self._out.append(Commit(task.added.task, task.training))
 
-    def _read(self, task: _Task) -> None:
+    def _read(self, task: ScheduledTask) -> None:
         """Ask for the next batch, once."""
         if not task.has_read:
             task.has_read = True
@@ -436,20 +296,20 @@ class Scheduler:
         for task in self._tasks.values():
             self._end(task)
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""
         task.over = True
         task.misfit = None
         self._revoke(task)
         self._advance(task)
 
-    def _revoke(self, task: _Task) -> None:
+    def _revoke(self, task: ScheduledTask) -> None:
         for part in task.parts:
             if part.claim is not None:
                 self._drop(part.claim)
         self._refresh_all(task)
 
-    def _advance(self, task: _Task) -> None:
+    def _advance(self, task: ScheduledTask) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
         if task.finished or task.committing or task.fitting or task.under_way or (task.chain and not task.over):
             return
@@ -481,7 +341,7 @@ class Scheduler:
             self._out.append(Begin(task.added.task, task.step, num_parts))
             self._begin_chain(task, num_parts, batch.num_micro_batches)
 
-    def _num_devices_for(self, task: _Task) -> int:
+    def _num_devices_for(self, task: ScheduledTask) -> int:
         """Devices that the task's steps are spread over, as long as tasks and devices are the same ones."""
         if self._num_unfinished >= len(self._devices):
             return 1
@@ -493,12 +353,12 @@ class Scheduler:
             self._numbers = dict(zip(tasks, numbers, strict=True))
         return self._numbers[task]
 
-    def _begin_chain(self, task: _Task, num_parts: int, num_micro_batches: int = 1) -> None:
+    def _begin_chain(self, task: ScheduledTask, num_parts: int, num_micro_batches: int = 1) -> None:
         for part in task.parts:
             assert part.queue is None, part
         task.chain = task.added.training if task.training else task.added.evaluation
         sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
-        task.parts = [_Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
+        task.parts = [Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
         for before, after in pairwise(task.parts):
             before.after, after.before = after, before
         task.estimate()
@@ -508,22 +368,22 @@ class Scheduler:
 
     # -- what tasks offer
 
-    def _refresh_all(self, task: _Task) -> None:
+    def _refresh_all(self, task: ScheduledTask) -> None:
         self._count(task)
         for part in task.parts:
             self._put_in_place(part)
 
-    def _refresh(self, part: _Part) -> None:
+    def _refresh(self, part: Part) -> None:
         """Put what a part offers where it belongs, after anything about it has changed."""
         self._count(part.task)
         self._put_in_place(part)
 
-    def _count(self, task: _Task) -> None:
+    def _count(self, task: ScheduledTask) -> None:
         remaining_s = 0.0 if task.over or task.finished else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
 
-    def _put_in_place(self, part: _Part) -> None:
+    def _put_in_place(self, part: Part) -> None:
         if part.queue is not None:
             part.queue.discard(part)
             part.queue = None
@@ -548,11 +408,11 @@ class Scheduler:
         if only is not None:
             self._touched[only] = None
 
-    def _put(self, queue: ReadyQueue[_Part], part: _Part) -> None:
+    def _put(self, queue: ReadyQueue[Part], part: Part) -> None:
         part.queue = queue
         queue.put(part, part.key)
 
-    def _key(self, part: _Part) -> Any:
+    def _key(self, part: Part) -> Any:
         task, added = part.task, part.task.added
         candidate = Candidate(
             added.task,
@@ -586,10 +446,10 @@ class Scheduler:
             self._claim_best(wanting, ())
         self._touched = {}
 
-    def _is_wanting(self, device: _Device) -> bool:
+    def _is_wanting(self, device: ScheduledDevice) -> bool:
         return device.claim is None and (device.running is None or self._double_buffer)
 
-    def _free(self, device: _Device) -> None:
+    def _free(self, device: ScheduledDevice) -> None:
         """Enter a device where devices are looked for, after it lost its unit or its claim."""
         if device.running is None and not device.in_idle:
             device.in_idle = True
@@ -599,7 +459,7 @@ class Scheduler:
             heappush(self._wanting, device.index)
         self._touched[device] = None
 
-    def _lowest(self, heap: list[int]) -> _Device | None:
+    def _lowest(self, heap: list[int]) -> ScheduledDevice | None:
         """The first device that is idle, or that wants a claim."""
         while heap:
             device = self._devices[heap[0]]
@@ -612,13 +472,13 @@ class Scheduler:
                 device.in_wanting = False
         return None
 
-    def _own_offers(self, device: _Device) -> Iterable[_Part]:
+    def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
         """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
         if device.part is not None:
             yield device.part
         yield from device.near
 
-    def _run_own(self, device: _Device) -> None:
+    def _run_own(self, device: ScheduledDevice) -> None:
         """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first.
 
         A claim has to stand back for a task on the critical path, which any wait would make longer.
@@ -638,29 +498,29 @@ class Scheduler:
         is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
         self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
 
-    def _is_critical(self, task: _Task) -> bool:
+    def _is_critical(self, task: ScheduledTask) -> bool:
         """Whether the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * len(self._devices) >= self._remaining_s
 
-    def _run_best(self, device: _Device) -> None:
+    def _run_best(self, device: ScheduledDevice) -> None:
         part = self._best(self._ready, device) or self._best(self._claimed, device)
         assert part is not None
         self._run(device, part)
 
-    def _best(self, queue: ReadyQueue[_Part], device: _Device) -> _Part | None:
+    def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
         if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:
             return best
         return self._first(queue.first(MOST_LOOKED_AT), device)
 
-    def _first(self, parts: Sequence[_Part], device: _Device) -> _Part:
+    def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:
         """Who goes first of some parts, on this device."""
         is_resident = self._is_resident
         if is_resident is None:
             return min(parts, key=lambda part: part.key)
 
-        def order(part: _Part) -> tuple[Any, ...]:
+        def order(part: Part) -> tuple[Any, ...]:
             assert part.offer is not None
             is_there = is_resident(device.index, part.offer.task, part.offer.shard)
             priority = part.key[0]  # goes before what is on the device
@@ -668,7 +528,7 @@ class Scheduler:
 
         return min(parts, key=order)
 
-    def _claim_best(self, device: _Device, own: Iterable[_Part]) -> None:
+    def _claim_best(self, device: ScheduledDevice, own: Iterable[Part]) -> None:
         """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
         if not self._is_wanting(device):
             return
@@ -683,7 +543,7 @@ class Scheduler:
             self._out.append(Load(device.index, part.offer))
             self._refresh(part)
 
-    def _run(self, device: _Device, part: _Part) -> None:
+    def _run(self, device: ScheduledDevice, part: Part) -> None:
         unit, task = part.offer, part.task
         assert unit is not None
         if part.claim is not device:
@@ -709,7 +569,7 @@ class Scheduler:
         self._refresh(part)
         self._free(device)
 
-    def _drop(self, device: _Device) -> None:
+    def _drop(self, device: ScheduledDevice) -> None:
         part = device.claim
         assert part is not None
         assert part.offer is not None

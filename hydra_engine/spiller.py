@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for
 from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
-from hydra_engine.executor import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit

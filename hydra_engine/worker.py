@@ -16,106 +16,32 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice, Slab
+from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
-from hydra_engine.executor import Executor, Graph, MicroInput, MicroOutput, Modes, Saved, UnitOutput
+from hydra_engine.executor import Executor, Modes
+from hydra_engine.graphs import Graph, Saved
 from hydra_engine.ledger import Ticket
+from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
+from hydra_engine.schedule import BACKWARD, FORWARD, Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import Region, TaskState, UnitBytes
 from hydra_engine.trace import Trace
+from hydra_engine.work import GivenUp, Loading, Work
 from partitioners import MemoryMeter
 
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
-
-
-class _GivenUp(RuntimeError):
-    """A unit that was on its way when its run closed."""
-
-
-class _Loading:
-    """A slab that is being filled, or was: for every unit that needs it."""
-
-    def __init__(self, load: Callable[[], Slab], *, late: bool) -> None:
-        self.slab: Promise[Slab] = Promise()
-        self.is_late = late  # so small that it is loaded when the first unit runs, by the lane that computes
-        self._load = load
-
-    @property
-    def is_whole(self) -> bool:
-        return self.slab.is_done and self.slab.is_kept()
-
-    def load(self) -> None:
-        """Fill it. Of no unit's errors: others may need it."""
-        try:
-            self.slab.keep(self._load())
-        except BaseException as error:
-            self.slab.give_up(error)
-
-
-class _Work:
-    """One unit on its way through a device."""
-
-    def __init__(self, unit: Unit, state: TaskState) -> None:
-        self.unit = unit
-        self.label = str(unit)
-        self.state = state
-        self.shard = state.shards[unit.shard]
-        self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
-        self.beside_bytes = self.shard.buffer_bytes  # granted with the slabs
-        self.beside_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
-        parts = state.staging.parts
-        self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
-        self.goes_on = parts is not None and parts.in_sums and unit.part > 0 and unit.kind in (FUSED, BACKWARD)
-        self.in_pieces = parts is not None and not parts.in_sums and unit.part > 0
-        self.beside_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
-        self.regions = state.regions(self.shard)
-        self.slabs: dict[Region, _Loading] = {}  # pinned
-        self.slab_granted = False
-        self.admitted = False  # its jobs are in the lanes, and the last of them ends it
-        self.error: BaseException | None = None  # the first
-        self.where = ""
-        # From here on known when it runs.
-        self.after: Promise[None] | None = None  # the unit before it, where that is still on its way to DRAM
-        self.stored: Promise[None] = Promise()
-        self.signature: tuple[Any, ...] = ()
-        self.known: UnitBytes | None = None
-        self.held_bytes = 0  # granted beside all that
-        self.views: dict[int, Tensor] = {}  # parameters in the slabs
-        self.buffers: dict[int, Tensor] = {}  # come with the first input
-        self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
-        self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
-        self.inputs: list[Promise[MicroInput] | None] = []
-        self.saved: Saved | None = None  # counts or keeps what a forward saves
-        self.graph_bytes = 0  # granted for that
-        self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned
-        self.graphs: Sequence[Graph] = ()
-        self.entered: list[tuple[Tensor, int]] = []  # of the micro-batch in progress, with versions
-        self.stores: list[Promise[None]] = []
-        self.output: UnitOutput | None = None
-        self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
-        self.input_bytes = 0
-        self.output_bytes = 0
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.end - self.first
-
-    def fail(self, error: BaseException, where: str = "") -> None:
-        if self.error is None:
-            self.error, self.where = error, where
 
 
 class Worker:
@@ -129,9 +55,9 @@ class Worker:
         self._residents = Residents(device.ledger)
         self._spiller = Spiller(device, self._residents)
         self._executors: dict[str, Executor] = {}
-        self._claims: dict[Unit, tuple[_Work, Ticket]] = {}
+        self._claims: dict[Unit, tuple[Work, Ticket]] = {}
         self._stored: dict[tuple[str, int], Promise[None]] = {}  # by (task, part), of the last unit that was run here
-        self._outstanding: set[_Work] = set()  # from load to stored or dropped
+        self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
     def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
@@ -159,7 +85,7 @@ class Worker:
 
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
-        work = _Work(unit, state)
+        work = Work(unit, state)
 
         def wanted() -> int:
             missing = [region.num_bytes for region in work.regions if region.key not in self._residents]
@@ -192,18 +118,18 @@ class Worker:
         is_loading = any(not loading.is_late for loading in work.slabs.values())
         self.device.submit(LOAD, f"drop {unit}", free, at_once=not is_loading)
 
-    def _pinned(self, work: _Work, region: Region) -> _Loading:
+    def _pinned(self, work: Work, region: Region) -> Loading:
         """A region of a unit's shard, as it is on the device, or on its way there from now on."""
         state, shard, residents = work.state, work.shard, self._residents
 
         def next_use_s() -> float:
             return state.region_next_use_s(shard, region)
 
-        found: _Loading | None = residents.pin(region.key, state.name, next_use_s)
+        found: Loading | None = residents.pin(region.key, state.name, next_use_s)
         if found is not None:
             return found
         is_late = self.device.copies_at_once(sum(each.num_bytes for each in work.regions))
-        loading = _Loading(partial(self._spiller.load_slab, state, shard, region.trainable), late=is_late)
+        loading = Loading(partial(self._spiller.load_slab, state, shard, region.trainable), late=is_late)
 
         def dispose() -> None:
             if loading.is_whole:
@@ -226,13 +152,13 @@ class Worker:
             self.drop(unit)
         with self._changed:
             for work in self._outstanding:
-                work.fail(_GivenUp(f"{work.unit} was given up: the run is closing"))
+                work.fail(GivenUp(f"{work.unit} was given up: the run is closing"))
             self._outstanding = {work for work in self._outstanding if work.slab_granted and work.admitted}
         self.settle()
         self._residents.forget()
         self.device.close()
 
-    def _over(self, work: _Work) -> None:
+    def _over(self, work: Work) -> None:
         with self._changed:
             self._outstanding.discard(work)
             self._changed.notify_all()
@@ -259,7 +185,7 @@ class Worker:
             )
         )
 
-    def _with_graphs(self, work: _Work, wanted: int) -> int:
+    def _with_graphs(self, work: Work, wanted: int) -> int:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
         num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
@@ -287,22 +213,22 @@ class Worker:
         work.graph_key, work.graphs, work.signature, work.known = key, found, signature, known
         return wanted
 
-    def _refused(self, work: _Work, error: Exception) -> None:
+    def _refused(self, work: Work, error: Exception) -> None:
         work.fail(error)
         self.device.ledger.activate()
         self._admitted(work, 0)
 
-    def _admitted(self, work: _Work, num_bytes: int) -> None:
+    def _admitted(self, work: Work, num_bytes: int) -> None:
         work.admitted = True
         work.held_bytes = num_bytes
         work.inputs = [Promise() for _ in range(work.num_micro_batches)]
         self.device.submit(COMPUTE, work.label, partial(self._compute, work))
 
-    def _submit(self, lane: str, work: _Work, promise: Promise[T], job: Callable[[], T]) -> None:
+    def _submit(self, lane: str, work: Work, promise: Promise[T], job: Callable[[], T]) -> None:
         """Queue part of a unit."""
         self.device.submit(lane, work.label, lambda: self._do(lane, work, promise, job))
 
-    def _do(self, lane: str, work: _Work, promise: Promise[T], job: Callable[[], T]) -> None:
+    def _do(self, lane: str, work: Work, promise: Promise[T], job: Callable[[], T]) -> None:
         """Part of a unit; where the unit has failed, it fails too without being run."""
         try:
             if work.error is not None:
@@ -312,12 +238,12 @@ class Worker:
             work.fail(error, f"{lane} lane")
             promise.give_up(error)
 
-    def _submit_input(self, work: _Work, m: int) -> None:
+    def _submit_input(self, work: Work, m: int) -> None:
         promise = work.inputs[m - work.first]
         assert promise is not None
         self._submit(LOAD, work, promise, lambda: self._load_input(work, m))
 
-    def _load_input(self, work: _Work, m: int) -> MicroInput:
+    def _load_input(self, work: Work, m: int) -> MicroInput:
         if m == work.first:
             work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part)
             if work.goes_on:
@@ -329,7 +255,7 @@ class Worker:
         work.input_bytes = max(work.input_bytes, micro.num_bytes)
         return micro
 
-    def _bring_first(self, work: _Work) -> None:
+    def _bring_first(self, work: Work) -> None:
         """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
 
         In the compute lane, which has nothing else to do: the load lane must not stand still for it, and waking one
@@ -348,14 +274,14 @@ class Worker:
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
 
-    def _inputs(self, work: _Work) -> Iterator[MicroInput]:
+    def _inputs(self, work: Work) -> Iterator[MicroInput]:
         for m in range(work.first, work.end):
             if m + 1 < work.end:
                 self._submit_input(work, m + 1)
             # No name here holds the input: two are charged, this one and the next.
             yield self._take_input(work, m)
 
-    def _take_input(self, work: _Work, m: int) -> MicroInput:
+    def _take_input(self, work: Work, m: int) -> MicroInput:
         k = m - work.first
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
@@ -364,7 +290,7 @@ class Worker:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
 
-    def _emit(self, work: _Work, m: int, out: MicroOutput) -> None:
+    def _emit(self, work: Work, m: int, out: MicroOutput) -> None:
         entered, work.entered = work.entered, []
         if entered and all(tensor._version == version for tensor, version in entered):  # no layer worked in place on it
             self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered])
@@ -382,12 +308,12 @@ class Worker:
             # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
             stored.result()
 
-    def _store_micro(self, work: _Work, m: int, out: MicroOutput) -> None:
+    def _store_micro(self, work: Work, m: int, out: MicroOutput) -> None:
         self._spiller.store_micro(work.state, work.unit.kind, work.shard, m, out)
         self._spiller.keep_output(work.state, work.shard, m, out)
 
     @contextmanager
-    def _metered(self, work: _Work) -> Iterator[None]:
+    def _metered(self, work: Work) -> Iterator[None]:
         """Count what the unit creates."""
         ledger = self.device.ledger
 
@@ -410,7 +336,7 @@ class Worker:
             ledger.settle(work.held_bytes, needed)
             work.held_bytes = needed
 
-    def _compute(self, work: _Work) -> None:
+    def _compute(self, work: Work) -> None:
         executor = self._executors[work.unit.task]
         start_s = self._trace.now_s()
         output: UnitOutput | None = None
@@ -472,7 +398,7 @@ class Worker:
 
     def _step(
         self,
-        work: _Work,
+        work: Work,
         stepper: DeviceStepper,
         parameters: Sequence[nn.Parameter],
         gradients: dict[int, Tensor | None],
@@ -481,7 +407,7 @@ class Worker:
         assert loaded is not None
         return stepper.step(work.shard, loaded, parameters, gradients)
 
-    def _settle_graphs(self, work: _Work) -> None:
+    def _settle_graphs(self, work: Work) -> None:
         """Leave a forward's graphs to its backward, with the slabs that they refer to; free those that are through."""
         state, shard, saved = work.state, work.shard, work.saved
         if work.graph_key is not None:
@@ -511,14 +437,14 @@ class Worker:
             work.held_bytes -= work.graph_bytes
         work.saved = None
 
-    def _let_go(self, work: _Work) -> None:
+    def _let_go(self, work: Work) -> None:
         """Leave a unit's shard to the next one that needs it, or give its slabs back."""
         work.views = {}
         while work.slabs:
             region, loading = work.slabs.popitem()
             self._residents.unpin(region.key, is_whole=loading.is_whole and work.error is None)
 
-    def _store(self, work: _Work, kept_bytes: int, computed: Computed | None = None) -> None:
+    def _store(self, work: Work, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
         unit, output = work.unit, work.output
         stays_bytes = 0

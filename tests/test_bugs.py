@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Skips
-from hydra_engine.executor import MicroInput
+from hydra_engine.micro_batch import MicroInput
 from partitioners import Presharded
 from tests import reference, zoo
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine.boundary import Boundary, copy_of
-from hydra_engine.executor import Executor, MicroInput
+from hydra_engine.executor import Executor
+from hydra_engine.micro_batch import MicroInput
 from hydra_engine.randomness import Stream, capture, install, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Structure

@@ -1,0 +1,168 @@
+"""What tasks, devices and the host take, for a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCost:
+    """What a task takes.
+
+    Args:
+        name: of the task; unique in a simulation.
+        unit_s: seconds of each unit of a step, in order, on a device of speed 1: f0 ... fb(n-1) ... b0; as many
+            backward units less as lower shards have nothing to train.
+        num_steps: steps that it trains.
+        num_shards: 0: the fewest that so many units make.
+        load_bytes: of each shard's parameters, as they cross the link; one number for all shards alike.
+        boundary_bytes: of what enters each shard, and of its gradient; one number for all alike.
+        gradient_bytes: of each shard's gradients.
+        update_s: seconds of each shard's optimizer step on the host.
+        commit_s: seconds of a step's commit on the host.
+        read_s: seconds of reading a batch; the next one is read while one is computed.
+        setup_s: seconds of taking the task in, before a run begins. end_s: seconds of giving its model back.
+        work_bytes: that units of each shard take on a device, beside its parameters.
+        graph_bytes: that a forward of each shard takes to keep what its backward needs; 0: it is run again.
+        num_micro_batches: that a step is made of: it may be spread over as many devices.
+        ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
+            whose forward changes buffers.
+        priority: as `ModelTask`'s. weight: as `ModelTask`'s.
+    """
+
+    name: str
+    unit_s: Sequence[float]
+    num_steps: int = 1
+    num_shards: int = 0
+    load_bytes: Sequence[float] | float = 0
+    boundary_bytes: Sequence[float] | float = 0
+    gradient_bytes: Sequence[float] | float = 0
+    update_s: Sequence[float] | float = 0.0
+    commit_s: float = 0.0
+    read_s: float = 0.0
+    setup_s: float = 0.0
+    end_s: float = 0.0
+    work_bytes: Sequence[float] | float = 0
+    graph_bytes: Sequence[float] | float = 0
+    num_micro_batches: int = 1
+    ordered: frozenset[tuple[str, int]] = frozenset()
+    priority: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.unit_s:
+            raise ValueError(f"unit_s of {self.name}: empty; give the seconds of each unit of a step")
+        if self.num_shards == 0:
+            object.__setattr__(self, "num_shards", len(self.unit_s) // 2 + 1)
+        if not self.num_shards <= len(self.unit_s) < 2 * self.num_shards:
+            raise ValueError(
+                f"num_shards of {self.name}: {self.num_shards} with {len(self.unit_s)} units, limit: from a half of "
+                f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
+            )
+        by_shard = ("load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes")
+        for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
+            value = getattr(self, name)
+            values = [value] if isinstance(value, (int, float)) else value
+            if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in values):
+                raise ValueError(f"{name} of {self.name}: {value!r}, limit: finite numbers, at least 0")
+            if name in by_shard and len(values) not in (1, self.num_shards):
+                raise ValueError(
+                    f"{name} of {self.name}: {len(values)} values for {self.num_shards} shards; give one for each, or "
+                    f"one number for all"
+                )
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps of {self.name}: {self.num_steps}, at least 1")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches of {self.name}: {self.num_micro_batches}, at least 1")
+        if not self.weight > 0:
+            raise ValueError(f"weight of {self.name}: {self.weight}, limit: above 0")
+
+    @property
+    def lowest_backward(self) -> int:
+        """The lowest shard that has something to train."""
+        return 2 * self.num_shards - 1 - len(self.unit_s)
+
+    @property
+    def chain(self) -> tuple[tuple[str, int], ...]:
+        """(kind, shard) of a step's units, in order."""
+        return training_chain(self.num_shards, self.lowest_backward)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step's units."""
+        return sum(self.unit_s)
+
+    @property
+    def least_step_s(self) -> float:
+        """Seconds of a step's units where every forward that can be is kept for its backward."""
+        unit_s = dict(zip(self.chain, self.unit_s, strict=True))
+        again = [j for kind, j in self.chain if kind == BACKWARD and self.of_shard("graph_bytes", j)]
+        return sum(self.unit_s) - sum(min(unit_s[FORWARD, j], unit_s[BACKWARD, j]) for j in again)
+
+    def of_shard(self, name: str, shard: int) -> float:
+        """One of the figures by shard."""
+        value = getattr(self, name)
+        return float(value if isinstance(value, (int, float)) else value[shard])
+
+    def input_bytes(self, kind: str, shard: int) -> float:
+        """What a unit starts from: the boundary below it, and in a backward the gradient from above."""
+        num_bytes = self.of_shard("boundary_bytes", shard)
+        return num_bytes + (self.of_shard("boundary_bytes", shard + 1) if kind == BACKWARD else 0.0)
+
+    def output_bytes(self, kind: str, shard: int) -> float:
+        """What a unit leaves beside gradients of parameters: the boundary above it, or the gradient of that below."""
+        if kind == FORWARD:
+            return self.of_shard("boundary_bytes", shard + 1)
+        assert kind in (FUSED, BACKWARD)
+        return self.of_shard("boundary_bytes", shard) if shard > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCost:
+    """What a device takes.
+
+    Args:
+        speed: units take their seconds divided by this.
+        load_bytes_per_s: of the link from DRAM; None: copies take no time.
+        store_bytes_per_s: of the link to DRAM.
+        unit_s: seconds of each unit beside its own: launches, threads that wake each other.
+        memory_bytes: what units leave of it keeps shards, boundaries and graphs, until what is needed sooner takes it;
+            None: nothing stays.
+        copies_compute: copies keep a core of the host busy, as those of an emulated device without a link do.
+    """
+
+    speed: float = 1.0
+    load_bytes_per_s: float | None = None
+    store_bytes_per_s: float | None = None
+    unit_s: float = 0.0
+    memory_bytes: float | None = None
+    copies_compute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("speed", "load_bytes_per_s", "store_bytes_per_s", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """What the host has.
+
+    Args:
+        optimizer_threads: commits and updates at a time.
+        cores: shared by the units of emulated devices, their copies and the optimizer; None: enough for all.
+    """
+
+    optimizer_threads: int = 1
+    cores: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer_threads < 1:
+            raise ValueError(f"optimizer_threads: {self.optimizer_threads}, at least 1")
+        if self.cores is not None and not self.cores > 0:
+            raise ValueError(f"cores: {self.cores}, limit: above 0; None for enough")

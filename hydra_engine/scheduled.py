@@ -1,0 +1,149 @@
+"""What a scheduler knows: how far tasks and the parts of their steps are, and what devices have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra_engine.events import BatchReady, Spread, TaskAdded
+from hydra_engine.ready import ReadyQueue
+from hydra_engine.schedule import Unit
+
+# Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
+# at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
+NEWEST, MOST_TIMES = 0.3, 2.0
+
+
+@dataclass(eq=False)
+class Part:
+    """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
+
+    task: ScheduledTask
+    index: int = 0
+    share: float = 1.0  # of the batch
+    before: Part | None = None  # the micro-batches before these
+    after: Part | None = None
+    position: int = 0  # of the first unit that was not begun
+    computing: ScheduledDevice | None = None  # has the unit before `position`
+    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
+    near: ScheduledDevice | None = None  # which computed what is on its way
+    num_passed: int = 0  # by units that came after it and had their shards on the device
+    ready_order: int = 0
+    offer: Unit | None = None  # load-ready
+    key: Any = None  # of the offer
+    claim: ScheduledDevice | None = None  # who has claimed the offer
+    queue: ReadyQueue[Part] | None = None  # which the part is in
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit is on a device, or on its way to DRAM."""
+        return self.computing is not None or self.storing
+
+    @property
+    def num_stored(self) -> int:
+        """Units of its chain that are through."""
+        return self.position - (self.computing is not None) - self.storing
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the offered unit waits for no other part's."""
+        task, before = self.task, self.before
+        if before is None or task.chain[self.position] not in task.spread.ordered:
+            return True
+        return before.num_stored > self.position
+
+    def next_unit(self) -> Unit | None:
+        """The unit that could be loaded now."""
+        task = self.task
+        if task.over or self.position >= len(task.chain):
+            return None
+        kind, shard = task.chain[self.position]
+        return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
+
+
+@dataclass(eq=False)
+class ScheduledTask:
+    added: TaskAdded
+    order: int
+    chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
+    parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
+    step: int = 0
+    training: bool = True
+    committing: bool = False
+    fitting: bool = False
+    misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
+    has_read: bool = False  # the batch after this one was asked for
+    stale: set[int] = field(default_factory=set)  # shards whose update is not through
+    next_batch: BatchReady | None = None
+    ended: bool = False  # no more batches
+    over: bool = False  # failed or stopped: begins nothing more
+    finished: bool = False
+    num_steps_done: int = 0
+    unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    step_s: float = 0.0  # of a training batch
+    left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
+    counted_s: float = 0.0  # of what is left, in the scheduler's sum
+    used_s: float = 0.0
+    served_order: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit of any part is on a device, or on its way to DRAM."""
+        return any(part.under_way for part in self.parts)
+
+    @property
+    def spread(self) -> Spread:
+        """How the batch in progress is spread."""
+        return self.added.spreads[len(self.parts) - 1]
+
+    def num_stored(self) -> int:
+        """Units of the chain that are through in every part."""
+        if len(self.parts) == 1:
+            return self.parts[0].num_stored
+        return min(part.num_stored for part in self.parts)
+
+    def is_fresh(self, shard: int) -> bool:
+        return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
+
+    def estimate(self) -> None:
+        """Add up a new chain's times. They are not measured again before their unit is through."""
+        left_s = [0.0]
+        for node in reversed(self.chain):
+            left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
+        self.left_s = left_s[::-1]
+        in_training = self.training and bool(self.chain)
+        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
+
+    def remaining_s(self) -> float:
+        """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
+        num_steps = self.added.num_steps
+        if num_steps is None:  # the loader does not say: as many again as so far
+            num_steps = 2 * self.num_steps_done + 2
+        to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
+        if not self.chain:
+            left_s = 0.0
+        elif len(self.parts) == 1:
+            left_s = self.left_s[self.parts[0].position]
+        else:
+            left_s = sum(part.share * self.left_s[part.position] for part in self.parts)
+        return to_come * self.step_s + left_s
+
+    def measured(self, node: tuple[str, int], seconds: float) -> None:
+        """Take a measurement of a unit into its estimate."""
+        estimate = self.unit_s.get(node, 0.0)
+        if estimate <= 0:
+            self.unit_s[node] = seconds
+            return
+        seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
+        self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
+
+
+@dataclass(eq=False)
+class ScheduledDevice:
+    index: int
+    running: Unit | None = None
+    part: Part | None = None  # whose unit is running
+    claim: Part | None = None  # whose offer is claimed
+    near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+    in_idle: bool = False
+    in_wanting: bool = False
