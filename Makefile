@@ -25,6 +25,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/partitioners/main.py
 	$(BIN)/python benchmarks/host_optimizer/main.py
 	$(BIN)/python benchmarks/scheduler/main.py
+	$(BIN)/python benchmarks/simulator/main.py
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
