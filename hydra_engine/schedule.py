@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import networkx as nx
 
-FORWARD = "f"  # one shard's forward; its saved tensors are dropped
+FORWARD = "f"  # one shard's forward; what autograd saves is dropped, or kept where there is room
 FUSED = "fb"  # the last shard's forward, loss and backward in one residency: nothing is recomputed
-BACKWARD = "b"  # recomputed forward and backward of a lower shard
+BACKWARD = "b"  # backward of a lower shard, after its forward again where its graph was not kept
 EVALUATE = "e"  # one shard's forward in eval mode under no_grad
 KINDS = (FORWARD, FUSED, BACKWARD, EVALUATE)
 
