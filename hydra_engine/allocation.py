@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
 
 
 def allocate(remaining_s: Sequence[float], speedups: Sequence[Sequence[float]], num_devices: int) -> list[int]:
@@ -18,31 +19,44 @@ def allocate(remaining_s: Sequence[float], speedups: Sequence[Sequence[float]], 
         speedups: by task, how many times shorter its steps are on 1, 2, ... devices; it gets no more than these.
         num_devices: at least as many as there are tasks.
 
-    Takes time in proportion to tasks x devices^2. Raises ValueError for fewer devices than tasks, or no speedup given.
+    Takes time in proportion to the speedups x devices. Raises ValueError for fewer devices than tasks, or no speedup
+    given.
     """
     num_tasks = len(remaining_s)
     if num_devices < num_tasks:
         raise ValueError(f"devices: {num_devices} for {num_tasks} tasks; at least one for each")
     if any(not each or not min(each) > 0 for each in speedups):
         raise ValueError(f"speedups: {speedups!r}; give each task one above 0 for each number of devices from 1 on")
-    seconds = [[left_s / each for each in faster] for left_s, faster in zip(remaining_s, speedups, strict=True)]
-    last_s, _ = _least(seconds, num_devices, max)
-    soon_enough = [[each if each <= last_s else math.inf for each in of_task] for of_task in seconds]
-    return _least(soon_enough, num_devices, operator.add)[1]
+    if not num_tasks:
+        return []
+    num_free = num_devices - num_tasks  # beside one for each
+    seconds = [
+        [left_s / each for each in faster[: num_free + 1]] for left_s, faster in zip(remaining_s, speedups, strict=True)
+    ]
+    last_s = _soonest(seconds, num_free)
+    # least[k]: seconds of the tasks from this one on, with k devices beside one for each; the last task first.
+    least, choices = np.zeros(num_free + 1), []
+    for of_task in reversed(seconds):
+        costs = np.full((len(of_task), num_free + 1), np.inf)
+        for more, each in enumerate(of_task):
+            if each <= last_s:
+                costs[more, more:] = least[: num_free + 1 - more] + each
+        choices.append(costs.argmin(axis=0))  # of equals the fewest devices
+        least = costs.min(axis=0)
+    numbers = []
+    for choice in reversed(choices):
+        more = int(choice[num_free])
+        numbers.append(1 + more)
+        num_free -= more
+    return numbers
 
 
-def _least(
-    costs: Sequence[Sequence[float]], num_devices: int, joined: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """The least cost of all tasks, joined one by one, and the number of devices that each task then has."""
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by devices that the tasks so far have
-    for task, of_task in enumerate(costs):
-        following: dict[int, tuple[float, list[int]]] = {}
-        others = len(costs) - task - 1  # need one each
-        for taken, (cost, numbers) in best.items():
-            for number in range(1, min(len(of_task), num_devices - taken - others) + 1):
-                found = (joined(cost, of_task[number - 1]), [*numbers, number])
-                if taken + number not in following or found < following[taken + number]:
-                    following[taken + number] = found
-        best = following
-    return min(best.values())
+def _soonest(seconds: Sequence[Sequence[float]], num_free: int) -> float:
+    """When the last task can be through, with so many devices beside one for each."""
+    times = sorted({each for of_task in seconds for each in of_task})
+
+    def is_enough(last_s: float) -> bool:
+        fewest = (next((k for k, each in enumerate(of_task) if each <= last_s), num_free + 1) for of_task in seconds)
+        return sum(fewest) <= num_free
+
+    return times[bisect_left(times, True, key=is_enough)]

@@ -67,19 +67,25 @@ class TaskCost:
         for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
             value = getattr(self, name)
             values = [value] if isinstance(value, (int, float)) else value
-            if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in values):
+            if not all(_is_number(each) and 0 <= each < math.inf for each in values):
                 raise ValueError(f"{name} of {self.name}: {value!r}, limit: finite numbers, at least 0")
+            if values is value:
+                object.__setattr__(self, name, tuple(value))
             if name in by_shard and len(values) not in (1, self.num_shards):
                 raise ValueError(
                     f"{name} of {self.name}: {len(values)} values for {self.num_shards} shards; give one for each, or "
                     f"one number for all"
                 )
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps of {self.name}: {self.num_steps}, at least 1")
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches of {self.name}: {self.num_micro_batches}, at least 1")
-        if not self.weight > 0:
-            raise ValueError(f"weight of {self.name}: {self.weight}, limit: above 0")
+        for name in ("num_steps", "num_micro_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of {self.name}: {value!r}, limit: a whole number, at least 1")
+        if not (_is_number(self.weight) and self.weight > 0):
+            raise ValueError(f"weight of {self.name}: {self.weight!r}, limit: above 0")
+        object.__setattr__(self, "ordered", frozenset(self.ordered))
+        if not self.ordered <= set(self.chain):
+            unknown = sorted(map(str, self.ordered - set(self.chain)))
+            raise ValueError(f"ordered of {self.name}: {', '.join(unknown)} not among its units: {self.chain}")
 
     @property
     def lowest_backward(self) -> int:
@@ -145,8 +151,10 @@ class DeviceCost:
     def __post_init__(self) -> None:
         for name in ("speed", "load_bytes_per_s", "store_bytes_per_s", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if not (value is None and name != "speed") and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
+        if not (_is_number(self.unit_s) and 0 <= self.unit_s < math.inf):
+            raise ValueError(f"unit_s: {self.unit_s!r}, limit: finite, at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +170,11 @@ class HostCost:
     cores: float | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer_threads < 1:
-            raise ValueError(f"optimizer_threads: {self.optimizer_threads}, at least 1")
-        if self.cores is not None and not self.cores > 0:
-            raise ValueError(f"cores: {self.cores}, limit: above 0; None for enough")
+        if not isinstance(self.optimizer_threads, int) or self.optimizer_threads < 1:
+            raise ValueError(f"optimizer_threads: {self.optimizer_threads!r}, limit: a whole number, at least 1")
+        if self.cores is not None and not (_is_number(self.cores) and self.cores > 0):
+            raise ValueError(f"cores: {self.cores!r}, limit: above 0; None for enough")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))

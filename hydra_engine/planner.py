@@ -22,6 +22,8 @@ from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
+from hydra_engine.schedule import part_ranges
+from hydra_engine.scheduled import MOST_AHEAD
 from hydra_engine.shard import aligned
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
@@ -62,7 +64,8 @@ class PlannedTask:
         self.state = TaskState(task, name, self.layout, pool)
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
-        self._input_bytes: list[int] = []  # by layer, of a micro-batch
+        self._input_bytes: list[int] = []  # by layer, of a step
+        self._parts_bytes = 0  # DRAM that steps take for being spread
 
     def make_plan(
         self,
@@ -105,11 +108,11 @@ class PlannedTask:
 
     def _decide(self, machine: _Machine) -> float:
         """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
-        self.spread_over(machine.devices)
-        if not self.task.trains:
-            return 0.0
         device, state = machine.device, self.state
-        state.keeps_from, step_s = choose_kept(state, device.memory_bytes, device.link_bytes_per_s())
+        step_s = 0.0
+        if self.task.trains:
+            state.keeps_from, step_s = choose_kept(state, device.memory_bytes, device.link_bytes_per_s())
+        self.spread_over(machine.devices)
         return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
 
     def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
@@ -141,28 +144,56 @@ class PlannedTask:
         """Seconds of each unit, by (kind, shard)."""
         return self.state.unit_s
 
-    def spread_over(self, devices: Sequence[EmulatedDevice]) -> None:
-        """Predict how a step is best spread over 1, 2, ... of these devices."""
-        self.spreads, self.one_device_because = (Spread(),), ""
+    def spread_over(self, devices: Sequence[EmulatedDevice], num_micro_batches: int | None = None) -> None:
+        """Predict how a step is best spread over 1, 2, ... of these devices.
+
+        num_micro_batches: of a step that is about to begin; None: as many as the sample has.
+        """
+        self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
         if len(devices) == 1 or not self.task.trains:
             return
-        state = self.state
-        if state.accumulation_steps == 1:
-            self.one_device_because = "it has one micro-batch; raise accumulation_steps to split it"
-        elif state.pool.early_release:
+        number = len(self._sample().micro_batches) if num_micro_batches is None else num_micro_batches
+        if number == 1:
+            wanted = self.task.accumulation_steps
+            more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
+            self.one_device_because = f"it has one micro-batch; {more} to split it"
+        elif self.state.pool.early_release:
             self.one_device_because = "its shards are updated before the step is through"
         if self.one_device_because:
             return
         link = min(device.link_bytes_per_s() for device in devices)
-        cost = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, unit_s=UNIT_S)
-        self.spreads = predict_spreads(self._cost(), [cost] * len(devices))
-        if len(self.spreads) > 1 and max(spread.speedup for spread in self.spreads[1:]) <= 1:
+        memory_bytes = min(device.memory_bytes for device in devices)
+        cost = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, unit_s=UNIT_S, memory_bytes=memory_bytes)
+        spreads = predict_spreads(self._cost(number), [cost] * len(devices))
+        room = dram.available_dram_bytes() - (self.training_bytes if num_micro_batches is None else 0)
+        taken = [self._dram_of_parts(spread, k, number) for k, spread in enumerate(spreads, 1)]
+        fitting = next((k for k, num_bytes in enumerate(taken) if num_bytes > room), len(taken))
+        self.spreads, self._parts_bytes = spreads[:fitting], max(taken[:fitting])
+        if fitting == 1:
+            self.one_device_because = f"gradients of its parts would take {format_bytes(taken[1])} of DRAM"
+        elif max(spread.speedup for spread in self.spreads[1:]) <= 1:
             self.one_device_because = "spread over several it is not predicted to be faster"
 
-    def _cost(self) -> TaskCost:
-        """What the task takes, for a simulation."""
+    def _dram_of_parts(self, spread: Spread, num_parts: int, num_micro_batches: int) -> int:
+        """The most bytes of DRAM that gradients take until all of a step's parts have added theirs.
+
+        Narrow ones are added up in float32. Those that are sent down by themselves wait for the parts before, which
+        are at most `MOST_AHEAD` units behind, each.
+        """
+        if num_parts == 1:
+            return 0
+        pool, shards = self.state.pool, self.state.shards
+        by_shard = [sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards]
+        total = 0 if self.layout.narrow is None else sum(map(self.state.sum_bytes, shards))
+        if not spread.in_sums:
+            for k, (first, end) in enumerate(part_ranges(num_micro_batches, num_parts)):
+                total += (end - first) * sum(sorted(by_shard)[-(MOST_AHEAD + 1) * k :] if k else ())
+        return total
+
+    def _cost(self, number: int) -> TaskCost:
+        """What the task takes in so many micro-batches, for a simulation."""
         state, task = self.state, self.task
-        shards, pool, number = state.shards, state.pool, state.accumulation_steps
+        shards, pool = state.shards, state.pool
         chain = state.chains[True]
         with installed(Stream(capture())):  # the factory is user code
             rate = update_bytes_per_s(task)
@@ -171,7 +202,9 @@ class PlannedTask:
             unit_s=[self.unit_s[node] for node in chain],
             num_shards=len(shards),
             load_bytes=[shard.slab_bytes for shard in shards],
-            boundary_bytes=[number * self._input_bytes[shard.first] for shard in shards],
+            boundary_bytes=[self._input_bytes[shard.first] for shard in shards],
+            work_bytes=[state.shard_bytes(shard) - shard.slab_bytes for shard in shards],
+            graph_bytes=[kept_bytes(state, shard) for shard in shards],
             gradient_bytes=[sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards],
             update_s=[sum(slot.num_bytes for slot in pool.owned(shard)) / rate for shard in shards],
             num_micro_batches=number,
@@ -213,6 +246,7 @@ class PlannedTask:
             "optimizer": sum(state.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.staging_bytes,
+            "parts": self._parts_bytes,
         }
 
     def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
@@ -241,7 +275,7 @@ class PlannedTask:
         validates = self.task.trains and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
         self.layout.skips = skips_of(costs)
-        self._input_bytes = [cost.input_bytes for cost in costs]
+        self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
@@ -320,6 +354,7 @@ class PlannedTask:
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
+            shares_cores=True,  # every device is emulated
             one_device_because=self.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
         )

@@ -10,7 +10,7 @@ NOT_YET = 2**62
 
 
 class Candidate(NamedTuple):
-    """A unit that a device could take, as a policy sees it: one for each task at most."""
+    """A unit that a device could take, as a policy sees it: one at most for each task, or each part of its step."""
 
     task: str
     order: int  # of the task: they count up as tasks are added

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hydra_engine.schedule import Placed, Unit
+from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.trace import Span
 from partitioners import format_bytes
+
+# The lane of a span that says that a step began again.
+AGAIN = "again"
 
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
@@ -21,11 +24,12 @@ class TaskPlan:
     name: str
     boundaries: list[int]  # cumulative end indices of the shards
     shard_bytes: list[int]  # device bytes each shard needs to run: slab and the largest of its units
-    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, and a step's boundaries
+    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, a step and its parts
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
     optimizer_device: str = "host"  # or "device"
     speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
+    shares_cores: bool = False  # devices are emulated: predicted as if each had the host's cores to itself
     one_device_because: str = ""  # why it is never spread
     graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
 
@@ -35,6 +39,8 @@ class TaskPlan:
             return f"a step uses one device at a time: {self.one_device_because}"
         number = max(range(len(self.speedups)), key=lambda k: self.speedups[k]) + 1
         faster = f"{self.speedups[number - 1]:.2g} times faster than on one"
+        if self.shares_cores:
+            faster += ", had each device cores of its own"
         return f"where tasks are fewer than devices, a step uses up to {number}, then {faster}"
 
     @property
@@ -135,7 +141,8 @@ class Report:
 
     Attributes:
         spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
-            task) and updates ("update", labelled "task.shard"); of a long run the last 100,000.
+            task) and updates ("update", labelled "task.shard"), and steps that began again ("again", labelled with the
+            unit that stopped them); of a long run the last 100,000.
     """
 
     makespan_s: float
@@ -147,11 +154,20 @@ class Report:
     def schedule(self) -> list[Placed]:
         """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`.
 
-        Of one that ran out of memory and was run again, the last time.
+        Of a step that began again, what was computed then.
         """
         indices = {device.name: index for index, device in enumerate(self.devices)}
-        last = {span.label: span for span in self.spans if span.lane == "compute"}
-        return [Placed(Unit.parse(s.label), indices[s.device], s.start_s, s.end_s) for s in last.values()]
+        steps: dict[tuple[str, bool, int], dict[Unit, Placed]] = {}
+        for span in self.spans:
+            if span.lane in ("compute", AGAIN):
+                unit = Unit.parse(span.label)
+                step = (unit.task, unit.kind == EVALUATE, unit.step)
+                if span.lane == AGAIN:
+                    steps.pop(step, None)
+                else:
+                    placed = Placed(unit, indices[span.device], span.start_s, span.end_s)
+                    steps.setdefault(step, {})[unit] = placed
+        return sorted((placed for units in steps.values() for placed in units.values()), key=lambda each: each.end_s)
 
     def raise_failures(self) -> None:
         """Raise the first failed task's exception, if any."""

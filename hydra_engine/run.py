@@ -51,7 +51,7 @@ from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.refit import refit, shared_out
-from hydra_engine.report import FINISHED, STOPPED, DeviceReport, Evaluation, Report, Revision, TaskReport
+from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
 from hydra_engine.running import RunningTask
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
@@ -334,7 +334,7 @@ class EngineRun:
         if isinstance(event, Failed) and event.unit is not None and isinstance(event.error, may_go_again):
             training = self._tasks[event.task]
             may_retry = event.unit.kind != BACKWARD or not training.state.pool.early_release
-            if training.report.exception is None and not self._interrupted and may_retry:
+            if training.report.exception is None and may_retry:
                 training.to_begin_again = event.error.with_traceback(None)  # whose frames hold the unit's tensors
                 return DidNotFit(event.unit)
         return event
@@ -444,8 +444,11 @@ class EngineRun:
         old, old_s = state.shards, dict(training.planned.unit_s)
         # Of a part of a step no device knows what it takes; where one does not fit, the whole may, as it did before.
         was_part, training.is_spread = training.is_spread and instruction.unit is not None, False
+        if instruction.unit is not None:
+            self._trace.add("host", AGAIN, str(instruction.unit), self._trace.now_s())
         if was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
             training.may_spread = False
+            training.revise(f"a part of a step did not fit, so none is spread any more: {training.to_begin_again}")
         training.batch = refit(
             state,
             training.planned.reader,
@@ -457,17 +460,12 @@ class EngineRun:
         )
         if (state.boundaries, state.accumulation_steps) != before:
             state.unit_s = shared_out(old_s, old, state.shards)
-            reason = str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
-            training.report.revisions.append(
-                Revision(
-                    step=training.report.steps,
-                    boundaries=state.boundaries,
-                    accumulation_steps=state.accumulation_steps,
-                    reason=reason,
-                )
+            training.revise(
+                str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             )
         training.to_begin_again = None
-        training.planned.spread_over(self._specs if training.may_spread else self._specs[:1])
+        specs = self._specs if training.may_spread else self._specs[:1]
+        training.planned.spread_over(specs, len(training.batch.micro_batches) if batch.training else None)
         training.stage()
         return Fitted(
             task=instruction.task,

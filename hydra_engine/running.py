@@ -17,7 +17,7 @@ from hydra_engine.parts import StepParts
 from hydra_engine.planner import PlannedTask
 from hydra_engine.progress import TaskProgress
 from hydra_engine.reader import Batch
-from hydra_engine.report import FAILED, Evaluation, TaskReport
+from hydra_engine.report import FAILED, Evaluation, Revision, TaskReport
 from hydra_engine.task_state import TaskState
 from partitioners.precision import cast
 
@@ -69,6 +69,18 @@ class RunningTask:
         """Where it stands."""
         losses = self.report.losses
         return TaskProgress(self.report.name, self.report.steps, self.num_steps, losses[-1] if losses else None)
+
+    def revise(self, reason: str) -> None:
+        """Report that the task goes on otherwise than planned."""
+        state = self.state
+        self.report.revisions.append(
+            Revision(
+                step=self.report.steps,
+                boundaries=state.boundaries,
+                accumulation_steps=state.accumulation_steps,
+                reason=reason,
+            )
+        )
 
     def take(self) -> None:
         """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""

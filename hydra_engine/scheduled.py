@@ -7,11 +7,16 @@ from typing import Any
 
 from hydra_engine.events import BatchReady, Spread, TaskAdded
 from hydra_engine.ready import ReadyQueue
-from hydra_engine.schedule import Unit
+from hydra_engine.schedule import FORWARD, Unit
 
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
 # at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
 NEWEST, MOST_TIMES = 0.3, 2.0
+
+
+# Where each part's gradients go down by themselves, those that come before their turn wait in DRAM: a part's backward
+# is at most so many units ahead of that of the part before it.
+MOST_AHEAD = 2
 
 
 @dataclass(eq=False)
@@ -27,6 +32,7 @@ class Part:
     computing: ScheduledDevice | None = None  # has the unit before `position`
     storing: bool = False  # that unit, or the one before it, is on its way to DRAM
     near: ScheduledDevice | None = None  # which computed what is on its way
+    charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
     offer: Unit | None = None  # load-ready
@@ -48,9 +54,12 @@ class Part:
     def in_turn(self) -> bool:
         """Whether the offered unit waits for no other part's."""
         task, before = self.task, self.before
-        if before is None or task.chain[self.position] not in task.spread.ordered:
+        if before is None:
             return True
-        return before.num_stored > self.position
+        node, spread = task.chain[self.position], task.spread
+        if node in spread.ordered:
+            return before.num_stored > self.position
+        return spread.in_sums or node[0] == FORWARD or before.num_stored + MOST_AHEAD >= self.position
 
     def next_unit(self) -> Unit | None:
         """The unit that could be loaded now."""
@@ -106,7 +115,7 @@ class ScheduledTask:
         return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
 
     def estimate(self) -> None:
-        """Add up a new chain's times. They are not measured again before their unit is through."""
+        """Add up a new chain's times, as they are estimated now."""
         left_s = [0.0]
         for node in reversed(self.chain):
             left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))

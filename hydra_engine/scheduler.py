@@ -18,8 +18,8 @@ which goes through the chain for itself, and the step is committed when all are 
 one part's begins with what the part before it has left, run one after the other all the same.
 
 A part offers one unit at most, so a decision is the least key of three queues of parts: run-ready and unclaimed,
-run-ready and claimed, load-ready and unclaimed. An event changes a few places in them, whatever the number of tasks
-and devices.
+run-ready and claimed, load-ready and unclaimed. An event changes the places of one task's parts in them, whatever the
+number of tasks and devices; how many parts a task's steps have is solved anew when tasks come or end, or devices do.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Scheduler:
         device = self._devices[event.device]
         device.running = device.part = None
         part.computing = None
-        task.used_s += event.seconds - part.share * task.unit_s.get(node, 0.0)
+        task.used_s += event.seconds - part.charged_s
         task.measured(node, event.seconds / part.share)
         part.storing = True
         if not event.failed:
@@ -201,9 +201,7 @@ class Scheduler:
             self._stored_whole(task, node)
         self._commit(task)
         self._advance(task)
-        self._refresh(part)
-        if part.after is not None and part.after.offer is not None:
-            self._refresh(part.after)  # it may have waited for this
+        self._refresh(part)  # and those that waited for this
 
     def _stored_whole(self, task: ScheduledTask, node: tuple[str, int]) -> None:
         """Every part of a unit is in DRAM."""
@@ -374,9 +372,13 @@ class Scheduler:
             self._put_in_place(part)
 
     def _refresh(self, part: Part) -> None:
-        """Put what a part offers where it belongs, after anything about it has changed."""
+        """Put what a part offers where it belongs, after anything about it has changed.
+
+        What a policy sees is of the task, so that its other parts belong elsewhere then, too.
+        """
         self._count(part.task)
-        self._put_in_place(part)
+        for each in part.task.parts if len(part.task.parts) > 1 else (part,):
+            self._put_in_place(each)
 
     def _count(self, task: ScheduledTask) -> None:
         remaining_s = 0.0 if task.over or task.finished else task.remaining_s()
@@ -532,7 +534,7 @@ class Scheduler:
         """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
         if not self._is_wanting(device):
             return
-        free = [part for part in own if part.offer is not None and part.claim is None]
+        free = [part for part in own if part.offer is not None and part.claim is None and part.in_turn]
         ready = self._best(self._ready, device)
         if ready is not None:
             free.append(ready)
@@ -561,7 +563,8 @@ class Scheduler:
             part.num_passed = 0
         part.computing = device
         part.position += 1
-        task.used_s += part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
+        part.charged_s = part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
+        task.used_s += part.charged_s
         self._share_s = max(self._share_s, task.used_s / task.added.weight)
         self._served_count += 1
         task.served_order = self._served_count

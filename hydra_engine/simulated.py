@@ -37,6 +37,9 @@ from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Flow, Placed, Unit, part_ranges
 from hydra_engine.scheduler import Scheduler
 
+# What of a boundary is kept on a device.
+VALUE, GRADIENT = "value", "gradient"
+
 
 class SimulatedDevice(NamedTuple):
     """What came of a device."""
@@ -62,6 +65,28 @@ class Simulation:
     def busy_share(self) -> float:
         """Of the makespan, the mean share that devices computed."""
         return sum(device.busy["compute"] for device in self.devices) / len(self.devices)
+
+
+class _Slab:
+    """A shard on its way to a device, or there: for every unit that needs it."""
+
+    def __init__(self) -> None:
+        self._is_loaded = False
+        self._waiting: list[Done] = []
+
+    def when_loaded(self, done: Done) -> None:
+        """Call it once the shard is there."""
+        if self._is_loaded:
+            done()
+        else:
+            self._waiting.append(done)
+
+    def loaded(self) -> None:
+        """It is there."""
+        self._is_loaded = True
+        waiting, self._waiting = self._waiting, []
+        for done in waiting:
+            done()
 
 
 @dataclass(eq=False)
@@ -244,13 +269,18 @@ class World:
                 is_new = version in (-1, task.num_commits)
                 return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
 
-            if device.residents.pin(key, unit.task, next_use_s):
+            found: _Slab | None = device.residents.pin(key, unit.task, next_use_s)
+            if found is not None:
                 claim.slab = key
-                loaded()
+                found.when_loaded(loaded)
                 return
             if device.ledger.take(int(num_bytes)):
-                device.residents.add(key, True, int(num_bytes), unit.task, next_use_s, lambda: None)
+                slab = _Slab()
+                slab.when_loaded(loaded)
+                device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
                 claim.slab = key
+                self._copy_in(device, num_bytes, slab.loaded)
+                return
         self._copy_in(device, num_bytes, loaded)
 
     def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
@@ -423,10 +453,6 @@ def _added(task: _Task) -> TaskAdded:
         weight=cost.weight,
         spreads=task.spreads,
     )
-
-
-# What of a boundary is kept on a device.
-VALUE, GRADIENT = "value", "gradient"
 
 
 def _boundary(what: str, unit: Unit, shard: int) -> Hashable:

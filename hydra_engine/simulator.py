@@ -14,6 +14,7 @@ What a device, its links and the host take time for is modelled as the engine do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -70,10 +71,30 @@ def simulate(
     if scheduler is None:
         scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
     host = host or HostCost()
-    spreads = [(Spread(),) if len(costs) == 1 else predict_spreads(task, costs, host=host) for task in tasks]
+    _check_fit(tasks, costs)
+    known: dict[TaskCost, tuple[Spread, ...]] = {}  # of tasks that are alike
+    spreads = []
+    for task in tasks:
+        alike = replace(task, name="", num_steps=1, priority=0, weight=1.0)
+        if alike not in known:
+            known[alike] = (Spread(),) if len(costs) == 1 else predict_spreads(alike, costs, host=host)
+        spreads.append(known[alike])
     world = World(tasks, spreads, costs, host, record=record)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs))
+
+
+def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None:
+    """Refuse shards that no schedule could bring onto a device."""
+    smallest = min((device.memory_bytes for device in devices if device.memory_bytes is not None), default=math.inf)
+    for task in tasks if smallest < math.inf else ():
+        for j in range(task.num_shards):
+            needed = task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j)
+            if needed > smallest:
+                raise ValueError(
+                    f"shard {j} of {task.name} takes {needed:.0f} bytes with its work, memory_bytes of a device: "
+                    f"{smallest:.0f}; give it more, or cut the task into smaller shards"
+                )
 
 
 def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> float:
@@ -85,6 +106,8 @@ def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> f
     the k fastest devices could compute them (Horvath, Lam and Sethi 1977).
     """
     costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    if not costs:
+        raise ValueError(f"devices: {devices!r}; give at least one")
     keeps = any(cost.memory_bytes is not None for cost in costs)
     units_s = {task.name: task.num_steps * (task.least_step_s if keeps else task.step_s) for task in tasks}
     speeds = sorted((cost.speed for cost in costs), reverse=True)
@@ -117,6 +140,10 @@ def predict_spreads(
     spreads = [Spread()]
     one_s = _alone_s(alone, [*spreads], devices[:1], host)
     for number in range(2, min(task.num_micro_batches, len(devices)) + 1):
+        most = -(-task.num_micro_batches // number)  # of its parts
+        if most == -(-task.num_micro_batches // (number - 1)):
+            spreads.append(spreads[-1])  # as long as with one device less
+            continue
         in_sums, in_pieces = Spread(1.0, task.ordered | backward, True), Spread(1.0, task.ordered, False)
         slower = [Spread(NEVER)] * (number - 1)
         sums_s, pieces_s = (_alone_s(alone, [*slower, each], devices[:number], host) for each in (in_sums, in_pieces))

@@ -174,12 +174,12 @@ class Spiller:
         if not out.buffers:
             return
         before = staging.buffers_for(shard, unit.part, state.pool.buffers)
-        for index, value in out.buffers.items():
-            if not _same(value, before[index]):
-                if staging.parts is not None and index not in state.changed_buffers:
-                    state.changed_buffers.add(index)
-                    raise BuffersChanged(f"{unit} changed a buffer that its shard's forward left alone at the sample")
-                staging.buffers[index] = self._sent(value)
+        changed = {index: value for index, value in out.buffers.items() if not _same(value, before[index])}
+        if staging.parts is not None and not state.changes_buffers(shard) and changed:
+            state.any_may_change = True
+            raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
+        for index, value in changed.items():
+            staging.buffers[index] = self._sent(value)
 
     def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.

@@ -49,7 +49,10 @@ def layout_of(task: ModelTask) -> ModelLayout:
 
 
 class TaskState:
-    """Joins what devices, optimizer and reader need of a task. Its staging is written by one unit at a time."""
+    """Joins what devices, optimizer and reader need of a task.
+
+    Its staging is written by one unit of each part of a step at a time.
+    """
 
     def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool) -> None:
         self.task = task
@@ -66,6 +69,7 @@ class TaskState:
         self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
+        self.any_may_change = False  # another one was seen to change in a step that was spread
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
         scale = LossScale.of(task)
@@ -151,10 +155,14 @@ class TaskState:
         slots = self.pool.owned(shard)
         return sum(aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
 
+    def changes_buffers(self, shard: Shard) -> bool:
+        """Whether a shard's forward is known to change buffers, or has to be taken to."""
+        return bool(shard.buffers) and (self.any_may_change or not self.changed_buffers.isdisjoint(shard.buffers))
+
     @property
     def ordered(self) -> frozenset[tuple[str, int]]:
         """Units whose parts run one after the other: their forward changes buffers."""
-        changed = {shard.index for shard in self.shards if not self.changed_buffers.isdisjoint(shard.buffers)}
+        changed = {shard.index for shard in self.shards if self.changes_buffers(shard)}
         return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self) -> None:

@@ -38,6 +38,7 @@ from hydra_engine.events import (
 )
 from hydra_engine.policies import POLICIES, resolve_policy
 from hydra_engine.schedule import Unit, evaluation_chain, training_chain
+from hydra_engine.scheduled import MOST_AHEAD
 from hydra_engine.scheduler import MOST_PASSED, Scheduler
 
 TRAIN, EVALUATE = True, False
@@ -65,9 +66,15 @@ class FakePart:
         if task.over or self.position >= len(task.chain) or not task.fresh(task.chain[self.position][1]):
             return None, None
         unit = Unit(task.name, *task.chain[self.position], task.step, self.index)
-        is_ordered = task.chain[self.position] in task.added.spreads[len(task.parts) - 1].ordered
-        if self.index > 0 and is_ordered and task.parts[self.index - 1].num_stored <= self.position:
-            return unit, None
+        spread, before = task.added.spreads[len(task.parts) - 1], task.parts[self.index - 1]
+        if self.index > 0:
+            num_first = 0  # units of the part before that are in DRAM before this one's turn comes
+            if not spread.in_sums and unit.kind in ("fb", "b"):
+                num_first = self.position - MOST_AHEAD
+            if task.chain[self.position] in spread.ordered:
+                num_first = self.position + 1
+            if before.num_stored < num_first:
+                return unit, None
         where = "any" if self.unit is None and self.storing is None else self.near if self.unit is None else None
         return unit, where
 
