@@ -108,7 +108,7 @@ class Executor:
                     if graphs:
                         out = self._from_graph(shard, m, micro, graphs[m - first])
                     else:
-                        out = self._micro(kind, shard, m, micro, locked, None if saved is None else saved.graphs)
+                        out = self._micro(kind, shard, m, micro, locked, saved)
                     if in_pieces and has_gradients:
                         out.pieces = {index: self._taken(index) for index in shard.owned}
                     emit(m, out)
@@ -182,7 +182,7 @@ class Executor:
                 module.training = training
 
     def _micro(
-        self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, kept: list[Graph] | None = None
+        self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
         with _Drawing(micro.random, locked) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
@@ -208,9 +208,11 @@ class Executor:
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
-                if kept is not None:
+                if saved is not None:
+                    saved.weigh(out.tensors)
+                if saved is not None and saved.graphs is not None:
                     edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
-                    kept.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
+                    saved.graphs.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
                 skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
                 if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:

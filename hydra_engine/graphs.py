@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +55,23 @@ class Graph:
 
 
 class Saved:
-    """What autograd saves in a unit's forward, beside the slabs: counted, and kept where asked for."""
+    """What autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room for it.
 
-    def __init__(self, *, keeps: bool) -> None:
-        self.graphs: list[Graph] | None = [] if keeps else None
+    Attributes:
+        graphs: of the micro-batches so far; None where they are not kept.
+        num_bytes: of what was saved.
+        all_seen: whether that is all that the graphs hold: a layer may keep tensors for its backward by itself.
+        created_bytes: asked for what operations have created and is alive, where that is metered.
+    """
+
+    def __init__(self, room: int | None = None) -> None:
+        """`room`: bytes for graphs to keep; None: they are only counted."""
+        self._room = room or 0
+        self.graphs: list[Graph] | None = None if room is None else []
         self.num_bytes = 0
+        self.all_seen = True
+        self.created_bytes: Callable[[], int] | None = None
+        self._created_before = 0
         # By weak references: an address may be another storage's once what it was is dropped.
         self._storages: set[StorageWeakRef] = set()
 
@@ -69,13 +81,35 @@ class Saved:
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Around one micro-batch's forward."""
+        if self.created_bytes is not None:
+            self._created_before = self.created_bytes()
         return saved_tensors_hooks(self._pack, _unpacked)
 
+    def weigh(self, tensors: Iterable[Tensor]) -> None:
+        """A micro-batch's forward is through, and its graph is alive; it gave these tensors, and saved what was packed.
+
+        Where that is only counted, what was packed is gone: whatever else was created and is there, the graph holds.
+        """
+        if self.created_bytes is None or self.graphs is not None:
+            return
+        given = {_reference(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        self.all_seen &= self.created_bytes() - self._created_before <= sum(given.values())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a graph that is kept holds a tensor's memory."""
+        return self.graphs is not None and _reference(tensor) in self._storages
+
     def _pack(self, tensor: Tensor) -> Tensor | None:
+        if tensor.layout != torch.strided:
+            self.all_seen = False  # it has no storage to be counted by
+            self.graphs = None
+            return None
         reference = _reference(tensor)
         if reference not in self._storages:
             self._storages.add(reference)
             self.num_bytes += tensor.untyped_storage().nbytes()
+            if self.num_bytes > self._room:
+                self.graphs = None  # more than before: none of it is kept
         # Not itself: an output that is saved would refer to its graph, and that to it.
         return None if self.graphs is None else tensor.detach()
 

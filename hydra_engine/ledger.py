@@ -29,7 +29,7 @@ class Ledger:
     while nothing is active, so that nothing will be released by itself, is refused.
 
     Attributes:
-        reclaim: gives up at least so many bytes of what is kept for later, or all that is; returns how many.
+        reclaim: releases what is kept for later until so many bytes are free, or nothing of it is left.
         lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
             grants; reentrant for a callback that asks.
     """
@@ -43,7 +43,7 @@ class Ledger:
         self._closed = False
         self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
-        self.reclaim: Callable[[int], int] = lambda _: 0
+        self.reclaim: Callable[[int], None] = lambda _: None
         self.lock = threading.RLock()
 
     @property
@@ -99,15 +99,21 @@ class Ledger:
         """Take more at once, whoever waits; False where there is no room."""
         with self.lock:
             self._make_room(num_bytes)
-            if num_bytes > self.free_bytes:
-                return False
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return True
+            fits = num_bytes <= self.free_bytes
+            if fits:
+                self.used_bytes += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._pump()  # more may have been given up than was taken
+            return fits
 
     def _make_room(self, num_bytes: int) -> None:
+        """Have what is kept given up, for whoever asks here: nobody else is granted anything of it meanwhile."""
         if num_bytes > self.free_bytes:
-            self.used_bytes -= self.reclaim(num_bytes - self.free_bytes)
+            was_pumping, self._is_pumping = self._is_pumping, True
+            try:
+                self.reclaim(num_bytes)
+            finally:
+                self._is_pumping = was_pumping
 
     def settle(self, held_bytes: int, num_bytes: int) -> None:
         """A unit that was granted everything turned out to need `num_bytes`."""
@@ -136,9 +142,8 @@ class Ledger:
                 if self._num_active == 0:
                     self._make_room(self.memory_bytes)
                     wanted = self.free_bytes
-            elif wanted > self.free_bytes:
-                self._make_room(wanted)
-                wanted = self._wanted(ticket)  # more, if what it counted on was given up
+            else:
+                wanted = self._made_room(ticket, wanted)
             if wanted is not None and wanted <= self.free_bytes:
                 self._waiting.popleft()
                 self.used_bytes += wanted
@@ -151,6 +156,15 @@ class Ledger:
                 ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, self.free_bytes, self.memory_bytes))
             else:
                 return
+
+    def _made_room(self, ticket: Ticket, wanted: int) -> int:
+        """Make room for a ticket as far as that goes; what it wants then: more, if what it counted on was given up."""
+        free = -1
+        while free < self.free_bytes < wanted:
+            free = self.free_bytes
+            self._make_room(wanted)
+            wanted = self._wanted(ticket) or 0
+        return wanted
 
     @staticmethod
     def _wanted(ticket: Ticket) -> int | None:

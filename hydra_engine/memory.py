@@ -70,10 +70,11 @@ class HostPool:
         for loan in self._loans:
             self._free_loans.put(loan)
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
-        self._blocks, self._brought = self._frozen.acquire(self.layout)  # by slot
         self._weights = new_storage(self.layout.num_bytes[True])
         self._gradients = new_storage(0 if self.early_release else self.layout.link_bytes[True])
         self._link = self._weights if self.layout.narrow is None else new_storage(self.layout.link_bytes[True])
+        # After all that may find no room: from here on others may use what this task brought.
+        self._blocks, self._brought = self._frozen.acquire(self.layout)  # by slot
         freed = Freed()
         for slot in self.layout.trainable_slots():
             view = slot.view(self._weights, slot.offset)
@@ -138,7 +139,9 @@ class HostPool:
 
     def narrow(self, slot: Slot) -> Tensor:
         """What devices are sent of a parameter."""
-        return slot.link_view(self._link, slot.link_offset) if slot.trainable else self._blocks[slot.index].narrow
+        if slot.trainable:
+            return slot.link_view(self._link, slot.link_offset)
+        return self._blocks[slot.index].cast(slot)
 
     def _give_buffers_back(self) -> None:
         for layer, bindings in zip(self.layout.layers, self.layout.buffer_bindings, strict=True):
@@ -160,21 +163,24 @@ class HostPool:
             start = slot.link_offset - piece.source
             if slot.trainable or not 0 <= start < piece.num_bytes:
                 continue
-            block = self._blocks[slot.index]
-            begin, end = block.link_offset, block.link_offset + slot.link_bytes
+            link, begin = self._blocks[slot.index].links[slot.link_dtype]
+            end = begin + slot.link_bytes
             if found:
                 before, storage, first, _ = found[-1]
-                if storage is block.link and begin - first == start - before:
+                if storage is link and begin - first == start - before:
                     found[-1] = (before, storage, first, end)
                     continue
-            found.append((start, block.link, begin, end))
+            found.append((start, link, begin, end))
         return [(start, _bytes(storage, first, end - first)) for start, storage, first, end in found]
 
     def frozen_key(self, shard: Shard) -> Hashable:
-        """The same for shards that hold the same frozen parameters, here or in another task."""
-        slots = [self.layout.slots[index] for index in shard.slots]
-        # Nobody here writes to them, but a callback may.
-        return tuple((self._blocks[s.index].serial, s.parameter._version) for s in slots if not s.trainable)
+        """The same for shards whose slabs have the same frozen parameters at the same places, in any task."""
+        found: list[tuple[int, ...]] = []
+        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+            if not self.layout.slots[index].trainable:
+                block = self._blocks[index]
+                found.append((block.serial, block.version, offset - shard.own_bytes))
+        return (self.layout.narrow, *found)
 
     def owned(self, shard: Shard) -> list[Slot]:
         """The trainable parameters that a shard's update steps."""

@@ -49,6 +49,7 @@ class MicroOutput:
     pieces: dict[int, Tensor | None] = field(default_factory=dict)  # by owned slot: of this micro-batch alone
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
+    is_held: bool = False  # what stays on the device holds memory of `value`, too
 
     @property
     def num_bytes(self) -> int:

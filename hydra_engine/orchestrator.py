@@ -91,7 +91,7 @@ class ModelOrchestrator:
         on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
         training has ended before the plan is made, the task waits for the next `train_models()`.
 
-        While training it must not share parameters with a task that trains, frozen ones neither: those are moving.
+        While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
 
         Raises what the constructor raises of a task, and what `generate()` raises.
         """
@@ -126,6 +126,7 @@ class ModelOrchestrator:
             planned = self._named(name, "stop_task")
             if planned in self._pending:
                 self._pending.remove(planned)
+                planned.leave()
                 planned.reader.close()
                 self.plan = None
             elif self._running is not None:
@@ -280,6 +281,7 @@ class ModelOrchestrator:
             plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
             check_shared_buffers(beside)
         except BaseException:
+            planned.leave()
             planned.reader.close()
             raise
         self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan])

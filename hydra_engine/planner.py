@@ -58,9 +58,10 @@ class PlannedTask:
         self.name = name
         self.reader = Reader(task, name)
         self.layout = layout_of(task)
-        self._in_others = set() if frozen is None else frozen.join(self.layout)  # slots that are in DRAM for others
-        early = task.early_release
-        pool = HostPool(self.layout, early_release=early, frozen=frozen) if task.trains else BorrowedPool(self.layout)
+        self._frozen = FrozenBlocks() if frozen is None else frozen
+        self._frozen.plan(self.layout)
+        own_pool = HostPool if task.trains else BorrowedPool
+        pool = own_pool(self.layout, early_release=task.trains and task.early_release, frozen=self._frozen)
         self.state = TaskState(task, name, self.layout, pool)
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
@@ -237,10 +238,10 @@ class PlannedTask:
         step, exact for state that is laid out as the parameters.
         """
         layout, state = self.layout, self.state
-        others = [layout.slots[index] for index in self._in_others]
-        casts = sum(layout.link_bytes.values()) - sum(aligned(slot.link_bytes) for slot in others)
+        frozen, cast = self._frozen.brought(layout)
+        casts = layout.link_bytes[True] + sum(aligned(slot.link_bytes) for slot in cast)
         return {
-            "weights": sum(layout.num_bytes.values()) - sum(aligned(slot.num_bytes) for slot in others),
+            "weights": layout.num_bytes[True] + sum(aligned(slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradient_bytes(state.shards),
             "optimizer": sum(state.state_bytes.values()),
@@ -258,6 +259,10 @@ class PlannedTask:
             f"layer {error.layer} needs {format_bytes(needed)} ({needed} bytes) alone on a device, available: "
             f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
         )
+
+    def leave(self) -> None:
+        """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
+        self._frozen.forget(self.layout)
 
     @property
     def training_bytes(self) -> int:

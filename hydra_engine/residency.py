@@ -114,7 +114,7 @@ class Residents:
             return True
 
     def take(self, key: Hashable) -> Any | None:
-        """Take a value out and give its bytes back: whoever takes it was granted them before."""
+        """Take a value out and give its bytes back: whoever takes it was granted as many before, for its input."""
         with self._ledger.lock:
             if key not in self._found:
                 return None
@@ -131,7 +131,7 @@ class Residents:
                     self._drop(key)
 
     def forget(self, user: str | None = None) -> None:
-        """Give up what is there for a task alone, or everything; nothing of it is pinned."""
+        """Give up what is there for a task alone, or everything. Nothing of it is pinned but by what goes with it."""
         with self._ledger.lock:
             for key, resident in list(self._found.items()):
                 if user is None:
@@ -163,12 +163,9 @@ class Residents:
         free = [item for item in self._found.items() if item[1].num_pins == 0]
         return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
 
-    def _give_up(self, num_bytes: int) -> int:
-        given = 0
-        while given < num_bytes and (free := self._by_next_use()):
-            for key, resident in free:  # one may pin others, which are free then
-                if given < num_bytes and key in self._found:
-                    del self._found[key]
-                    resident.dispose()
-                    given += resident.num_bytes
-        return given
+    def _give_up(self, num_bytes: int) -> None:
+        """Until so many bytes are free, or nothing is left but what is pinned."""
+        while self._ledger.free_bytes < num_bytes and (free := self._by_next_use()):
+            for key, _ in free:  # one may pin others, which are free then, or gone with it
+                if self._ledger.free_bytes < num_bytes and key in self._found:
+                    self._drop(key)

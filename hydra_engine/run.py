@@ -557,6 +557,7 @@ class EngineRun:
             worker.settle(name)  # a claim that was revoked may still be loading
             worker.dismiss(name)
         training.state.close()
+        training.planned.leave()
         if training.optimizer is not None:
             training.report.ema_state = training.optimizer.ema_state()
         training.record = training.optimizer = training.state.stepper = None

@@ -304,7 +304,7 @@ class Scheduler:
     def _revoke(self, task: ScheduledTask) -> None:
         for part in task.parts:
             if part.claim is not None:
-                self._drop(part.claim)
+                self._let_go(part.claim)
         self._refresh_all(task)
 
     def _advance(self, task: ScheduledTask) -> None:
@@ -573,10 +573,14 @@ class Scheduler:
         self._free(device)
 
     def _drop(self, device: ScheduledDevice) -> None:
+        self._refresh(self._let_go(device))
+
+    def _let_go(self, device: ScheduledDevice) -> Part:
+        """Take a device's claim from it; whose it was has to be put in place."""
         part = device.claim
         assert part is not None
         assert part.offer is not None
         self._out.append(Drop(device.index, part.offer))
         device.claim = part.claim = None
-        self._refresh(part)
         self._free(device)
+        return part

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for
+from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
 from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.parts import BuffersChanged
@@ -60,9 +60,14 @@ class Spiller:
         """Give a slab back."""
         self._device.give_slab_back(slab)
 
-    def load_buffers(self, state: TaskState, shard: Shard, part: int) -> dict[int, Tensor]:
-        """The buffers that a shard's forward begins with; a shard below may have changed a shared one."""
+    def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
+        """The buffers that a shard's forward begins with; a shard below may have changed a shared one.
+
+        `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
+        """
         sources = state.staging.buffers_for(shard, part, state.pool.buffers)
+        if after:
+            sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
@@ -185,9 +190,9 @@ class Spiller:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
         self._device.copy(STORE, [(place, gradient)])
 
-    def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
-        """Keep what entered a shard's forward for its backward, if there is room."""
-        self._keep(state, VALUE, shard.index, m, tensors, shard, 0)
+    def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
+        """Keep what entered a shard's forward for its backward, if there is room; `is_held`: its output is it, too."""
+        self._keep(state, VALUE, shard.index, m, tensors, shard, 0, is_held=is_held)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
         """Keep what a unit left for the next one, if there is room; how many of the bytes granted for it that takes.
@@ -196,7 +201,8 @@ class Spiller:
         """
         j, shards = shard.index, state.shards
         if out.value is not None and j + 1 < len(shards):
-            return self._keep(state, VALUE, j + 1, m, out.value.tensors, shards[j + 1], granted_bytes)
+            tensors = out.value.tensors
+            return self._keep(state, VALUE, j + 1, m, tensors, shards[j + 1], granted_bytes, is_held=out.is_held)
         if out.gradients is not None and j > 0:
             return self._keep(state, GRADIENT, j, m, out.gradients, shards[j - 1], granted_bytes)
         return 0
@@ -210,6 +216,8 @@ class Spiller:
         tensors: Sequence[Tensor | None],
         user: Shard,
         granted_bytes: int,
+        *,
+        is_held: bool = False,
     ) -> int:
         present = [tensor for tensor in tensors if tensor is not None]
         num_bytes = sum(map(extent_bytes, present))
@@ -222,10 +230,10 @@ class Spiller:
         def next_use_s() -> float:
             return state.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
 
-        aliases = [None if tensor is None else _alias(tensor) for tensor in tensors]
+        kept = ([None if tensor is None else _alias(tensor) for tensor in tensors], is_held)
         if num_bytes <= granted_bytes:
-            return num_bytes if self._residents.keep(key, aliases, num_bytes, state.name, next_use_s) else 0
-        self._residents.offer(key, aliases, num_bytes, state.name, next_use_s)
+            return num_bytes if self._residents.keep(key, kept, num_bytes, state.name, next_use_s) else 0
+        self._residents.offer(key, kept, num_bytes, state.name, next_use_s)
         return 0
 
     def _bring_or_find(
@@ -235,7 +243,9 @@ class Spiller:
         found = self._residents.take((state.name, what, state.staging.serial, j, m)) if self._residents else None
         if found is None:
             return self._bring_some(tensors)
-        return [None if each is None else _alias(each) for each in found]
+        kept, is_held = found
+        # A layer may work in place on what it gets: what others hold as well is copied for it.
+        return [None if each is None else copy_of(each) if is_held else _alias(each) for each in kept]
 
     def _bring_all(self, value: Boundary) -> Boundary:
         return value.around([self._bring(tensor) for tensor in value.tensors])

@@ -83,6 +83,7 @@ class TaskState:
         self.num_commits = 0  # of training steps in this run
         self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
+        self.unseen: set[int] = set()  # shards whose graphs hold more than can be counted
         self._num_cuts = 0
         self._positions: dict[int, tuple[bool, int]] = {}  # by part: the chain it is on, and its first unit not begun
         self._flows: dict[bool, Flow] = {}
@@ -99,7 +100,9 @@ class TaskState:
     def may_keep_graph(self, shard: Shard) -> bool:
         """Whether a shard's backward can go on from its forward's graph, instead of running the forward again."""
         crosses = shard.borrowed or shard.upper or shard.arriving or shard.leaving
-        alone = shard.index not in self.locked and shard.index not in self.keep_saved
+        alone = shard.index not in self.locked and shard.index not in self.keep_saved | self.unseen
+        # A backward sees the buffers as its own micro-batch's forward left them.
+        alone = alone and not (self.accumulation_steps > 1 and self.changes_buffers(shard))
         return alone and not crosses and self.lowest_backward <= shard.index < len(self.shards) - 1
 
     def regions(self, shard: Shard) -> list[Region]:
@@ -182,7 +185,7 @@ class TaskState:
         self.shards = self.layout.shards(boundaries)
         self._unit_bytes = {}
         self._num_cuts += 1
-        self.keeps_from, self.graph_bytes = len(self.shards), {}
+        self.keeps_from, self.graph_bytes, self.unseen = len(self.shards), {}, set()  # until a planner decides
         self._flows, self._positions = {}, {}
         self.locked = _inside(self.shards, old, locked)
         self.keep_saved = _inside(self.shards, old, keep_saved)

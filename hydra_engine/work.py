@@ -32,6 +32,10 @@ class Loading:
     def is_whole(self) -> bool:
         return self.slab.is_done and self.slab.is_kept()
 
+    def settle(self) -> bool:
+        """Wait for its load, if that was begun, and tell whether it is whole."""
+        return self.is_whole if self.is_late else self.slab.is_kept()
+
     def load(self) -> None:
         """Fill it. Of no unit's errors: others may need it."""
         try:

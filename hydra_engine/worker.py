@@ -71,7 +71,9 @@ class Worker:
         """Forget a task."""
         del self._executors[name]
         self._residents.forget(name)
-        self._stored = {key: stored for key, stored in self._stored.items() if key[0] != name}
+        for key in list(self._stored):  # units of other tasks are begun meanwhile
+            if key[0] == name:
+                self._stored.pop(key, None)
 
     def sweep(self, name: str) -> None:
         """A step of a task begins: nothing that was kept for the one before is of any use."""
@@ -173,7 +175,7 @@ class Worker:
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.known.total(work.num_micro_batches) if work.known else None
         if unit.kind == FORWARD and (unit.shard, work.signature) not in work.state.graph_bytes:
-            work.saved = Saved(keeps=False) if work.state.may_keep_graph(work.shard) else None
+            work.saved = Saved() if work.state.may_keep_graph(work.shard) else None
         elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
             wanted = self._with_graphs(work, wanted)
         self.device.ledger.request(
@@ -189,14 +191,14 @@ class Worker:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
         num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
-        if num_bytes == 0 or shard.index < state.keeps_from:
+        if num_bytes == 0 or shard.index < state.keeps_from or not state.may_keep_graph(shard):
             return wanted
         key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         held = work.beside_bytes + sum(region.num_bytes for region in work.regions) + num_bytes
         if unit.kind == FORWARD:
             following = max(each.slab_bytes for each in state.shards)
             if held + wanted + following <= self.device.ledger.memory_bytes:
-                work.saved, work.graph_bytes = Saved(keeps=True), num_bytes
+                work.saved, work.graph_bytes = Saved(num_bytes), num_bytes
                 return wanted + num_bytes
             return wanted
         found: list[Graph] | None = self._residents.pin(key, state.name, lambda: math.inf)
@@ -245,7 +247,8 @@ class Worker:
 
     def _load_input(self, work: Work, m: int) -> MicroInput:
         if m == work.first:
-            work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part)
+            after = bool(work.graphs)
+            work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
             if work.goes_on:
                 work.so_far = self._spiller.load_so_far(work.state, work.shard)
             if work.stepper is not None:
@@ -286,15 +289,22 @@ class Worker:
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
         micro = promise.result()
-        if work.unit.kind == FORWARD and not work.graph_bytes:
+        if work.unit.kind == FORWARD:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
 
     def _emit(self, work: Work, m: int, out: MicroOutput) -> None:
         entered, work.entered = work.entered, []
-        if entered and all(tensor._version == version for tensor, version in entered):  # no layer worked in place on it
-            self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered])
-        del entered
+        left = () if out.value is None else out.value.tensors
+        passed_on = {tensor.untyped_storage().data_ptr() for tensor, _ in entered}
+        out.is_held = any(
+            tensor.untyped_storage().data_ptr() in passed_on or (work.saved is not None and work.saved.holds(tensor))
+            for tensor in left
+        )
+        is_as_before = all(tensor._version == version for tensor, version in entered)  # no layer worked in place on it
+        if entered and is_as_before and not work.graph_bytes:
+            self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered], is_held=out.is_held)
+        del entered, left
         if work.stores:
             work.stores[-1].result()  # one on its way at most: the ledger holds no more
         work.output_bytes = max(work.output_bytes, out.num_bytes)
@@ -326,6 +336,8 @@ class Worker:
                     work.held_bytes += missing
 
         meter = MemoryMeter(on_change)
+        if work.saved is not None:
+            work.saved.created_bytes = lambda: meter.current_bytes
         with meter:
             yield
         measured = UnitBytes(meter.peak_bytes, work.input_bytes, work.output_bytes)
@@ -416,9 +428,11 @@ class Worker:
         if saved is None or work.error is not None:
             return
         key = (shard.index, work.signature)
-        fits = saved.num_bytes <= work.graph_bytes
+        saved.created_bytes = None
         state.graph_bytes[key] = max(saved.num_bytes, state.graph_bytes.get(key, 0))
-        if saved.graphs is None or not fits:
+        if not saved.all_seen:
+            state.unseen.add(shard.index)
+        if saved.graphs is None:
             work.saved = None
             return
         staging, serial, graphs, slabs = state.staging, state.staging.serial, saved.graphs, dict(work.slabs)
@@ -442,7 +456,9 @@ class Worker:
         work.views = {}
         while work.slabs:
             region, loading = work.slabs.popitem()
-            self._residents.unpin(region.key, is_whole=loading.is_whole and work.error is None)
+            # After an error the load may still be under way: into a region that is then nobody else's yet.
+            is_whole = loading.settle()
+            self._residents.unpin(region.key, is_whole=is_whole and work.error is None)
 
     def _store(self, work: Work, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""

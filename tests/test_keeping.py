@@ -51,7 +51,8 @@ def test_bits_are_those_of_plain_pytorch(name, num_devices, accumulation_steps):
         assert_engine_equals_plain(
             zoo.MODELS[name], num_devices=num_devices, accumulation_steps=accumulation_steps, **options
         )
-    if num_devices == 1 and name != "tied":
+    changes_buffers = name == "cnn" and accumulation_steps > 1
+    if num_devices == 1 and name != "tied" and not changes_buffers:
         assert backwards.num_from_graphs > 0.5 * backwards.num, (backwards.num_from_graphs, backwards.num)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.events import Spread
-from hydra_engine.schedule import BACKWARD, FUSED, validate
+from hydra_engine.schedule import BACKWARD, FUSED, training_chain, validate
 from hydra_engine.simulator import NEVER
 from hydra_engine.task_state import TaskState
 from partitioners import Presharded
@@ -87,6 +87,8 @@ def test_a_step_whose_buffers_change_unexpectedly_begins_again(in_sums):
         _, report = assert_engine_equals_plain(waking, num_devices=2, accumulation_steps=4, lr=0.01)
     assert {p.unit.part for p in report.schedule if p.unit.step == 5} == {0, 1}  # in order, from then on
     assert report.tasks["task"].revisions == []
+    chain = training_chain(max(placed.unit.shard for placed in report.schedule) + 1, 0)
+    validate(report.schedule, {"task": chain})
 
 
 def long_loop(num_steps=5, seed=0):
@@ -186,5 +188,8 @@ def test_a_part_that_does_not_fit_goes_on_undivided():
     with mock.patch.object(TaskState, "sum_bytes", return_value=2**30), spread(2, in_sums=True):
         report = exact.run([task], num_devices=2, memory="32MiB")
     exact.assert_as_expected(report, "task", model, plain())
-    assert {placed.unit.part for placed in report.schedule if placed.unit.step > 0} == {0}
-    assert report.tasks["task"].revisions == []
+    assert {placed.unit.part for placed in report.schedule} == {0}
+    validate(report.schedule, {"task": training_chain(3, 0)})
+    [revision] = report.tasks["task"].revisions
+    assert revision.boundaries == [4, 8, 13]
+    assert revision.reason.startswith("a part of a step did not fit, so none is spread any more: ")
