@@ -66,6 +66,7 @@ class PlannedTask:
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a step
+        self._num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
 
     def make_plan(
@@ -113,7 +114,7 @@ class PlannedTask:
         step_s = 0.0
         if self.task.trains:
             state.keeps_from, step_s = choose_kept(state, device.memory_bytes, device.link_bytes_per_s())
-        self.spread_over(machine.devices)
+        self.spread_over(machine.devices, len(self._sample().micro_batches) if self.task.trains else 1)
         return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
 
     def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
@@ -148,12 +149,14 @@ class PlannedTask:
     def spread_over(self, devices: Sequence[EmulatedDevice], num_micro_batches: int | None = None) -> None:
         """Predict how a step is best spread over 1, 2, ... of these devices.
 
-        num_micro_batches: of a step that is about to begin; None: as many as the sample has.
+        num_micro_batches: of a step; None: as many as before.
         """
         self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
         if len(devices) == 1 or not self.task.trains:
             return
-        number = len(self._sample().micro_batches) if num_micro_batches is None else num_micro_batches
+        if num_micro_batches is not None:
+            self._num_micro_batches = num_micro_batches
+        number = self._num_micro_batches
         if number == 1:
             wanted = self.task.accumulation_steps
             more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
@@ -166,7 +169,7 @@ class PlannedTask:
         memory_bytes = min(device.memory_bytes for device in devices)
         cost = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, unit_s=UNIT_S, memory_bytes=memory_bytes)
         spreads = predict_spreads(self._cost(number), [cost] * len(devices))
-        room = dram.available_dram_bytes() - (self.training_bytes if num_micro_batches is None else 0)
+        room = dram.available_dram_bytes() - (0 if self.state.pool.is_open else self.training_bytes)
         taken = [self._dram_of_parts(spread, k, number) for k, spread in enumerate(spreads, 1)]
         fitting = next((k for k, num_bytes in enumerate(taken) if num_bytes > room), len(taken))
         self.spreads, self._parts_bytes = spreads[:fitting], max(taken[:fitting])

@@ -160,7 +160,7 @@ def test_failing_unit_leaves_the_last_committed_step(kind, accumulation_steps, n
         orchestra.generate()
     trap = getattr(model[layer], trap_name)
     calls_per_step, calls_before = calls(accumulation_steps, accumulation_steps // 2)
-    if kept:
+    if kept and accumulation_steps == 1:  # with more, a shard whose forward changes buffers keeps none
         calls_per_step = accumulation_steps
     trap.arm(FAILING_STEP * calls_per_step + calls_before)
     report = orchestra.train_models()

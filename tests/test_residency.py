@@ -403,3 +403,42 @@ def test_a_simulation_moves_the_bytes_of_the_run(num_more, num_frozen):
     found = simulate([cost_of(state) for state in states.values()], [device])
     targets = NUM_STEPS * BATCH * 8
     assert found.devices[0].loaded_bytes == pytest.approx(report.devices[0].loaded_bytes - targets, rel=0.05)
+
+
+# -- the ledger, while what is kept is given up
+
+
+def test_what_goes_with_something_else_is_given_back_once():
+    kept = Kept()
+    kept.add("slab", 40, 1.0)
+    assert kept.ask(30) == [30]
+    graph_next_use = kept.until("graph", 1.0)
+    kept.residents.keep("graph", "value", 30, "task", graph_next_use, lambda: kept.residents.unpin("slab"))
+    kept.next_use_s.update(slab=math.inf, graph=math.inf)  # the step went on elsewhere
+    assert kept.ask(60) == [60]
+    assert (kept.ledger.used_bytes, len(kept.residents)) == (60, 0)
+
+
+def test_nobody_else_is_granted_what_is_given_up_for_one():
+    kept = Kept()
+    kept.put("slab", 60, 1.0)
+    assert kept.ask(40) == [40]
+    kept.residents.pin("slab", "task", kept.until("slab", 1.0))
+    kept.ledger.activate()
+    waiting = kept.ask(50)
+    assert waiting == []
+    kept.residents.unpin("slab")
+    assert kept.ledger.used_bytes == 100
+    kept.ledger.grow(10)  # the slab goes for it, and what is left of it to who waits
+    assert (waiting, kept.ledger.used_bytes) == ([50], 100)
+
+
+def test_who_counted_on_what_was_given_up_has_more_given_up():
+    kept = Kept()
+    kept.put("own", 40, 9.0)
+    kept.put("other", 40, 1.0)
+    grants = []
+    num_bytes = lambda: 30 if "own" in kept.residents else 70  # noqa: E731
+    kept.ledger.request(Ticket(num_bytes=num_bytes, granted=grants.append, refused=grants.append))
+    assert grants == [70]
+    assert kept.disposed == ["own", "other"]

@@ -370,6 +370,9 @@ class World:
             else:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
         assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
+        for queue in (self.scheduler._ready, self.scheduler._claimed, self.scheduler._loadable):
+            for part in queue.first(10**6):
+                assert part.key == self.scheduler._key(part), "who waits is ordered by what is known now"
 
     def under_way(self):
         """Everything that can come through next, as (what, call)."""

@@ -288,6 +288,25 @@ class TestMemory:
         assert self.run(100, graph_bytes=(5, 5, 0)).bound_s == 2 * 9.0
         assert self.run(None, graph_bytes=(5, 5, 0)).bound_s == 2 * 11.0
 
+    def test_parts_keep_graphs_of_their_own_micro_batches(self):
+        cost = task("a", 1.0, 1.0, 2.0, num_micro_batches=2, load_bytes=1, graph_bytes=30)
+        found = simulate([cost], [DeviceCost(memory_bytes=20)] * 2)
+        assert found.makespan_s == pytest.approx(1.5)
+
+    def test_a_shard_that_is_dropped_and_claimed_again_is_not_there_sooner(self):
+        slow = task("slow", 1.0, num_steps=1, load_bytes=10, read_s=0.5)
+        quick = [task(str(k), 1.0, num_steps=3, priority=1, read_s=0.9) for k in range(2)]
+        device = DeviceCost(memory_bytes=100, load_bytes_per_s=1.0)
+        found = simulate([slow, *quick], [device], record=True)
+        [placed] = [placed for placed in found.schedule if placed.unit.task == "slow"]
+        assert placed.start_s >= 10.5
+
+    def test_what_can_never_fit_is_refused(self):
+        with pytest.raises(
+            ValueError, match=r"shard 0 of a takes 30 bytes with its work, memory_bytes of a device: 20"
+        ):
+            simulate([task("a", 1.0, load_bytes=10, work_bytes=20)], [DeviceCost(memory_bytes=20)])
+
     def test_a_forward_below_all_that_trains_keeps_nothing(self):
         cost = TaskCost(name="a", unit_s=(1.0, 1.0, 3.0), num_shards=3, num_steps=50, load_bytes=10, graph_bytes=30)
         found = simulate([cost], [DeviceCost(memory_bytes=100)])
@@ -367,6 +386,14 @@ def test_memory_does_not_grow_with_the_units_run():
         (lambda: task(load_bytes=(1, 2, 3)), "3 values for 2 shards"),
         (lambda: task(weight=0.0), "weight"),
         (lambda: task(num_micro_batches=0), "num_micro_batches"),
+        (lambda: task(num_micro_batches=2.5), "num_micro_batches of a: 2.5, limit: a whole number"),
+        (lambda: task(num_micro_batches="3"), "num_micro_batches of a: '3'"),
+        (lambda: task(num_steps=2.5), "num_steps of a: 2.5"),
+        (lambda: task(ordered={("forward", 9)}), "not among its units"),
+        (lambda: DeviceCost(unit_s=-0.5), "unit_s: -0.5"),
+        (lambda: DeviceCost(unit_s=math.nan), "unit_s: nan"),
+        (lambda: DeviceCost(speed="x"), "speed: 'x'"),
+        (lambda: bound_s([task()], 0), "devices"),
         (lambda: task(num_shards=4), "num_shards of a: 4 with 3 units"),
         (lambda: task(num_shards=1), "num_shards of a: 1 with 3 units"),
         (lambda: TaskCost(name="a", unit_s=()), "empty"),

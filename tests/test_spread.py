@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.events import Spread
+from hydra_engine.parts import StepParts
 from hydra_engine.schedule import BACKWARD, FUSED, training_chain, validate
 from hydra_engine.simulator import NEVER
 from hydra_engine.task_state import TaskState
@@ -155,9 +156,8 @@ def test_plan_says_how_far_a_step_is_spread():
     assert len(plan.tasks["task"].speedups) == 3
     assert plan.tasks["task"].speedups[0] == 1.0
     assert plan.tasks["task"].speedups[2] > 1.5
-    assert re.search(
-        r"task: where tasks are fewer than devices, a step uses up to 3, then [\d.]+ times faster", str(plan)
-    )
+    assert re.search(r"task: where tasks are fewer than devices, a step uses up to 3, then [\d.]+ times", str(plan))
+    assert "times faster than on one, had each device cores of its own" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,74 @@ def test_plan_says_why_a_step_uses_one_device(options, why):
     assert plan.tasks["task"].speedups == [1.0]
     assert f"task: a step uses one device at a time: {why}" in str(plan)
     assert "one device at a time" not in str(planned(1, **options))
+
+
+def test_a_plan_counts_the_micro_batches_that_there_are():
+    model, _ = long_loop()
+    batches = [(torch.randn(1, 256), torch.randint(4, (1,)))] * 2
+    task = ModelTask(model, F.cross_entropy, batches, 0.1, accumulation_steps=4)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("32MiB")] * 3)
+    orchestra.verbose = 0
+    plan = orchestra.generate()
+    assert plan.tasks["task-0"].speedups == [1.0]
+    assert "it has one micro-batch; give larger batches to split it" in str(plan)
+
+
+def test_parts_whose_gradients_would_not_fit_dram_are_no_parts():
+    with (
+        mock.patch("hydra_engine.planner.dram.available_dram_bytes", return_value=30 * 2**20),
+        spread(3, in_sums=False),
+    ):
+        plan = planned(3)
+        assert plan.tasks["task"].speedups == [1e-9, 1e-9, 1.0]
+        assert 0 < plan.tasks["task"].dram["parts"] < 6 * plan.tasks["task"].dram["gradients"]
+    with mock.patch("hydra_engine.planner.dram.available_dram_bytes", return_value=8 * 2**20), spread(3, in_sums=False):
+        plan = planned(3)
+    assert plan.tasks["task"].speedups == [1e-9, 1e-9]  # two parts add sums, which takes nothing more
+
+
+def test_gradients_that_wait_for_their_turn_are_as_few_as_planned():
+    most, add = [], StepParts.add
+
+    def added(parts, shard, m, gradients):
+        add(parts, shard, m, gradients)
+        waiting = [each for of_shard in parts._waiting.values() for each in of_shard.values()]
+        most.append(sum(t.nbytes for each in waiting for t in each.values() if t is not None))
+
+    with mock.patch.object(StepParts, "add", added), spread(3, in_sums=False):
+        task, model = long_task()
+        orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("32MiB", chaos=k) for k in range(3)])
+        orchestra.verbose = 0
+        plan = orchestra.generate()
+        report = orchestra.train_models()
+    exact.assert_as_expected(report, "task", model, plain())
+    assert 0 < max(most) <= plan.tasks["task"].dram["parts"]
+
+
+def test_all_buffers_of_a_step_change_at_once_and_it_begins_again_once():
+    class Several(WakesUp):
+        """More buffers that begin to change."""
+
+        def __init__(self):
+            super().__init__()
+            for k in range(4):
+                self.register_buffer(f"more_{k}", torch.zeros(()))
+
+        def forward(self, x):
+            if x.abs().max() > 2:
+                for k in range(4):
+                    getattr(self, f"more_{k}").add_(1)
+            return super().forward(x)
+
+    def build():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), Several(), nn.Tanh(), Several(), nn.Linear(8, 3))
+        return model, F.cross_entropy, waking()[2]
+
+    with spread(2, in_sums=True):
+        _, report = assert_engine_equals_plain(build, num_devices=2, accumulation_steps=4, lr=0.01)
+    assert len([span for span in report.spans if span.lane == "again"]) == 1
 
 
 def test_tasks_of_one_reason_share_a_line():
