@@ -55,6 +55,7 @@ class Computed(NamedTuple):
     unit: Unit
     seconds: float
     failed: bool = False  # its `Failed` or `DidNotFit` comes: nothing may go on from it
+    stored: bool = False  # what it left is in DRAM already: no `Stored` comes
 
 
 class Stored(NamedTuple):

@@ -357,11 +357,9 @@ class _Drawing:
             yield
             self.state = capture()
             return
-        generator = torch.Generator()
-        generator.set_state(self.state.torch)
-        with TaskGenerator(generator):
+        with TaskGenerator(self.state.torch) as drawn:
             yield
-        self.state = self.state._replace(torch=generator.get_state())
+        self.state = self.state._replace(torch=drawn.state)
 
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:

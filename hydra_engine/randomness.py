@@ -124,9 +124,24 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     installed in the global generator, under the lock. An op that was given a generator keeps it.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, start: torch.Generator | Tensor) -> None:
+        """`start`: the task's generator, or the state that it has; then one is made once something draws."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = generator
+        self._start = start
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What ops draw from."""
+        if isinstance(self._start, Tensor):
+            generator = torch.Generator()
+            generator.set_state(self._start)
+            self._start = generator
+        return self._start
+
+    @property
+    def state(self) -> Tensor:
+        """Where the stream stands: what it began with, where nothing was drawn. Not to be written to."""
+        return self._start if isinstance(self._start, Tensor) else self._start.get_state()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -125,10 +125,14 @@ class _Stage:
     def _unit(self, unit: Unit) -> float | Failed:
         self._worker.load(unit, self._state)
         self._worker.run(unit)
-        computed, stored = self._events.get(), self._events.get()
+        computed = self._events.get()
         assert isinstance(computed, Computed)
-        assert isinstance(stored, (Stored, Failed))
-        return stored if isinstance(stored, Failed) else computed.seconds
+        if not computed.stored:
+            stored = self._events.get()
+            if isinstance(stored, Failed):
+                return stored
+            assert isinstance(stored, Stored)
+        return computed.seconds
 
     def _digests(self, shard: Shard) -> tuple[bytes, ...]:
         staging, following = self._state.staging, shard.index + 1

@@ -177,10 +177,13 @@ class Scheduler:
         part.computing = None
         task.used_s += event.seconds - part.charged_s
         task.measured(node, event.seconds / part.share)
-        part.storing = True
-        if not event.failed:
-            part.near = device
-            device.near[part] = None
+        if event.stored:
+            self._is_stored(part, node)
+        else:
+            part.storing = True
+            if not event.failed:
+                part.near = device
+                device.near[part] = None
         self._free(device)
         self._refresh(part)
 
@@ -193,15 +196,17 @@ class Scheduler:
 
     def _stored(self, event: Stored) -> None:
         part = self._part(event.unit)
-        task, node = part.task, (event.unit.kind, event.unit.shard)
         assert part.storing, event.unit
         self._through(part)
-        through = part.num_stored
+        self._is_stored(part, (event.unit.kind, event.unit.shard))
+        self._refresh(part)  # and those that waited for this
+
+    def _is_stored(self, part: Part, node: tuple[str, int]) -> None:
+        task, through = part.task, part.num_stored
         if task.chain and task.chain[through - 1] == node and task.num_stored() == through:
             self._stored_whole(task, node)
         self._commit(task)
         self._advance(task)
-        self._refresh(part)  # and those that waited for this
 
     def _stored_whole(self, task: ScheduledTask, node: tuple[str, int]) -> None:
         """Every part of a unit is in DRAM."""

@@ -84,6 +84,8 @@ class TaskState:
         self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
         self.unseen: set[int] = set()  # shards whose graphs hold more than can be counted
+        self.lowest_backward = 0  # the lowest shard that holds a trainable parameter; where none does, their number
+        self.chains: dict[bool, tuple[tuple[str, int], ...]] = {}  # (kind, shard) in order, by whether a batch trains
         self._num_cuts = 0
         self._positions: dict[int, tuple[bool, int]] = {}  # by part: the chain it is on, and its first unit not begun
         self._flows: dict[bool, Flow] = {}
@@ -183,6 +185,10 @@ class TaskState:
         proven = {(s.first, s.last) for s in old[:-1] if s.index not in self.unproven}
         self.boundaries = list(boundaries)
         self.shards = self.layout.shards(boundaries)
+        slots, num = self.layout.slots, len(self.shards)
+        trained = (shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
+        self.lowest_backward = min(trained, default=num)
+        self.chains = {True: training_chain(num, self.lowest_backward), False: evaluation_chain(num)}
         self._unit_bytes = {}
         self._num_cuts += 1
         self.keeps_from, self.graph_bytes, self.unseen = len(self.shards), {}, set()  # until a planner decides
@@ -205,19 +211,6 @@ class TaskState:
         return (training, signature) in fitting or any(
             kind == training and _no_larger(signature, known) for kind, known in fitting
         )
-
-    @property
-    def lowest_backward(self) -> int:
-        """The lowest shard that holds a trainable parameter; where none does, the number of shards."""
-        slots = self.layout.slots
-        holders = (shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
-        return min(holders, default=len(self.shards))
-
-    @property
-    def chains(self) -> dict[bool, tuple[tuple[str, int], ...]]:
-        """(kind, shard) of a batch's units, in order, by whether it trains."""
-        num = len(self.shards)
-        return {True: training_chain(num, self.lowest_backward), False: evaluation_chain(num)}
 
     def is_last(self, shard: Shard) -> bool:
         return shard.index == len(self.shards) - 1

@@ -294,17 +294,8 @@ class Worker:
         return micro
 
     def _emit(self, work: Work, m: int, out: MicroOutput) -> None:
-        entered, work.entered = work.entered, []
-        left = () if out.value is None else out.value.tensors
-        passed_on = {tensor.untyped_storage().data_ptr() for tensor, _ in entered}
-        out.is_held = any(
-            tensor.untyped_storage().data_ptr() in passed_on or (work.saved is not None and work.saved.holds(tensor))
-            for tensor in left
-        )
-        is_as_before = all(tensor._version == version for tensor, version in entered)  # no layer worked in place on it
-        if entered and is_as_before and not work.graph_bytes:
-            self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered], is_held=out.is_held)
-        del entered, left
+        if work.unit.kind == FORWARD:
+            self._keep_input(work, m, out)
         if work.stores:
             work.stores[-1].result()  # one on its way at most: the ledger holds no more
         work.output_bytes = max(work.output_bytes, out.num_bytes)
@@ -317,6 +308,17 @@ class Worker:
         if work.known is None:
             # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
             stored.result()
+
+    def _keep_input(self, work: Work, m: int, out: MicroOutput) -> None:
+        """Leave a forward's input to its backward, where no graph holds it and no layer worked in place on it."""
+        entered, work.entered = work.entered, []
+        passed_on = {tensor.untyped_storage().data_ptr() for tensor, _ in entered}
+        out.is_held = any(
+            tensor.untyped_storage().data_ptr() in passed_on or (work.saved is not None and work.saved.holds(tensor))
+            for tensor in (() if out.value is None else out.value.tensors)
+        )
+        if entered and not work.graph_bytes and all(tensor._version == version for tensor, version in entered):
+            self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered], is_held=out.is_held)
 
     def _store_micro(self, work: Work, m: int, out: MicroOutput) -> None:
         self._spiller.store_micro(work.state, work.unit.kind, work.shard, m, out)
@@ -401,7 +403,7 @@ class Worker:
         work.output, output = output, None
         computed = Computed(self.index, work.unit, seconds, failed=work.error is not None)
         if self.device.copies_at_once(left_bytes):
-            # Both are reported together: whoever is woken by the first would only take the interpreter from the store.
+            # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
             job = partial(self._store, work, kept_bytes, computed)
             self.device.submit(STORE, work.label, job, at_once=True)
         else:
@@ -480,12 +482,12 @@ class Worker:
         work.buffers = {}
         self.device.ledger.release(kept_bytes - stays_bytes, deactivates=True)
         self._over(work)
-        if computed is not None:
-            self._report(computed)
         # In this order: whoever waits for it must not be reported before it.
         if work.error is None:
-            self._report(Stored(unit))
+            self._report(Stored(unit) if computed is None else computed._replace(stored=True))
             work.stored.keep(None)
         else:
+            if computed is not None:
+                self._report(computed)
             self._report(Failed(unit.task, work.error, work.where, unit))
             work.stored.give_up(work.error)

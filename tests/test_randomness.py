@@ -124,6 +124,17 @@ class TestTaskGenerator:
         assert all(map(torch.equal, actual, expected))
         assert torch.equal(generator.get_state(), state), "the stream goes on from the same place"
 
+    def test_begins_with_a_state(self, draw):
+        torch.manual_seed(7)
+        expected = [draw(), draw()]
+        start = own(7).get_state()
+        with TaskGenerator(start) as drawn:
+            assert drawn.state is start, "nothing was drawn"
+            actual = [draw(), draw()]
+        assert all(map(torch.equal, actual, expected))
+        assert torch.equal(drawn.state, torch.get_rng_state()), "the stream goes on from the same place"
+        assert torch.equal(start, own(7).get_state()), "what it began with is not written to"
+
     def test_leaves_the_global_generator_alone(self, draw):
         torch.manual_seed(99)
         before = torch.get_rng_state()

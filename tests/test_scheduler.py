@@ -138,6 +138,7 @@ class World:
         self.tasks = {}
         self.running = {}  # by device
         self.claims = {}
+        self.is_stored_at_once = lambda: False
         self.story = []  # events and instructions, for a failing test to show
 
     # -- events
@@ -171,9 +172,10 @@ class World:
         unit, self.running[device] = self.running[device], None
         part = self.part(unit)
         failed = failed or part.broken
+        stored = not failed and self.is_stored_at_once()
         assert part.storing is None or part.broken, "what a unit goes on from is stored before it is through"
-        part.unit, part.storing, part.near = None, unit, None if failed else device
-        return self.send(Computed(device, unit, seconds, failed))
+        part.unit, part.storing, part.near = None, None if stored else unit, None if failed or stored else device
+        return self.send(Computed(device, unit, seconds, failed, stored))
 
     def store(self, task, error=None, part=0):
         """What the task's unit left is in DRAM, or the unit failed."""
@@ -463,6 +465,8 @@ def walk(seed, *, failures=False, stops=False, misfits=False):
     failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
     stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
     misfit_share = rng.choice([0.05, 0.5]) if misfits else 0.0
+    share_at_once = rng.choice([0.0, 0.5, 1.0])
+    world.is_stored_at_once = lambda: rng.random() < share_at_once
     try:
         while arrivals or not world.scheduler.finished:
             if arrivals and (num_at_once > 0 or rng.random() < 0.1 or not any(world.under_way())):
@@ -581,7 +585,7 @@ def test_walks_reach_what_they_are_for():
 
 
 def test_walks_spread_steps():
-    begun = [each for seed in range(50) for each in walk(seed).story if isinstance(each, Begin)]
+    begun = [each for seed in range(50, 150) for each in walk(seed).story if isinstance(each, Begin)]
     assert {each.num_parts for each in begun} == {1, 2, 3, 4}
 
 
