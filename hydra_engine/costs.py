@@ -26,6 +26,8 @@ class TaskCost:
         commit_s: seconds of a step's commit on the host.
         read_s: seconds of reading a batch; the next one is read while one is computed.
         setup_s: seconds of taking the task in, before a run begins. end_s: seconds of giving its model back.
+        first_step_times: units of the first step take so many times as long: memory that is touched, and kernels that
+            are loaded, for the first time.
         work_bytes: that units of each shard take on a device, beside its parameters.
         graph_bytes: that a forward of each shard takes to keep what its backward needs; 0: it is run again.
         num_micro_batches: that a step is made of: it may be spread over as many devices.
@@ -46,6 +48,7 @@ class TaskCost:
     read_s: float = 0.0
     setup_s: float = 0.0
     end_s: float = 0.0
+    first_step_times: float = 1.0
     work_bytes: Sequence[float] | float = 0
     graph_bytes: Sequence[float] | float = 0
     num_micro_batches: int = 1
@@ -80,6 +83,10 @@ class TaskCost:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} of {self.name}: {value!r}, limit: a whole number, at least 1")
+        if not (_is_number(self.first_step_times) and 1 <= self.first_step_times < math.inf):
+            raise ValueError(
+                f"first_step_times of {self.name}: {self.first_step_times!r}, limit: a finite number, at least 1"
+            )
         if not (_is_number(self.weight) and self.weight > 0):
             raise ValueError(f"weight of {self.name}: {self.weight!r}, limit: above 0")
         object.__setattr__(self, "ordered", frozenset(self.ordered))
@@ -136,6 +143,7 @@ class DeviceCost:
         load_bytes_per_s: of the link from DRAM; None: copies take no time.
         store_bytes_per_s: of the link to DRAM.
         unit_s: seconds of each unit beside its own: launches, threads that wake each other.
+        variation: of units' seconds from one to the next: the standard deviation of their logarithm.
         memory_bytes: what units leave of it keeps shards, boundaries and graphs, until what is needed sooner takes it;
             None: nothing stays.
         copies_compute: copies keep a core of the host busy, as those of an emulated device without a link do.
@@ -145,6 +153,7 @@ class DeviceCost:
     load_bytes_per_s: float | None = None
     store_bytes_per_s: float | None = None
     unit_s: float = 0.0
+    variation: float = 0.0
     memory_bytes: float | None = None
     copies_compute: bool = False
 
@@ -153,8 +162,10 @@ class DeviceCost:
             value = getattr(self, name)
             if not (value is None and name != "speed") and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
-        if not (_is_number(self.unit_s) and 0 <= self.unit_s < math.inf):
-            raise ValueError(f"unit_s: {self.unit_s!r}, limit: finite, at least 0")
+        for name in ("unit_s", "variation"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name}: {value!r}, limit: finite, at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)

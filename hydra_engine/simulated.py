@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Simulation:
     """What came of a simulated run."""
 
     makespan_s: float
-    bound_s: float  # no schedule is faster
+    bound_s: float  # no schedule is faster, of units that take their seconds
     devices: tuple[SimulatedDevice, ...]
     finished_s: dict[str, float]  # by task
     num_units: int
@@ -181,8 +182,10 @@ class World:
         host: HostCost,
         *,
         record: bool,
+        seed: int = 0,
     ) -> None:
         self.time = SimulatedTime(host.cores)
+        self._random = random.Random(seed)
         self._events: deque[Event] = deque()
         self._tasks = {
             task.name: _Task(task, spread, unit_s, Flow.of(task.chain, unit_s, task.num_shards))
@@ -378,6 +381,10 @@ class World:
         seconds = task.unit_s[unit.kind, unit.shard]
         if claim.graph is not None:
             seconds = max(0.0, seconds - task.unit_s[FORWARD, unit.shard])
+        if unit.step == 0:
+            seconds *= task.cost.first_step_times
+        if device.cost.variation:
+            seconds *= self._random.lognormvariate(0.0, device.cost.variation)
         seconds = task.share(unit) * seconds / device.cost.speed + device.cost.unit_s
         self.time.compute(seconds, partial(self._computed, index, claim, seconds, self.time.now_s))
 

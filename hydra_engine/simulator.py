@@ -43,6 +43,7 @@ def simulate(
     double_buffer: bool = True,
     record: bool = False,
     scheduler: Scheduler | None = None,
+    seed: int = 0,
 ) -> Simulation:
     """Simulate training tasks to their end.
 
@@ -56,6 +57,7 @@ def simulate(
         double_buffer: load the next unit's shard while one computes.
         record: keep the schedule.
         scheduler: who decides, in place of a `Scheduler` of that policy: one that measures itself, say.
+        seed: of what is drawn, where devices' seconds vary.
 
     Raises ValueError for what cannot be simulated.
     """
@@ -79,7 +81,7 @@ def simulate(
         if alike not in known:
             known[alike] = (Spread(),) if len(costs) == 1 else predict_spreads(alike, costs, host=host)
         spreads.append(known[alike])
-    world = World(tasks, spreads, costs, host, record=record)
+    world = World(tasks, spreads, costs, host, record=record, seed=seed)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs))
 
@@ -135,7 +137,8 @@ def predict_spreads(
     before, which are sent up to the device: then one part's backward through a shard waits for the other's. Or they
     send each micro-batch's gradients down by themselves, and the host adds.
     """
-    alone = replace(task, num_steps=PREDICTED_STEPS)
+    alone = replace(task, num_steps=PREDICTED_STEPS, first_step_times=1.0)
+    devices = [replace(device, variation=0.0) for device in devices]
     backward = frozenset(node for node in task.chain if node[0] in (FUSED, BACKWARD))
     spreads = [Spread()]
     one_s = _alone_s(alone, [*spreads], devices[:1], host)

@@ -56,13 +56,22 @@ def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
     }
     monkeypatch.setattr(module, "WORKLOADS", workloads)
     num_threads = torch.get_num_threads()
+
+    def in_this_process(what, number):
+        assert what == "together"
+        module.together(number)
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(module, "in_own_process", in_this_process)
     try:
         module.predict(tmp_path / "predictions.json")
         module.run("linked")
     finally:
         torch.set_num_threads(num_threads)
     predictions = json.loads((tmp_path / "predictions.json").read_text())
-    assert predictions.pop("cores") > 0
+    beside = predictions.pop("beside")
+    assert beside.keys() == {"1", "2"}
+    assert all(each["cores"] > 0 and each["first_step_times"] >= 1 for each in beside.values())
     assert predictions.keys() == workloads.keys()
-    assert all(0 < each["bound_s"] <= each["makespan_s"] for each in predictions.values())
+    assert all(each["bound_s"] > 0 and each["makespan_s"] > 0 for each in predictions.values())
     assert float(capsys.readouterr().out) > 0

@@ -120,6 +120,22 @@ class TestByHand:
         assert found.devices[0].loaded_bytes == 1 + 2 + 1
         assert found.devices[0].busy == pytest.approx({"load": 0.4, "compute": 0.9, "store": 0.0})
 
+    def test_first_step_takes_longer(self):
+        found = simulate([task("a", 3.0, 3.0, 3.0, num_steps=3, first_step_times=2.0)], 1)
+        assert found.makespan_s == 2 * 9.0 + 9.0 + 9.0
+        assert found.bound_s == 3 * 9.0
+
+    def test_units_vary_as_drawn(self):
+        device = DeviceCost(variation=0.2)
+
+        def makespan_s(seed):
+            return simulate([task("a", 3.0, 3.0, 3.0, num_steps=200)], [device], seed=seed).makespan_s
+
+        assert makespan_s(1) == makespan_s(1)
+        assert makespan_s(1) != makespan_s(2)
+        # The mean of what is drawn is exp(variation ** 2 / 2) times the median.
+        assert makespan_s(1) == pytest.approx(600 * 3.0 * math.exp(0.02), rel=0.03)
+
     def test_without_double_buffering_they_are_not(self):
         device = DeviceCost(load_bytes_per_s=1.0)
         found = simulate([task("a", 3.0, 3.0, 3.0, load_bytes=(1, 2))], [device], double_buffer=False)
@@ -392,6 +408,8 @@ def test_memory_does_not_grow_with_the_units_run():
         (lambda: task(ordered={("forward", 9)}), "not among its units"),
         (lambda: DeviceCost(unit_s=-0.5), "unit_s: -0.5"),
         (lambda: DeviceCost(unit_s=math.nan), "unit_s: nan"),
+        (lambda: DeviceCost(variation=-0.1), "variation: -0.1"),
+        (lambda: task(first_step_times=0.5), "first_step_times of a: 0.5, limit: a finite number, at least 1"),
         (lambda: DeviceCost(speed="x"), "speed: 'x'"),
         (lambda: bound_s([task()], 0), "devices"),
         (lambda: task(num_shards=4), "num_shards of a: 4 with 3 units"),

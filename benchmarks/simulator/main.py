@@ -2,11 +2,13 @@
 
 python benchmarks/simulator/main.py                       # all of it; exit code 1 beyond the limit
 python benchmarks/simulator/main.py predict costs.json    # what it does first, in a process of its own
-python benchmarks/simulator/main.py run NAME              # one run of a workload, in a process of its own
+python benchmarks/simulator/main.py together NUM          # first steps of tasks on so many devices, likewise
+python benchmarks/simulator/main.py run NAME              # one run of a workload, likewise
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 import torch
 from torch import nn
@@ -29,7 +31,9 @@ from gpt import gpt, token_batches
 LIMIT = 0.10
 MEMORY_BYTES = 2**30
 CORES = 2
-MEASURED_STEPS = 6
+MEASURED_STEPS = 8
+WARM_STEPS = 3  # in which memory is touched for the first time
+NUM_DRAWN = 9  # simulations, of which the middle one is the prediction
 HANDOFF_S = 300e-6  # of a unit: threads that wake one another (benchmarks/overhead)
 NUM_LAYERS = 6  # embedding, four blocks, head
 
@@ -107,7 +111,7 @@ def measured(kind, bandwidth):
     for span in report.spans:
         if span.lane == "compute":
             unit = Unit.parse(span.label)
-            if unit.step > 0:  # the first one touches its memory for the first time
+            if unit.step >= WARM_STEPS:
                 seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
         elif span.lane == "update":
             seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
@@ -130,15 +134,47 @@ def measured(kind, bandwidth):
     }
 
 
-def cores_of_two_devices(kind):
-    """Cores that two devices have between them: fewer than there are where they wait for one memory and interpreter."""
-    seconds = []
-    for num_devices in (1, 2):
-        tasks = [kind.task(str(k), MEASURED_STEPS) for k in range(num_devices)]
-        report, _ = trained(tasks, num_devices, None)
-        units = [(Unit.parse(span.label), span) for span in report.spans if span.lane == "compute"]
-        seconds.append(median(span.end_s - span.start_s for unit, span in units if unit.step > 0))
-    return min(CORES, 2 * seconds[0] / seconds[1])
+def seconds_of(num_tasks, num_devices):
+    """Seconds of units by step, of steady units, and of updates, of tasks in one shard that keep their devices busy."""
+    report, _ = trained([WHOLE.task(str(k), MEASURED_STEPS) for k in range(num_tasks)], num_devices, None)
+    units, updates = defaultdict(list), []
+    for span in report.spans:
+        if span.lane == "compute":
+            units[Unit.parse(span.label).step].append(span.end_s - span.start_s)
+        elif span.lane == "update":
+            updates.append(span.end_s - span.start_s)
+    return units, [each for step in range(WARM_STEPS, MEASURED_STEPS) for each in units[step]], updates
+
+
+def together(num_devices):
+    """How long units take where devices work side by side, to stdout: two tasks for each, in a process of its own."""
+    torch.set_num_threads(1)
+    trained([SMALL.task("warm", 2)], 1, None)
+    units, steady, _ = seconds_of(2 * num_devices, num_devices)
+    steady_s = median(steady)
+    excess_s = sum(mean(units[step]) - steady_s for step in range(WARM_STEPS))
+    found = {"variation": stdev(map(math.log, steady)), "first_step_times": 1 + max(0.0, excess_s) / steady_s}
+    print(json.dumps(found | {"steady_s": steady_s}))
+
+
+def in_own_process(*arguments):
+    """What this program prints with other arguments."""
+    done = subprocess.run([sys.executable, __file__, *map(str, arguments)], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def shared(num_devices):
+    """What devices that work side by side do to units: how much they vary, the first step, and the cores there are.
+
+    Cores are fewer than the machine's where devices wait for one memory and interpreter: of what a unit and an update
+    take by themselves, what is done in the time that a unit takes beside another.
+    """
+    beside = in_own_process("together", num_devices)
+    steady_s, cores = beside.pop("steady_s"), CORES
+    if num_devices > 1:
+        _, steady, updates = seconds_of(1, 1)
+        cores = min(CORES, num_devices * (median(steady) + median(updates)) / steady_s)
+    return beside | {"cores": cores}
 
 
 def bytes_of(task, boundaries):
@@ -160,26 +196,32 @@ def predict(path):
     """Predict every workload's makespan from measured costs, to a file."""
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
-    cores = cores_of_two_devices(WHOLE)
-    costs, predictions = {}, {"cores": cores}
+    beside = {num_devices: shared(num_devices) for num_devices in (1, 2)}
+    costs, predictions = {}, {"beside": beside}
     for name, workload in WORKLOADS.items():
+        found = beside[workload.num_devices]
         tasks = []
         for k, (kind, num_steps) in enumerate(workload.tasks):
             key = (kind, workload.bandwidth)
             if key not in costs:
                 costs[key] = measured(*key)
-            tasks.append(TaskCost(name=str(k), num_steps=num_steps, **costs[key]))
+            first = found["first_step_times"]
+            tasks.append(TaskCost(name=str(k), num_steps=num_steps, first_step_times=first, **costs[key]))
         speed = EmulatedDevice(MEMORY_BYTES, bandwidth=workload.bandwidth).link_bytes_per_s()
         device = DeviceCost(
             load_bytes_per_s=speed,
             store_bytes_per_s=speed,
             unit_s=HANDOFF_S,
+            variation=found["variation"],
             memory_bytes=MEMORY_BYTES,
             copies_compute=workload.bandwidth is None,
         )
-        host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=cores)
-        found = simulate(tasks, [device] * workload.num_devices, workload.policy, host=host)
-        predictions[name] = {"makespan_s": found.makespan_s, "bound_s": found.bound_s, "busy": found.busy_share}
+        host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=found["cores"])
+        devices = [device] * workload.num_devices
+        drawn = [simulate(tasks, devices, workload.policy, host=host, seed=seed) for seed in range(NUM_DRAWN)]
+        drawn.sort(key=lambda each: each.makespan_s)
+        middle = drawn[NUM_DRAWN // 2]
+        predictions[name] = {"makespan_s": middle.makespan_s, "bound_s": middle.bound_s, "busy": middle.busy_share}
     Path(path).write_text(json.dumps(predictions, indent=1))
 
 
@@ -195,7 +237,7 @@ def run(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "run"))
+    parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "together", "run"))
     parser.add_argument("argument", nargs="?", help="the file to write, or the workload to run")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each workload (default 5)")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
@@ -203,20 +245,27 @@ def main():
     if arguments.what == "predict":
         predict(arguments.argument)
         return
+    if arguments.what == "together":
+        together(int(arguments.argument))
+        return
     if arguments.what == "run":
         run(arguments.argument)
         return
     path = Path(tempfile.mkdtemp()) / "predictions.json"
     subprocess.run([sys.executable, __file__, "predict", str(path)], check=True)
     predictions = json.loads(path.read_text())
-    print(f"predictions: {path}; two devices have {predictions.pop('cores'):.2f} cores between them")
+    print(f"predictions: {path}")
+    for num_devices, found in predictions.pop("beside").items():
+        print(
+            f"{num_devices} at a time: {found['cores']:.2f} cores, units vary by {found['variation']:.1%}, "
+            f"a first step takes {found['first_step_times']:.2f} times as long"
+        )
     print(f"{'workload':38} predicted  median of {arguments.repeats} runs (range)    error   bound  busy", flush=True)
     errors = []
     for name, predicted in predictions.items():
         made = []
         for _ in range(arguments.repeats):
-            done = subprocess.run([sys.executable, __file__, "run", name], check=True, capture_output=True, text=True)
-            made.append(json.loads(done.stdout))
+            made.append(in_own_process("run", name))
         error = predicted["makespan_s"] / median(made) - 1
         errors.append(error)
         print(
