@@ -137,12 +137,15 @@ def predict_spreads(
     before, which are sent up to the device: then one part's backward through a shard waits for the other's. Or they
     send each micro-batch's gradients down by themselves, and the host adds.
     """
+    num_devices = min(task.num_micro_batches, len(devices))
+    if num_devices == 1:
+        return (Spread(),)
     alone = replace(task, num_steps=PREDICTED_STEPS, first_step_times=1.0)
-    devices = [replace(device, variation=0.0) for device in devices]
+    devices = [replace(device, variation=0.0) for device in devices[:num_devices]]
     backward = frozenset(node for node in task.chain if node[0] in (FUSED, BACKWARD))
     spreads = [Spread()]
     one_s = _alone_s(alone, [*spreads], devices[:1], host)
-    for number in range(2, min(task.num_micro_batches, len(devices)) + 1):
+    for number in range(2, num_devices + 1):
         most = -(-task.num_micro_batches // number)  # of its parts
         if most == -(-task.num_micro_batches // (number - 1)):
             spreads.append(spreads[-1])  # as long as with one device less
