@@ -71,6 +71,7 @@ class Work:
         self.stored: Promise[None] = Promise()
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
+        self.is_metered = False
         self.held_bytes = 0  # granted beside all that
         self.views: dict[int, Tensor] = {}  # parameters in the slabs
         self.buffers: dict[int, Tensor] = {}  # come with the first input

@@ -305,8 +305,8 @@ class Worker:
         stored: Promise[None] = Promise()
         work.stores.append(stored)
         self._submit(STORE, work, stored, lambda: self._store_micro(work, m, out))
-        if work.known is None:
-            # What is stored counts apart: the first, metered run must not find it in one run and miss it in another.
+        if work.is_metered:
+            # What is stored counts apart: a metered run must not find it in one run and miss it in another.
             stored.result()
 
     def _keep_input(self, work: Work, m: int, out: MicroOutput) -> None:
@@ -359,8 +359,9 @@ class Worker:
             self._bring_first(work)
             slabs = {region.trainable: loading.slab.result() for region, loading in work.slabs.items()}
             work.views = self._spiller.views(work.state, work.shard, slabs)
+            work.is_metered = work.known is None or self.device.meter_every_unit
             start_s, executing = self._trace.now_s(), True  # waiting is not work
-            with self._metered(work) if work.known is None or self.device.meter_every_unit else nullcontext():
+            with self._metered(work) if work.is_metered else nullcontext():
                 output = executor.run(
                     work.unit.kind,
                     work.shard,

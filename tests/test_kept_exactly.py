@@ -351,3 +351,19 @@ def test_a_load_that_is_under_way_when_its_unit_fails_leaves_nothing_in_the_aren
         report = orchestra.train_models()
     assert [report.tasks[name].status for name in "ab"] == ["failed", "finished"]
     assert left == [(0, [], 0)]
+
+
+# -- what is counted
+
+
+def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered():
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 5))
+    task = task_of(model, accumulation_steps=4)
+    # So slow a link that an output is always on its way as the next micro-batch is computed.
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("4MiB", bandwidth="1MiB", meter_every_unit=True)])
+    orchestra.verbose = 0
+    orchestra.generate()
+    [planned] = orchestra._planned
+    known = dict(planned.state._unit_bytes)
+    orchestra.train_models()
+    assert {unit: planned.state._unit_bytes[unit] for unit in known} == known

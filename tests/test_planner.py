@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.events import Spread
+from hydra_engine.keeping import Kept
 from hydra_engine.planner import PlannedTask
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
@@ -160,7 +161,8 @@ def test_auto_gives_a_device_that_would_idle_a_part_of_each_step():
     def spreads(task, devices, *, host=None):
         return tuple(Spread(float(k)) for k in range(1, min(len(devices), task.num_micro_batches) + 1))
 
-    with mock.patch("hydra_engine.planner.predict_spreads", spreads):
+    kept = mock.patch("hydra_engine.planner.choose_kept", return_value=Kept(4, 1.0))  # however long a step takes here
+    with mock.patch("hydra_engine.planner.predict_spreads", spreads), kept:
         assert orchestra_of(wide(), memory="8MiB", num_devices=3).generate().tasks["task-0"].accumulation_steps == 3
         tasks = [wide(), wide()]
         plan = orchestra_of(*tasks, memory="8MiB", num_devices=3).generate()
