@@ -21,7 +21,7 @@ class _Resident:
     value: Any
     num_bytes: int
     users: dict[str, NextUse]  # by task
-    dispose: Callable[[], None]
+    dispose: Callable[[], None] = lambda: None
     num_pins: int = 0
 
     def next_use_s(self) -> float:
@@ -60,10 +60,8 @@ class Residents:
         """
         with self._ledger.lock:
             assert key not in self._found, key
-            resident = _Resident(
-                value=value, num_bytes=num_bytes, users={user: next_use_s}, dispose=dispose, num_pins=1
-            )
-            self._found[key] = resident
+            users = {user: next_use_s}
+            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose, num_pins=1)
 
     def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
         """The value, not to be given up until it is unpinned; None if it is not there."""
@@ -96,7 +94,8 @@ class Residents:
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            self._put(key, value, num_bytes, user, next_use_s, dispose)
+            users = {user: next_use_s}
+            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose)
             return True
 
     def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
@@ -110,7 +109,7 @@ class Residents:
                 return False
             if not self._ledger.take(num_bytes):
                 return False
-            self._put(key, value, num_bytes, user, next_use_s)
+            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users={user: next_use_s})
             return True
 
     def take(self, key: Hashable) -> Any | None:
@@ -140,18 +139,6 @@ class Residents:
                     continue
                 if not resident.users and resident.num_pins == 0:
                     self._drop(key)
-
-    def _put(
-        self,
-        key: Hashable,
-        value: Any,
-        num_bytes: int,
-        user: str,
-        next_use_s: NextUse,
-        dispose: Callable[[], None] = lambda: None,
-    ) -> None:
-        users = {user: next_use_s}
-        self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose)
 
     def _drop(self, key: Hashable) -> None:
         resident = self._found.pop(key)
