@@ -30,8 +30,8 @@ class Part:
     after: Part | None = None
     position: int = 0  # of the first unit that was not begun
     computing: ScheduledDevice | None = None  # has the unit before `position`
-    storing: bool = False  # that unit, or the one before it, is on its way to DRAM
-    near: ScheduledDevice | None = None  # which computed what is on its way
+    storing: int = 0  # units before `position` that are on their way to DRAM
+    near: ScheduledDevice | None = None  # which computed them, where the part can go on meanwhile
     charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
@@ -43,7 +43,7 @@ class Part:
     @property
     def under_way(self) -> bool:
         """Whether a unit is on a device, or on its way to DRAM."""
-        return self.computing is not None or self.storing
+        return self.computing is not None or self.storing > 0
 
     @property
     def num_stored(self) -> int:

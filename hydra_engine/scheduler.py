@@ -9,7 +9,8 @@ Where a batch has new shapes, Fit -> Fitted stands for Begin; and a unit that do
 starts the step again, on a finer partition.
 
 A unit is load-ready when its shard's weights are up to date. It is run-ready when its input is in DRAM as well, or on
-its way there: then on the device that computed the unit before it, and on no other until it is stored. A device runs
+its way there: then on the device that computed the unit before it, and on no other until that is stored; gradients of
+several units may be on their way down while the device goes on. A device runs
 one unit and holds at most one claim: the next unit, whose shard it loads meanwhile. Claims bind nobody: an idle device
 takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
 
@@ -178,19 +179,22 @@ class Scheduler:
         task.used_s += event.seconds - part.charged_s
         task.measured(node, event.seconds / part.share)
         if event.stored:
+            assert part.storing == 0, event.unit
             self._is_stored(part, node)
         else:
-            part.storing = True
-            if not event.failed:
-                part.near = device
+            part.storing += 1
+            part.near = None if event.failed else device
+            if event.failed:
+                device.near.pop(part, None)
+            else:
                 device.near[part] = None
         self._free(device)
         self._refresh(part)
 
     def _through(self, part: Part) -> None:
-        """Nothing of the part is on its way to DRAM any more."""
-        part.storing = False
-        if part.near is not None:
+        """A unit of the part is in DRAM, or has failed."""
+        part.storing -= 1
+        if part.near is not None and part.storing == 0:
             part.near.near.pop(part, None)
             part.near = None
 

@@ -108,8 +108,9 @@ class _Claim:
 class _Part:
     """Some of a step's micro-batches."""
 
-    storing: bool = False
-    waiting: list[Done] = field(default_factory=list)  # for what is being stored
+    passing: bool = False  # what the next unit starts from is on its way to DRAM
+    waiting: list[Done] = field(default_factory=list)  # for that
+    leaving: dict[Unit, bool] = field(default_factory=dict)  # on its way to DRAM, in order; whether it is there
     position: int = 0  # in the chain, of the first unit not begun
 
 
@@ -150,11 +151,14 @@ class _Task:
         positions = (max(0, part.position - with_last) for part in self.parts)
         return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
 
-    def output_bytes(self, unit: Unit) -> float:
-        """What a unit leaves, with gradients."""
+    def passed_bytes(self, unit: Unit) -> float:
+        """What a unit leaves to the next one."""
+        return self.share(unit) * self.cost.output_bytes(unit.kind, unit.shard)
+
+    def gradient_bytes(self, unit: Unit) -> float:
+        """Gradients of parameters that it leaves."""
         times = 0 if unit.kind == FORWARD else 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
-        num_bytes = times * self.cost.of_shard("gradient_bytes", unit.shard)
-        return num_bytes + self.share(unit) * self.cost.output_bytes(unit.kind, unit.shard)
+        return times * self.cost.of_shard("gradient_bytes", unit.shard)
 
 
 class _Device:
@@ -314,7 +318,7 @@ class World:
         def bring() -> None:
             self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
 
-        if part.storing:
+        if part.passing:
             part.waiting.append(bring)
         else:
             bring()
@@ -397,20 +401,29 @@ class World:
         device.compute_s += self.time.now_s - start_s
         if self._placed is not None:
             self._placed.append(Placed(unit, index, start_s, self.time.now_s))
-        task.parts[unit.part].storing = True
+        part = task.parts[unit.part]
+        part.passing, part.leaving[unit] = True, False
         self._events.append(Computed(index, unit, seconds))
-        num_bytes = task.output_bytes(unit)
-        device.stored_bytes += num_bytes
-        rate = device.cost.store_bytes_per_s
-        device.store.submit(num_bytes / rate if rate else 0.0, partial(self._stored, unit))
+        rate, passed_bytes, left_bytes = device.cost.store_bytes_per_s, task.passed_bytes(unit), task.gradient_bytes(unit)
+        device.stored_bytes += passed_bytes + left_bytes
 
-    def _stored(self, unit: Unit) -> None:
-        part = self._tasks[unit.task].parts[unit.part]
-        part.storing = False
-        self._events.append(Stored(unit))
+        def passed() -> None:
+            self._passed(part)
+            device.store.submit(left_bytes / rate if rate else 0.0, partial(self._stored, part, unit))
+
+        device.store.submit(passed_bytes / rate if rate else 0.0, passed)
+
+    def _passed(self, part: _Part) -> None:
+        part.passing = False
         waiting, part.waiting = part.waiting, []
         for bring in waiting:
             bring()
+
+    def _stored(self, part: _Part, unit: Unit) -> None:
+        part.leaving[unit] = True
+        while part.leaving and part.leaving[first := next(iter(part.leaving))]:  # in their order
+            del part.leaving[first]
+            self._events.append(Stored(first))
 
     def _read(self, instruction: Read) -> None:
         task = self._tasks[instruction.task]

@@ -5,9 +5,9 @@
 What a device, its links and the host take time for is modelled as the engine does it:
 
     Load     the shard's parameters, over the link to the device, one copy after the other
-    Run      what the unit starts from, once the unit before it is stored, over the same link and before any shard
-             that is on its way there; then its seconds
-    Computed -> its output and gradients, over the link to DRAM -> Stored
+    Run      what the unit starts from, once the unit before it has sent that to DRAM, over the same link and before any
+             shard that is on its way there; then its seconds
+    Computed -> its output, then its gradients, over the link to DRAM -> Stored
     Commit, Update                      a pool of threads of the host
     all that computes, where asked      shares the host's cores evenly
 """

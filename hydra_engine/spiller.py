@@ -162,8 +162,8 @@ class Spiller:
             staging.losses[m] = out.loss
             staging.metrics[m] = out.metrics
 
-    def store_unit(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
-        """Send the shard's gradients, and the buffers that its forward changed, to DRAM."""
+    def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
+        """Send the shard's gradients to DRAM."""
         staging = state.staging
         for slot, gradient in out.gradients.items():
             _check_dense(state, slot, gradient)
@@ -176,8 +176,12 @@ class Spiller:
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
                     self._copy_gradient(state.pool.gradient(state.layout.slots[slot]), gradient)
+
+    def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
+        """Send the buffers that a shard's forward changed to DRAM."""
         if not out.buffers:
             return
+        staging = state.staging
         before = staging.buffers_for(shard, unit.part, state.pool.buffers)
         changed = {index: value for index, value in out.buffers.items() if not _same(value, before[index])}
         if staging.parts is not None and not state.changes_buffers(shard) and changed:

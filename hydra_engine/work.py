@@ -44,6 +44,14 @@ class Loading:
             self.slab.give_up(error)
 
 
+class Left:
+    """How far what a unit leaves is on its way to DRAM."""
+
+    def __init__(self) -> None:
+        self.passed: Promise[None] = Promise()  # all that the next unit starts from
+        self.stored: Promise[None] = Promise()  # gradients of parameters, too
+
+
 class Work:
     """One unit on its way through a device."""
 
@@ -67,8 +75,8 @@ class Work:
         self.error: BaseException | None = None  # the first
         self.where = ""
         # From here on known when it runs.
-        self.after: Promise[None] | None = None  # the unit before it, where that is still on its way to DRAM
-        self.stored: Promise[None] = Promise()
+        self.after: Left | None = None  # by the unit before it, where that is still on its way to DRAM
+        self.left = Left()
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.is_metered = False

@@ -37,7 +37,7 @@ from hydra_engine.spiller import Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import Region, TaskState, UnitBytes
 from hydra_engine.trace import Trace
-from hydra_engine.work import GivenUp, Loading, Work
+from hydra_engine.work import GivenUp, Left, Loading, Work
 from partitioners import MemoryMeter
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Worker:
         self._spiller = Spiller(device, self._residents)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[Work, Ticket]] = {}
-        self._stored: dict[tuple[str, int], Promise[None]] = {}  # by (task, part), of the last unit that was run here
+        self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -71,9 +71,9 @@ class Worker:
         """Forget a task."""
         del self._executors[name]
         self._residents.forget(name)
-        for key in list(self._stored):  # units of other tasks are begun meanwhile
+        for key in list(self._left):  # units of other tasks are begun meanwhile
             if key[0] == name:
-                self._stored.pop(key, None)
+                self._left.pop(key, None)
 
     def sweep(self, name: str) -> None:
         """A step of a task begins: nothing that was kept for the one before is of any use."""
@@ -168,9 +168,9 @@ class Worker:
     def run(self, unit: Unit) -> None:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
         work, _ = self._claims.pop(unit)
-        before = self._stored.get((unit.task, unit.part))
-        work.after = before if before is not None and not before.is_done else None
-        self._stored[unit.task, unit.part] = work.stored
+        before = self._left.get((unit.task, unit.part))
+        work.after = before if before is not None and not before.stored.is_done else None
+        self._left[unit.task, unit.part] = work.left
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.known.total(work.num_micro_batches) if work.known else None
@@ -267,7 +267,7 @@ class Worker:
         promise = work.inputs[0]
         assert promise is not None
         if work.after is not None:
-            work.after.result()  # its job was queued before this one, and waits for no load
+            work.after.passed.result()  # its job was queued before this one, and waits for no load
         start_s = self._trace.now_s()
         if work.error is None:
             for loading in work.slabs.values():
@@ -398,12 +398,13 @@ class Worker:
         seconds = self._trace.now_s() - start_s
         if work.error is not None:
             # Nothing goes on from it, and it may be run again at once.
-            self._stored.pop((work.unit.task, work.unit.part), None)
+            self._left.pop((work.unit.task, work.unit.part), None)
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
         left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
         work.output, output = output, None
         computed = Computed(self.index, work.unit, seconds, failed=work.error is not None)
-        if self.device.copies_at_once(left_bytes):
+        is_in_turn = work.after is None or work.after.stored.is_done
+        if is_in_turn and self.device.copies_at_once(left_bytes):
             # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
             job = partial(self._store, work, kept_bytes, computed)
             self.device.submit(STORE, work.label, job, at_once=True)
@@ -471,10 +472,12 @@ class Worker:
             if output is not None and work.last_output is not None and work.error is None:
                 last = work.end - 1
                 self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
-                self._spiller.store_unit(work.state, unit, work.shard, output)
+                self._spiller.store_buffers(work.state, unit, work.shard, output)
+                stays_bytes = self._spiller.keep_output(work.state, work.shard, last, work.last_output, kept_bytes)
+                work.left.passed.keep(None)
+                self._spiller.store_gradients(work.state, unit, work.shard, output)
                 if output.stepped is not None and work.stepper is not None:
                     self._spiller.store_step(work.state, work.stepper, work.shard, work.views, output.stepped)
-                stays_bytes = self._spiller.keep_output(work.state, work.shard, last, work.last_output, kept_bytes)
         except BaseException as error:
             work.fail(error, "store lane")
         if output is not None and output.stepped is not None:
@@ -486,9 +489,11 @@ class Worker:
         # In this order: whoever waits for it must not be reported before it.
         if work.error is None:
             self._report(Stored(unit) if computed is None else computed._replace(stored=True))
-            work.stored.keep(None)
+            work.left.stored.keep(None)
         else:
             if computed is not None:
                 self._report(computed)
             self._report(Failed(unit.task, work.error, work.where, unit))
-            work.stored.give_up(work.error)
+            if not work.left.passed.is_done:
+                work.left.passed.give_up(work.error)
+            work.left.stored.give_up(work.error)

@@ -334,7 +334,7 @@ def test_a_load_that_is_under_way_when_its_unit_fails_leaves_nothing_in_the_aren
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1200KiB", bandwidth="16MiB")])
     orchestra.verbose = 0
     orchestra.generate()
-    store, close, left = Spiller.store_unit, Worker.close, []
+    store, close, left = Spiller.store_buffers, Worker.close, []
 
     def failing(spiller, state, unit, shard, out):
         if (unit.task, unit.kind, unit.shard, unit.step) == ("a", "f", 0, 1):
@@ -347,7 +347,7 @@ def test_a_load_that_is_under_way_when_its_unit_fails_leaves_nothing_in_the_aren
         left.append((worker.device.ledger.used_bytes, worker.device.arena._taken, worker.device.arena._elsewhere_bytes))
         close(worker)
 
-    with mock.patch.object(Spiller, "store_unit", failing), mock.patch.object(Worker, "close", closing):
+    with mock.patch.object(Spiller, "store_buffers", failing), mock.patch.object(Worker, "close", closing):
         report = orchestra.train_models()
     assert [report.tasks[name].status for name in "ab"] == ["failed", "finished"]
     assert left == [(0, [], 0)]

@@ -52,13 +52,13 @@ class FakePart:
         self.index = index
         self.position = 0
         self.unit = None  # on a device
-        self.storing = None  # on its way to DRAM
-        self.near = None  # the device that computed it, where it is whole
+        self.storing = []  # on their way to DRAM, in order, with whether they failed
+        self.near = None  # the device that computed them, where all are whole
         self.broken = False  # a unit failed on its way to DRAM: whatever went on from it fails as well
 
     @property
     def num_stored(self):
-        return self.position - (self.unit is not None) - (self.storing is not None)
+        return self.position - (self.unit is not None) - len(self.storing)
 
     def next_unit(self):
         """The unit that may be loaded, and whether it may be run: on any device, or on which."""
@@ -75,7 +75,7 @@ class FakePart:
                 num_first = self.position + 1
             if before.num_stored < num_first:
                 return unit, None
-        where = "any" if self.unit is None and self.storing is None else self.near if self.unit is None else None
+        where = None if self.unit is not None else self.near if self.storing else "any"
         return unit, where
 
 
@@ -110,7 +110,7 @@ class FakeTask:
     @property
     def storing(self):
         """Of the first part."""
-        return self.parts[0].storing
+        return self.parts[0].storing[0][0]
 
     @property
     def unit(self):
@@ -119,7 +119,7 @@ class FakeTask:
 
     @property
     def at_rest(self):
-        return all(part.unit is None and part.storing is None for part in self.parts)
+        return all(part.unit is None and not part.storing for part in self.parts)
 
     def begin(self, num_parts=1):
         self.chain = self.added.training if self.training else self.added.evaluation
@@ -172,15 +172,19 @@ class World:
         unit, self.running[device] = self.running[device], None
         part = self.part(unit)
         failed = failed or part.broken
-        stored = not failed and self.is_stored_at_once()
-        assert part.storing is None or part.broken, "what a unit goes on from is stored before it is through"
-        part.unit, part.storing, part.near = None, None if stored else unit, None if failed or stored else device
+        stored = not failed and not part.storing and self.is_stored_at_once()
+        part.unit, part.near = None, None if failed or stored else device
+        if not stored:
+            part.storing.append((unit, failed))
         return self.send(Computed(device, unit, seconds, failed, stored))
 
     def store(self, task, error=None, part=0):
         """What the task's unit left is in DRAM, or the unit failed."""
         part = task.parts[part]
-        unit, part.storing, part.near = part.storing, None, None
+        unit, has_failed = part.storing.pop(0)
+        assert error is not None or not has_failed
+        if error is not None or not part.storing:
+            part.near = None
         if error is not None:
             task.over = part.broken = True
             return self.send(Failed(task.name, error, "a layer", unit))
@@ -189,7 +193,9 @@ class World:
     def misfit(self, task, part=0):
         """A device ran out of memory in the task's unit."""
         part = task.parts[part]
-        unit, part.storing = part.storing, None
+        unit, has_failed = part.storing.pop(0)
+        assert has_failed
+        assert not part.storing, "nothing goes on from what failed"
         task.misfit = task.misfit or unit
         task.chain = ()
         for each in task.parts:
@@ -379,18 +385,18 @@ class World:
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
         for device, unit in self.running.items():
-            if unit is not None and (self.part(unit).storing is None or self.part(unit).broken):
+            if unit is not None:
                 yield "compute", lambda device=device: self.compute(device)
                 yield "fail", lambda device=device: self.compute(device, failed=True)
         for task in self.tasks.values():
             if task.reading:
                 yield "read", lambda task=task: self.read(task)
             for k, part in enumerate(task.parts):
-                if part.storing is not None and part.near is None:
+                if part.storing and part.storing[0][1]:
                     yield "break", lambda task=task, k=k: self.store(task, RuntimeError("unit"), k)
                     if not part.broken:
                         yield "misfit", lambda task=task, k=k: self.misfit(task, k)
-                elif part.storing is not None:
+                elif part.storing:
                     yield "store", lambda error=None, task=task, k=k: self.store(task, error, k)
             if task.reading:
                 yield "read anew", lambda task=task: self.read(task, new_shapes=True)

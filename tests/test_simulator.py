@@ -149,7 +149,7 @@ class TestByHand:
         starts = [placed.start_s for placed in found.schedule]
         down_s, up_s = 4.0, 2.0
         second = 3.0 + down_s + up_s
-        third = second + 3.0 + (down_s + 1.0) + up_s  # the gradient of the boundary, and of the weights
+        third = second + 3.0 + down_s + up_s  # gradients of weights go down behind its back
         assert starts == [0.0, second, third]
         assert found.makespan_s == third + 3.0 + 1.0
         assert found.devices[0].stored_bytes == 4 + (4 + 1) + 1
