@@ -404,7 +404,8 @@ class World:
         part = task.parts[unit.part]
         part.passing, part.leaving[unit] = True, False
         self._events.append(Computed(index, unit, seconds))
-        rate, passed_bytes, left_bytes = device.cost.store_bytes_per_s, task.passed_bytes(unit), task.gradient_bytes(unit)
+        passed_bytes, left_bytes = task.passed_bytes(unit), task.gradient_bytes(unit)
+        rate = device.cost.store_bytes_per_s
         device.stored_bytes += passed_bytes + left_bytes
 
         def passed() -> None:
