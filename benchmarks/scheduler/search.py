@@ -5,7 +5,8 @@ What a schedule may do is what a device can do, whoever decides:
 - a unit's shard is loaded once the unit before it on the device has been begun: two slabs; one load at a time;
 - a unit is begun once the device is free, and its input is in DRAM or was made there; what it starts from is then
   brought up, once it is in DRAM;
-- it computes once both are there; what it leaves goes down the link, one output at a time.
+- it computes once both are there; what it leaves to the next unit goes down the link, and then its gradients, one
+  unit's after the other's.
 
 Loads and inputs do not wait for each other here, which on a real link they do: what is found is no more than the best.
 """
@@ -65,9 +66,9 @@ def best_s(tasks, devices):
     assert all(device == speed for device in devices)
     best = min(simulate(tasks, devices, policy).makespan_s for policy in sorted(POLICIES))
     left = [[sum(job[1] for job in chain[k:]) for k in range(len(chain) + 1)] for chain in jobs]
-    # (computed, stored) of each task's last unit and where; (begun, computed, loaded, stored) of each device's last.
+    # (computed, passed, stored) of each task's last unit and where; (begun, computed, loaded, stored) of each device's.
     idle = tuple((0.0, 0.0, 0.0, 0.0) for _ in devices)
-    level = {(tuple(0 for _ in jobs), tuple(-1 for _ in jobs)): [((), (tuple((0.0, 0.0) for _ in jobs), idle))]}
+    level = {(tuple(0 for _ in jobs), tuple(-1 for _ in jobs)): [((), (tuple((0.0, 0.0, 0.0) for _ in jobs), idle))]}
     for _ in range(sum(map(len, jobs))):
         following = {}
         for (done, where), states in level.items():
@@ -86,33 +87,35 @@ def best_s(tasks, devices):
                         if _bound(new, position[0], left, len(devices)) < best - 1e-12:
                             _add(following.setdefault(position, []), new)
                             if all(n == len(c) for n, c in zip(position[0], jobs, strict=True)):
-                                best = min(best, max(stored for _, stored in new[0]))
+                                best = min(best, max(stored for *_, stored in new[0]))
         level = following
     return best
 
 
 def _jobs(task):
-    """(load, compute, input, output) of each unit, in bytes and seconds."""
+    """(load, compute, input, output, gradients) of each unit, in bytes and seconds."""
     jobs = []
     for (kind, shard), seconds in zip(task.chain, task.unit_s, strict=True):
         gradients = 0.0 if kind == FORWARD else task.of_shard("gradient_bytes", shard)
-        leaves = task.output_bytes(kind, shard) + gradients
-        jobs.append((task.of_shard("load_bytes", shard), seconds, task.input_bytes(kind, shard), leaves))
+        brings, leaves = task.input_bytes(kind, shard), task.output_bytes(kind, shard)
+        jobs.append((task.of_shard("load_bytes", shard), seconds, brings, leaves, gradients))
     return jobs
 
 
 def _after(state, job, k, d, where, speed):
     """The state with one more unit, of task k on device d."""
     tasks, devices = state
-    load, seconds, brings, leaves = job
-    computed, stored = tasks[k]
+    load, seconds, brings, leaves, gradients = job
+    computed, passed, stored_before = tasks[k]
     begun, free, loaded, store_free = devices[d]
     load_end = max(begun, loaded) + load / speed.load_bytes_per_s
-    begin = max(free, computed if where == d else stored)
-    brought = max(begin, stored) + brings / speed.load_bytes_per_s
+    begin = max(free, computed if where == d else passed)
+    brought = max(begin, passed) + brings / speed.load_bytes_per_s
     end = max(load_end, brought) + seconds
     down = max(end, store_free) + leaves / speed.store_bytes_per_s
-    return _replaced(tasks, k, (end, down)), _replaced(devices, d, (begin, end, load_end, down))
+    stored = down + gradients / speed.store_bytes_per_s
+    task = (end, down, max(stored, stored_before))
+    return _replaced(tasks, k, task), _replaced(devices, d, (begin, end, load_end, stored))
 
 
 def _replaced(values, k, value):
@@ -123,7 +126,7 @@ def _bound(state, done, left, num_devices):
     """No schedule that goes on from here is faster: each task's units follow one another, and devices share all."""
     tasks, devices = state
     to_come = [each[n] for each, n in zip(left, done, strict=True)]
-    chains = max(max(computed + rest, stored) for (computed, stored), rest in zip(tasks, to_come, strict=True))
+    chains = max(max(computed + rest, stored) for (computed, _, stored), rest in zip(tasks, to_come, strict=True))
     return max(chains, (sum(free for _, free, _, _ in devices) + sum(to_come)) / num_devices)
 
 
