@@ -234,7 +234,7 @@ class OpenDevice:
         self.ledger = Ledger(name, spec.memory_bytes)
         self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)  # type: ignore[no-untyped-call]
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
-        self._is_quick = spec.bandwidth is None and spec.chaos is None
+        self.has_link = spec.bandwidth is not None or spec.chaos is not None  # apart from memory's own speed
         self._trace = trace
         self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
         self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
@@ -251,7 +251,7 @@ class OpenDevice:
 
     def copies_at_once(self, num_bytes: float) -> bool:
         """Whether whoever needs so many bytes copies them sooner than it wakes a lane to do it."""
-        return self._is_quick and num_bytes <= HANDOFF_BYTES
+        return not self.has_link and num_bytes <= HANDOFF_BYTES
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
         if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:
