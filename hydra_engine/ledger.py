@@ -1,4 +1,8 @@
-"""The bytes of a device: asked for, granted in order, given back. Nobody waits inside a lane for memory."""
+"""The bytes of a device: asked for, granted in order, given back. Nobody waits inside a lane for memory.
+
+They are of two kinds: slabs', and what units work with. Where slabs lie in an arena of their own, each kind has its own
+limit, since memory does not go from one to the other; elsewhere both have the whole budget as theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydra_engine.errors import DeviceOutOfMemory
+
+SLABS, WORK = "slabs", "work"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -19,6 +25,7 @@ class Ticket:
     granted: Callable[[int], None]
     refused: Callable[[Exception], None]
     activates: bool = False  # from its grant on something runs that will release bytes by itself
+    kind: str = WORK
 
 
 class Ledger:
@@ -28,27 +35,49 @@ class Ledger:
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
 
+    Args:
+        device: its name, for errors.
+        memory_bytes: its budget.
+        arena_bytes: of these, for slabs and nothing else; None: for whatever asks first.
+
     Attributes:
-        reclaim: releases what is kept for later until so many bytes are free, or nothing of it is left.
+        reclaim: releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
         lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
             grants; reentrant for a callback that asks.
     """
 
-    def __init__(self, device: str, memory_bytes: int) -> None:
+    def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
         self.device = device
         self.memory_bytes = memory_bytes
-        self.used_bytes = 0
+        self.is_split = arena_bytes is not None
         self.peak_bytes = 0
+        self._limits = {SLABS: memory_bytes, WORK: memory_bytes}
+        if arena_bytes is not None:
+            self._limits = {SLABS: arena_bytes, WORK: memory_bytes - arena_bytes}
+        self._used = {SLABS: 0, WORK: 0}
         self._num_active = 0
         self._closed = False
         self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
-        self.reclaim: Callable[[int], None] = lambda _: None
+        self.reclaim: Callable[[int, str], None] = lambda _, __: None
         self.lock = threading.RLock()
 
     @property
-    def free_bytes(self) -> int:
-        return self.memory_bytes - self.used_bytes
+    def used_bytes(self) -> int:
+        return self._used[SLABS] + self._used[WORK]
+
+    def limit_bytes(self, kind: str = WORK) -> int:
+        """The most bytes that a kind can have."""
+        return self._limits[kind]
+
+    def free_bytes(self, kind: str = WORK) -> int:
+        """Bytes of a kind that nobody has."""
+        return min(self.memory_bytes - self.used_bytes, self._limits[kind] - self._used[kind])
+
+    def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+        """Whether so much of each kind fits at the same time, with nothing else there."""
+        fits = work_bytes <= self._limits[WORK] and slab_bytes <= self._limits[SLABS]
+        return fits and work_bytes + slab_bytes <= self.memory_bytes
 
     @property
     def has_waiting(self) -> bool:
@@ -81,37 +110,37 @@ class Ledger:
         with self.lock:
             self._num_active += 1
 
-    def release(self, num_bytes: int, *, deactivates: bool = False) -> None:
+    def release(self, num_bytes: int, *, kind: str = WORK, deactivates: bool = False) -> None:
         """Give bytes back, and at the end of a unit its activity with them."""
         with self.lock:
-            self.used_bytes -= num_bytes
+            self._used[kind] -= num_bytes
             self._num_active -= deactivates
-            assert self.used_bytes >= 0, self.used_bytes
+            assert self._used[kind] >= 0, self._used
             assert self._num_active >= 0, self._num_active
             self._pump()
 
     def grow(self, num_bytes: int) -> None:
         """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
         if not self.take(num_bytes):
-            raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes, self.memory_bytes)
+            raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes(), self.limit_bytes())
 
-    def take(self, num_bytes: int) -> bool:
+    def take(self, num_bytes: int, kind: str = WORK) -> bool:
         """Take more at once, whoever waits; False where there is no room."""
         with self.lock:
-            self._make_room(num_bytes)
-            fits = num_bytes <= self.free_bytes
+            self._make_room(num_bytes, kind)
+            fits = num_bytes <= self.free_bytes(kind)
             if fits:
-                self.used_bytes += num_bytes
+                self._used[kind] += num_bytes
                 self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self._pump()  # more may have been given up than was taken
             return fits
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, kind: str) -> None:
         """Have what is kept given up, for whoever asks here: nobody else is granted anything of it meanwhile."""
-        if num_bytes > self.free_bytes:
+        if num_bytes > self.free_bytes(kind):
             was_pumping, self._is_pumping = self._is_pumping, True
             try:
-                self.reclaim(num_bytes)
+                self.reclaim(num_bytes, kind)
             finally:
                 self._is_pumping = was_pumping
 
@@ -121,7 +150,7 @@ class Ledger:
             self.grow(num_bytes - held_bytes)
             return
         with self.lock:
-            self.used_bytes -= held_bytes - num_bytes
+            self._used[WORK] -= held_bytes - num_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self._pump()
 
@@ -140,29 +169,30 @@ class Ledger:
             wanted = self._wanted(ticket)
             if wanted is None:
                 if self._num_active == 0:
-                    self._make_room(self.memory_bytes)
-                    wanted = self.free_bytes
+                    self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
+                    wanted = self.free_bytes(ticket.kind)
             else:
                 wanted = self._made_room(ticket, wanted)
-            if wanted is not None and wanted <= self.free_bytes:
+            if wanted is not None and wanted <= self.free_bytes(ticket.kind):
                 self._waiting.popleft()
-                self.used_bytes += wanted
+                self._used[ticket.kind] += wanted
                 if ticket.num_bytes is not None:  # who takes all does not use all: `settle` tells
                     self.peak_bytes = max(self.peak_bytes, self.used_bytes)
                 self._num_active += ticket.activates
                 ticket.granted(wanted)
             elif self._num_active == 0:
                 self._waiting.popleft()
-                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, self.free_bytes, self.memory_bytes))
+                free, limit = self.free_bytes(ticket.kind), self.limit_bytes(ticket.kind)
+                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, free, limit))
             else:
                 return
 
     def _made_room(self, ticket: Ticket, wanted: int) -> int:
         """Make room for a ticket as far as that goes; what it wants then: more, if what it counted on was given up."""
         free = -1
-        while free < self.free_bytes < wanted:
-            free = self.free_bytes
-            self._make_room(wanted)
+        while free < self.free_bytes(ticket.kind) < wanted:
+            free = self.free_bytes(ticket.kind)
+            self._make_room(wanted, ticket.kind)
             wanted = self._wanted(ticket) or 0
         return wanted
 

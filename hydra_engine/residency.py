@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_engine.ledger import Ledger
+from hydra_engine.ledger import SLABS, WORK, Ledger
 
 NextUse = Callable[[], float]
 
@@ -20,6 +20,7 @@ NextUse = Callable[[], float]
 class _Resident:
     value: Any
     num_bytes: int
+    kind: str  # of its bytes
     users: dict[str, NextUse]  # by task
     dispose: Callable[[], None] = lambda: None
     num_pins: int = 0
@@ -54,14 +55,15 @@ class Residents:
         next_use_s: NextUse,
         dispose: Callable[[], None],
     ) -> None:
-        """Take in a value, pinned once, with bytes that are granted already.
+        """Take in a slab, pinned once, with bytes that are granted already.
 
         next_use_s: how far away the user's next use is, as of when it is asked. dispose: frees it.
         """
         with self._ledger.lock:
             assert key not in self._found, key
-            users = {user: next_use_s}
-            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose, num_pins=1)
+            self._found[key] = _Resident(
+                value=value, num_bytes=num_bytes, kind=SLABS, users={user: next_use_s}, dispose=dispose, num_pins=1
+            )
 
     def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
         """The value, not to be given up until it is unpinned; None if it is not there."""
@@ -94,8 +96,9 @@ class Residents:
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            users = {user: next_use_s}
-            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users=users, dispose=dispose)
+            self._found[key] = _Resident(
+                value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s}, dispose=dispose
+            )
             return True
 
     def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
@@ -104,12 +107,14 @@ class Residents:
             own_s = next_use_s()
             if key in self._found or own_s == math.inf or self._ledger.has_waiting:
                 return False
-            missing = num_bytes - self._ledger.free_bytes
-            if missing > 0 and sum(r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s) < missing:
-                return False
+            missing = num_bytes - self._ledger.free_bytes()
+            if missing > 0:
+                later = [r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)]
+                if sum(later) < missing:
+                    return False
             if not self._ledger.take(num_bytes):
                 return False
-            self._found[key] = _Resident(value=value, num_bytes=num_bytes, users={user: next_use_s})
+            self._found[key] = _Resident(value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s})
             return True
 
     def take(self, key: Hashable) -> Any | None:
@@ -140,19 +145,44 @@ class Residents:
                 if not resident.users and resident.num_pins == 0:
                     self._drop(key)
 
+    def give_up_slab(self) -> bool:
+        """Give up the slab that is needed last, whose place in an arena is wanted; False: all are pinned."""
+        with self._ledger.lock:
+            num_slabs = self._num_slabs()
+            # Once no slab is free, what pins some is: the graphs of a shard refer to its slab.
+            for kind in (SLABS, WORK):
+                for key, resident in self._by_next_use():
+                    if resident.kind == kind and key in self._found:
+                        self._drop(key)
+                        if self._num_slabs() < num_slabs:
+                            return True
+            return False
+
+    def _num_slabs(self) -> int:
+        return sum(resident.kind == SLABS for resident in self._found.values())
+
     def _drop(self, key: Hashable) -> None:
         resident = self._found.pop(key)
         resident.dispose()
-        self._ledger.release(resident.num_bytes)
+        self._ledger.release(resident.num_bytes, kind=resident.kind)
+
+    def _serves(self, resident: _Resident, kind: str) -> bool:
+        """Whether giving it up makes room for that kind."""
+        return resident.kind == kind or not self._ledger.is_split
 
     def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:
         """What is not pinned, the last to be needed first."""
         free = [item for item in self._found.items() if item[1].num_pins == 0]
         return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
 
-    def _give_up(self, num_bytes: int) -> None:
-        """Until so many bytes are free, or nothing is left but what is pinned."""
-        while self._ledger.free_bytes < num_bytes and (free := self._by_next_use()):
+    def _give_up(self, num_bytes: int, kind: str) -> None:
+        """Until so many bytes of a kind are free, or nothing is left that would make room for it."""
+        while self._ledger.free_bytes(kind) < num_bytes:
+            free = [item for item in self._by_next_use() if self._serves(item[1], kind)]
+            if not free and kind == SLABS and self.give_up_slab():
+                continue
+            if not free:
+                return
             for key, _ in free:  # one may pin others, which are free then, or gone with it
-                if self._ledger.free_bytes < num_bytes and key in self._found:
+                if self._ledger.free_bytes(kind) < num_bytes and key in self._found:
                     self._drop(key)

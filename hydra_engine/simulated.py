@@ -33,7 +33,7 @@ from hydra_engine.events import (
     TaskAdded,
     Update,
 )
-from hydra_engine.ledger import Ledger
+from hydra_engine.ledger import SLABS, Ledger
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Flow, Placed, Unit, part_ranges
 from hydra_engine.scheduler import Scheduler
@@ -281,7 +281,7 @@ class World:
                 claim.slab = key
                 found.when_loaded(loaded)
                 return
-            if device.ledger.take(int(num_bytes)):
+            if device.ledger.take(int(num_bytes), SLABS):
                 slab = _Slab()
                 slab.when_loaded(loaded)
                 device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)

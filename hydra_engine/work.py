@@ -61,7 +61,7 @@ class Work:
         self.state = state
         self.shard = state.shards[unit.shard]
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
-        self.beside_bytes = self.shard.buffer_bytes  # granted with the slabs
+        self.beside_bytes = self.shard.buffer_bytes  # granted with what it works with
         self.beside_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         parts = state.staging.parts
         self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
@@ -80,7 +80,7 @@ class Work:
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.is_metered = False
-        self.held_bytes = 0  # granted beside all that
+        self.held_bytes = 0  # granted beside its slabs
         self.views: dict[int, Tensor] = {}  # parameters in the slabs
         self.buffers: dict[int, Tensor] = {}  # come with the first input
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
@@ -100,6 +100,11 @@ class Work:
     @property
     def num_micro_batches(self) -> int:
         return self.end - self.first
+
+    @property
+    def wanted_bytes(self) -> int | None:
+        """What it takes beside its slabs; None: not known yet."""
+        return self.beside_bytes + self.known.total(self.num_micro_batches) if self.known else None
 
     def fail(self, error: BaseException, where: str = "") -> None:
         if self.error is None:

@@ -27,7 +27,7 @@ from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, Modes
 from hydra_engine.graphs import Graph, Saved
-from hydra_engine.ledger import Ticket
+from hydra_engine.ledger import SLABS, Ticket
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
@@ -90,8 +90,7 @@ class Worker:
         work = Work(unit, state)
 
         def wanted() -> int:
-            missing = [region.num_bytes for region in work.regions if region.key not in self._residents]
-            return work.beside_bytes + sum(missing)
+            return sum(region.num_bytes for region in work.regions if region.key not in self._residents)
 
         def granted(_: int) -> None:
             work.slab_granted = True
@@ -100,7 +99,7 @@ class Worker:
 
         with self._changed:
             self._outstanding.add(work)
-        ticket = Ticket(num_bytes=wanted, granted=granted, refused=work.fail)
+        ticket = Ticket(num_bytes=wanted, granted=granted, refused=work.fail, kind=SLABS)
         self._claims[unit] = (work, ticket)
         self.device.ledger.request(ticket)
 
@@ -114,7 +113,7 @@ class Worker:
 
         def free() -> None:
             self._let_go(work)
-            self.device.ledger.release(work.beside_bytes, deactivates=True)
+            self.device.ledger.release(0, deactivates=True)
             self._over(work)
 
         is_loading = any(not loading.is_late for loading in work.slabs.values())
@@ -173,7 +172,7 @@ class Worker:
         self._left[unit.task, unit.part] = work.left
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
-        wanted = work.known.total(work.num_micro_batches) if work.known else None
+        wanted = work.wanted_bytes
         if unit.kind == FORWARD and (unit.shard, work.signature) not in work.state.graph_bytes:
             work.saved = Saved() if work.state.may_keep_graph(work.shard) else None
         elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
@@ -194,10 +193,10 @@ class Worker:
         if num_bytes == 0 or shard.index < state.keeps_from or not state.may_keep_graph(shard):
             return wanted
         key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
-        held = work.beside_bytes + sum(region.num_bytes for region in work.regions) + num_bytes
+        slab_bytes = sum(region.num_bytes for region in work.regions)
         if unit.kind == FORWARD:
             following = max(each.slab_bytes for each in state.shards)
-            if held + wanted + following <= self.device.ledger.memory_bytes:
+            if self.device.ledger.can_hold(wanted + num_bytes, slab_bytes + following):
                 work.saved, work.graph_bytes = Saved(num_bytes), num_bytes
                 return wanted + num_bytes
             return wanted
@@ -205,14 +204,14 @@ class Worker:
         if found is None:
             return wanted
         # As much as with its forward, until it is known better.
-        signature = (*work.signature, "graph")
-        known = state.unit_bytes(unit.kind, shard, signature)
-        if known is not None:
-            wanted = known.total(work.num_micro_batches)
-        if held + wanted > self.device.ledger.memory_bytes:
+        before, work.signature = (work.signature, work.known), (*work.signature, "graph")
+        work.known = state.unit_bytes(unit.kind, shard, work.signature)
+        wanted = wanted if work.wanted_bytes is None else work.wanted_bytes
+        if not self.device.ledger.can_hold(wanted + num_bytes, slab_bytes):
             self._residents.unpin(key, is_whole=False)
+            work.signature, work.known = before
             return wanted
-        work.graph_key, work.graphs, work.signature, work.known = key, found, signature, known
+        work.graph_key, work.graphs = key, found
         return wanted
 
     def _refused(self, work: Work, error: Exception) -> None:
@@ -334,7 +333,7 @@ class Worker:
         def on_change(delta: int) -> None:
             if delta > 0:
                 now = UnitBytes(meter.current_bytes + delta, work.input_bytes, work.output_bytes)
-                missing = now.total(work.num_micro_batches) - work.held_bytes
+                missing = work.beside_bytes + now.total(work.num_micro_batches) - work.held_bytes
                 if missing > 0:
                     ledger.grow(missing)
                     work.held_bytes += missing
@@ -348,7 +347,7 @@ class Worker:
         if not work.graph_bytes:  # what a forward keeps is counted apart
             work.state.learn_unit_bytes(work.unit.kind, work.shard, work.signature, measured)
         if work.known is None:
-            needed = measured.total(work.num_micro_batches)
+            needed = work.beside_bytes + measured.total(work.num_micro_batches)
             ledger.settle(work.held_bytes, needed)
             work.held_bytes = needed
 
@@ -389,8 +388,8 @@ class Worker:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
         self._settle_graphs(work)
-        held_bytes = work.beside_bytes * work.slab_granted + work.held_bytes
-        # Buffers came with the slab's bytes and stay until they are stored; weights that were stepped are in the slab.
+        held_bytes = work.held_bytes
+        # Buffers stay until they are stored; weights that were stepped are in the slab.
         if output is not None and output.stepped is not None:
             kept_bytes = min(held_bytes, work.output_bytes + work.beside_bytes + output.num_bytes)
         else:

@@ -44,7 +44,7 @@ class TestLedger:
         ledger = Ledger("device", 100)
         assert ask(ledger, 60).grants == [60]
         assert ask(ledger, 40).grants == [40]
-        assert (ledger.used_bytes, ledger.free_bytes) == (100, 0)
+        assert (ledger.used_bytes, ledger.free_bytes()) == (100, 0)
 
     def test_request_waits_until_a_release_makes_room(self):
         ledger = Ledger("device", 100)
@@ -135,7 +135,7 @@ class TestLedger:
         assert everything.grants == []
         ledger.release(running.grants[0], deactivates=True)
         assert everything.grants == [70]
-        assert ledger.free_bytes == 0
+        assert ledger.free_bytes() == 0
 
     def test_settling_gives_back_what_was_not_needed(self):
         ledger = Ledger("device", 100)
@@ -159,7 +159,7 @@ class TestLedger:
         ledger = Ledger("device", 100)
         busy(ledger, 90)
         ledger.grow(10)
-        assert ledger.free_bytes == 0
+        assert ledger.free_bytes() == 0
         with pytest.raises(DeviceOutOfMemory, match="device") as error:
             ledger.grow(1)
         assert (error.value.needed_bytes, error.value.free_bytes) == (1, 0)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import DeviceCost, EmulatedDevice, ModelOrchestrator, ModelTask, TaskCost, simulate
 from hydra_engine.keeping import kept_bytes
-from hydra_engine.ledger import Ledger, Ticket
+from hydra_engine.ledger import SLABS, WORK, Ledger, Ticket
 from hydra_engine.memory import HostPool
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
@@ -27,10 +27,10 @@ class Kept:
         self.next_use_s = {}
         self.disposed = []
 
-    def ask(self, num_bytes):
+    def ask(self, num_bytes, kind=WORK):
         """What is granted at once."""
         grants = []
-        self.ledger.request(Ticket(num_bytes=num_bytes, granted=grants.append, refused=lambda _: None))
+        self.ledger.request(Ticket(num_bytes=num_bytes, granted=grants.append, refused=lambda _: None, kind=kind))
         return grants
 
     def until(self, key, seconds):
@@ -38,7 +38,7 @@ class Kept:
         return lambda: self.next_use_s[key]
 
     def add(self, key, num_bytes, next_use_s, user="task"):
-        assert self.ask(num_bytes) == [num_bytes]
+        assert self.ask(num_bytes, SLABS) == [num_bytes]
         dispose = lambda: self.disposed.append(key)  # noqa: E731
         self.residents.add(key, f"value of {key}", num_bytes, user, self.until(key, next_use_s), dispose)
 
