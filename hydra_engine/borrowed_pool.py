@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hydra_engine.dram import HostMemory
 from hydra_engine.memory import HostPool
 from hydra_engine.shard import Shard
 
@@ -11,9 +12,9 @@ from hydra_engine.shard import Shard
 class BorrowedPool(HostPool):
     """Weights are never written to; what layers write to their buffers is seen by later batches, and dropped."""
 
-    def open(self, shards: Sequence[Shard] = ()) -> None:
+    def open(self, shards: Sequence[Shard] = (), host: HostMemory | None = None) -> None:
         self._gradients_of_user = [slot.parameter.grad for slot in self.layout.slots]
-        super().open(shards)
+        super().open(shards, host)
 
     def close(self) -> None:
         if not self.is_open:

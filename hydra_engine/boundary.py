@@ -103,6 +103,11 @@ def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
+def place_in_dram(tensor: Tensor) -> Tensor:
+    """The same in DRAM, wherever the tensor is."""
+    return place_for(tensor, torch.device("cpu"))
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
     if tensor.is_contiguous():

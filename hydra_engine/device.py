@@ -1,296 +1,457 @@
-"""Devices: a memory budget, an arena for slabs, three lanes. The only module that knows CUDA, streams or pinning.
+"""Devices by name, and CUDA devices: the only module that knows CUDA, streams or pinning.
 
-ledger   bytes granted in the order they were asked for; nobody waits inside a lane for memory
-arena    one storage; a slab is a region of it, handed out from both ends
-lanes    load, compute, store: three queues worked off at the same time
+A lane of a CUDA device is a thread with a stream of its own. What a job has queued on it is waited for on the host, by
+a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
+a copy or kernel that needs it is on its way, whichever stream it came from, and neither `record_stream` nor any wait
+of one stream for another is needed. The compute lane alone runs ahead: kernels of a unit follow each other on its
+stream, and what it hands to another lane is waited for there (`_queued`).
+
+    slabs         one allocation, the arena, made when the device is opened
+    activations   a private pool of torch's caching allocator, of the compute lane's stream
+    inputs        of all micro-batches but a unit's first: torch's allocator, on the input lane's stream
+    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more
+
+None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
 """
 
 from __future__ import annotations
 
-import random
+import mmap
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from queue import SimpleQueue
-from typing import TypeAlias
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.arena import Arena
+from hydra_engine.boundary import extent_bytes
+from hydra_engine.dram import HostMemory
+from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, Lane
 from hydra_engine.ledger import Ledger
+from hydra_engine.opened import OpenDevice, Timing
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 
-LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
+__all__ = [
+    "COMPUTE",
+    "INPUT",
+    "LANES",
+    "LOAD",
+    "STORE",
+    "CudaDevice",
+    "DeviceSpec",
+    "EmulatedDevice",
+    "OpenDevice",
+    "OpenEmulatedDevice",
+    "active_autocast",
+    "host_memory",
+    "resolve_devices",
+]
 
-# The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
-CHAOS_SHARE = 0.3
-CHAOS_MAX_S = 0.0005
-# A copy over an emulated link is in the way of an urgent one for so long at most.
-PIECE_S = 0.002
-# As many bytes are copied in the time that it takes to wake a thread which waits.
-HANDOFF_BYTES = 2**17
-# Copies that tell the speed of memory.
-PROBE_BYTES, NUM_PROBES = 2**22, 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slab:
-    """A region of a device's arena."""
-
-    storage: torch.UntypedStorage
-    offset: int
-    num_bytes: int
-
-    def bytes(self, start: int, num_bytes: int) -> Tensor:
-        """Its bytes from `start` on, sharing no version counter with any other view."""
-        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return flat.set_(self.storage, self.offset + start, (num_bytes,), (1,))
-
-
-class Arena:
-    """Hands out regions of one storage: of the tightest gap, from the bottom and the top in turn.
-
-    With two slabs alive at a time, one lies at each end and everything between is in one piece, whatever their sizes
-    and whichever goes first:
-
-        |AAAA|................|BBBBBB|   free A   |....................|BBBBBB|   take C   |CCCCCCCC|...........|BBBBBB|
-    """
-
-    def __init__(self, storage: torch.UntypedStorage, alignment: int) -> None:
-        self._storage = storage
-        self._alignment = alignment
-        self._taken: list[tuple[int, int]] = []
-        self._elsewhere_bytes = 0
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> Slab:
-        """A free region; the ledger has granted its bytes already."""
-        with self._lock:
-            end = len(self._storage) // self._alignment * self._alignment
-            size = -(-num_bytes // self._alignment) * self._alignment
-            stops = [(0, 0), *sorted(self._taken), (end, end)]
-            gaps = [(low, high) for (_, low), (high, _) in pairwise(stops) if high - low >= size]
-            gaps.sort(key=lambda gap: gap[1] - gap[0])  # the tightest
-            if not gaps:
-                taken = self._elsewhere_bytes + sum(high - low for low, high in self._taken)
-                if taken + size > end:
-                    raise DeviceOutOfMemory("arena", num_bytes, end - taken, end)
-                # With three slabs and more the room that is left may be in pieces. It is granted, so it lies elsewhere.
-                self._elsewhere_bytes += size
-                storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
-                return Slab(storage=storage, offset=0, num_bytes=size)
-            low, high = gaps[0]
-            start = low if low == 0 else high - size
-            if size:
-                self._taken.append((start, start + size))
-            return Slab(storage=self._storage, offset=start, num_bytes=size)
-
-    def close(self) -> None:
-        """Free the storage; nothing can be taken any more."""
-        self._storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-
-    def give_back(self, slab: Slab) -> None:
-        """Free a region."""
-        if not slab.num_bytes:
-            return
-        with self._lock:
-            if slab.storage is self._storage:
-                self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
-            else:
-                self._elsewhere_bytes -= slab.num_bytes
-
-
-class Lane:
-    """A thread that works off a queue of jobs in order. Jobs handle their own errors."""
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_threads = num_threads
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Finish what is queued and end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        # A new thread inherits the last value that any thread set, and bits depend on it.
-        torch.set_num_threads(self._num_threads)
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # or the last job of a queue would keep its unit's tensors alive until the next one comes
-
-
-class Link:
-    """One direction of an emulated link: one copy at a time, urgent ones between the pieces of others.
-
-    What a unit starts from holds the device up; the shard of the unit after it does not.
-    """
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._changed = threading.Condition()
-        self._is_busy = False
-        self._num_urgent = 0
-
-    def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
-        """Take as long as so many bytes take, less what was spent on them."""
-        left_s = num_bytes / self._bytes_per_s - spent_s
-        with self._changed:
-            self._num_urgent += urgent
-        while left_s > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
-                self._is_busy = True
-            start_s = time.perf_counter()
-            time.sleep(left_s if urgent else min(left_s, PIECE_S))
-            left_s -= time.perf_counter() - start_s
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-        with self._changed:
-            self._num_urgent -= urgent
-            self._changed.notify_all()
-
-
-class EmulatedDevice:
-    """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
-
-    Args:
-        memory: its budget, in bytes or as a string ("64MiB"). A unit that needs more raises DeviceOutOfMemory.
-        bandwidth: of the link to DRAM in bytes per second, each direction on its own; None: as fast as memory copies.
-        chaos: a seed turns on the test mode: lanes are delayed at random, and freed slabs are filled with NaN.
-        meter_every_unit: count the bytes of every unit as it runs (up to twice as slow on small steps), not only of
-            the first one with inputs of a shape.
-    """
-
-    def __init__(
-        self,
-        memory: int | str = "64MiB",
-        bandwidth: int | str | None = None,
-        *,
-        chaos: int | None = None,
-        meter_every_unit: bool = False,
-    ) -> None:
-        self.memory_bytes = parse_bytes(memory, "memory")
-        self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
-        self.chaos = chaos
-        self.meter_every_unit = meter_every_unit
-
-    def __repr__(self) -> str:
-        return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
-
-    def link_bytes_per_s(self) -> float:
-        """Speed of its link, or of copies in memory, measured now, where none is emulated."""
-        if self.bandwidth is not None:
-            return float(self.bandwidth)
-        source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-        start_s = time.perf_counter()
-        for _ in range(NUM_PROBES):
-            target.copy_(source)
-        return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
-
-    def open(self, index: int, trace: Trace, num_threads: int) -> OpenDevice:
-        """Start its lanes for one run."""
-        return OpenDevice(self, f"emulated:{index}", trace, num_threads)
+# Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
+# https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+ALIGNMENT_BYTES = 512
+# Of the cap less the context, so much is kept free: the caching allocator rounds up, and leaves holes.
+RESERVED_SHARE = 1 / 16
+# What is in use on the card before anything is allocated is the context's, up to so much; more is other processes'.
+MOST_CONTEXT_BYTES = 2**30
+# Budgets are whole pages of the device's memory.
+PAGE_BYTES = 2**21
+# A copy is cut into pieces of so many bytes, so that an urgent one waits for one of them at most.
+PIECE_BYTES = 2**25
+# Copies that tell the speed of the link.
+PROBE_BYTES, NUM_PROBES = 2**26, 5
+# Smaller places in DRAM come from torch's own page-locked memory, which is reused but rounded up to a power of two.
+LEAST_LOCKED_BYTES = 2**20
+# cudaHostRegisterPortable: locked for every device.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+PORTABLE = 1
+# One call fails for 512 GiB, however much is free.
+MOST_LOCKED_BYTES = 2**36
 
 
 class CudaDevice:
-    """One CUDA device, its budget capped at `memory` bytes. This version refuses it: it streams to the CPU only."""
+    """One CUDA device, its budget capped at `memory` bytes.
+
+    Args:
+        index: of the device among those that this process sees.
+        memory: the most that the process takes of the card, in bytes or as a string ("16GiB"), context and libraries
+            included; None: all that is free when this is made. Of that, a sixteenth stays unused: torch's allocator
+            rounds up and leaves holes.
+
+    Raises ValueError where the card has less than `memory`, RuntimeError where there is no such device. That so much is
+    free is checked when a plan is made, and again as training begins.
+    """
+
+    has_arena = True
+    alignment_bytes = ALIGNMENT_BYTES
+    meter_every_unit = False
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
-        if memory is not None:
-            parse_bytes(memory, "memory")
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ValueError(f"index: {index!r}, limit: a whole number, at least 0")
+        asked = None if memory is None else parse_bytes(memory, "memory")
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"device 'cuda:{index}': this process sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, "
                 f"or train on EmulatedDevice(memory=...)"
             )
-        raise RuntimeError(
-            f"device 'cuda:{index}': this version of hydra_engine streams to emulated devices only; "
-            f"use EmulatedDevice(memory=...)"
-        )
+        if index >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"device 'cuda:{index}': this process sees {torch.cuda.device_count()} CUDA devices, numbered from 0; "
+                f"check CUDA_VISIBLE_DEVICES"
+            )
+        self.index = index
+        self.torch_device = torch.device("cuda", index)
+        self.product = str(torch.cuda.get_device_properties(index).name)
+        _load_libraries(self.torch_device)
+        free, self.total_bytes = torch.cuda.mem_get_info(index)
+        context = self.total_bytes - free - torch.cuda.memory_reserved(index)
+        context = min(max(0, context), MOST_CONTEXT_BYTES)
+        if asked is not None and asked > self.total_bytes:
+            raise ValueError(
+                f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
+                f"{format_bytes(self.total_bytes)} ({self.total_bytes} bytes), which is all that the card has; ask for "
+                f"less, or leave it out"
+            )
+        # What torch's allocator may take, and what of that the ledger gives out.
+        self.allowed_bytes = (free + torch.cuda.memory_reserved(index)) if asked is None else asked - context
+        self.memory_bytes = int(self.allowed_bytes * (1 - RESERVED_SHARE)) // PAGE_BYTES * PAGE_BYTES
+        if self.memory_bytes <= 0:
+            raise ValueError(
+                f"memory: {format_bytes(asked or 0)} ({asked} bytes) for 'cuda:{index}', limit: more than the "
+                f"{format_bytes(context)} ({context} bytes) of its context and libraries; ask for more"
+            )
 
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"
 
-DeviceSpec: TypeAlias = EmulatedDevice
+    def check_free(self) -> None:
+        """Raise RuntimeError unless the card has what was asked for, beside what this process holds already."""
+        free, _ = torch.cuda.mem_get_info(self.index)
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        if free + cached < self.memory_bytes:  # beside the reserve, which kernels that are loaded later may take
+            raise RuntimeError(
+                f"device 'cuda:{self.index}': {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) asked "
+                f"for, {format_bytes(free + cached)} ({free + cached} bytes) free; end what else uses the card, free "
+                f"this process's own tensors on it, or give CudaDevice({self.index}, memory=...) less"
+            )
 
+    def link_bytes_per_s(self) -> float:
+        """The slower direction of its link, measured now, each alone."""
+        with torch.cuda.device(self.index):
+            there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
+            here = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+            return min(_copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there))
 
-class OpenDevice:
-    """A device during one run: its ledger, arena and lanes. Built for the run and thrown away after it."""
-
-    def __init__(self, spec: EmulatedDevice, name: str, trace: Trace, num_threads: int) -> None:
-        self.name = name
-        self.torch_device = torch.device("cpu")
-        self.meter_every_unit = spec.meter_every_unit
-        self.ledger = Ledger(name, spec.memory_bytes)
-        self.arena = Arena(torch.UntypedStorage(spec.memory_bytes), alignment=64)  # type: ignore[no-untyped-call]
-        self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
-        self.has_link = spec.bandwidth is not None or spec.chaos is not None  # apart from memory's own speed
-        self._trace = trace
-        self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
-        self._lanes = {lane: Lane(f"{name}-{lane}", num_threads) for lane in LANES}
-
-    def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
-        """Queue a job in a lane, or do it `at_once` in the caller's thread.
-
-        It is traced as a span named `label`; what computes traces itself, since it waits.
-        """
-        if at_once:
-            self._run(lane, label, job)
-        else:
-            self._lanes[lane].submit(lambda: self._run(lane, label, job))
-
-    def copies_at_once(self, num_bytes: float) -> bool:
-        """Whether whoever needs so many bytes copies them sooner than it wakes a lane to do it."""
-        return not self.has_link and num_bytes <= HANDOFF_BYTES
-
-    def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
-        if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:
-            time.sleep(self._chaos.uniform(0, CHAOS_MAX_S))
-        if lane == COMPUTE:
-            job()
-            return
-        start_s = self._trace.now_s()
+    def numa_node(self) -> int | None:
+        """The node of the machine's memory that the card is attached to, where the system says so."""
+        found = torch.cuda.get_device_properties(self.index)
         try:
-            job()
-        finally:
-            self._trace.add(self.name, lane, label, start_s)
+            domain, bus, slot = (int(getattr(found, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+            address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+            node = int(Path("/sys/bus/pci/devices", address, "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
 
-    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> None:
-        """Copy each (target, source) across the link, at its speed; `urgent` before what else is on its way."""
-        num_bytes = sum(source.nbytes for _, source in pairs)
-        self._trace.count_bytes(self.name, lane, num_bytes)
-        start_s = time.perf_counter()
+    def for_rehearsal(self) -> CudaDevice:
+        """Itself: units take their memory and their time nowhere else."""
+        return self
+
+    def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenCudaDevice:
+        """Start its lanes for one run, with an arena of so many bytes; raises RuntimeError where less is free."""
+        self.check_free()
+        return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
+
+
+def _load_libraries(device: torch.device) -> None:
+    """Make the context and load what matrices are multiplied with, so that what they take is in use, and is seen."""
+    with torch.cuda.device(device):
+        for dtype in (torch.float32, torch.bfloat16):
+            ones = torch.ones(64, 64, dtype=dtype, device=device)
+            torch.mm(ones, ones)
+        del ones
+        torch.cuda.synchronize(device)
+        _forget_workspaces()
+        torch.cuda.empty_cache()
+
+
+def _forget_workspaces() -> None:
+    """Free what cuBLAS keeps for every thread and stream that has multiplied, 32 MiB each on an H100."""
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
+
+
+@cache
+def _streams(index: int) -> dict[str, torch.cuda.Stream]:
+    """A device's streams, by lane. torch has 32 and begins again, so they are asked for once."""
+    return {lane: torch.cuda.Stream(index) for lane in QUEUES}  # type: ignore[no-untyped-call]
+
+
+def _copy_bytes_per_s(target: Tensor, source: Tensor) -> float:
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(target.device if target.is_cuda else source.device)
+    start_s = time.perf_counter()
+    for _ in range(NUM_PROBES):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(target.device if target.is_cuda else source.device)
+    return NUM_PROBES * source.nbytes / (time.perf_counter() - start_s)
+
+
+class OpenCudaDevice(OpenDevice):
+    """A CUDA device during one run."""
+
+    def __init__(self, spec: CudaDevice, trace: Trace, num_threads: int, arena_bytes: int) -> None:
+        self._index = index = spec.index
+        name = f"cuda:{index}"
+        self._generator = CudaGenerator(index)
+        self._host = _PageLocked(index)
+        self._events = threading.local()  # one for each thread, which waits for it before it records it again
+        torch.cuda.empty_cache()  # what is cached counts towards the limit
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
+        self._settings_before: str | None = None
+        self._pool: torch.cuda.MemPool | None = None
+        try:
+            limit = torch.cuda.memory_reserved(index) + spec.allowed_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / spec.total_bytes), index)
+            storage = torch.UntypedStorage(arena_bytes, device=spec.torch_device)  # type: ignore[no-untyped-call]
+            # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, a pool would
+            # keep the holes that they leave, since what is in a pool is in no other. Then there is none.
+            self._settings_before = _allow_expandable_segments()
+            if self._settings_before is not None:
+                with torch.cuda.device(index):  # it belongs to the device that is current as it is made
+                    self._pool = torch.cuda.MemPool()
+            super().__init__(
+                name=name,
+                torch_device=spec.torch_device,
+                ledger=Ledger(name, spec.memory_bytes, arena_bytes),
+                arena=Arena(storage, ALIGNMENT_BYTES),
+                lanes={lane: Lane(f"{name}-{lane}", num_threads, partial(self._inside, lane)) for lane in QUEUES},
+                trace=trace,
+            )
+        except BaseException:
+            self._restore()
+            raise
+        self.random = self._generator
+
+    @contextmanager
+    def _inside(self, lane: str) -> Iterator[None]:
+        """What a lane's thread is in: its device and stream are current, which they are for each thread apart."""
+        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]):
+            if lane != COMPUTE:
+                yield
+                return
+            pool = nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self._index)
+            # In the thread of its own that autograd has for each device, a backward would leave the pool.
+            with pool, torch.autograd.set_multithreading_enabled(False):
+                yield
+
+    def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
         for target, source in pairs:
-            target.copy_(source)
-        if self._links is not None:
-            self._links[lane].spend(num_bytes, time.perf_counter() - start_s, urgent=urgent)
+            # Otherwise torch converts on the way, and the host would go on with what is not there yet.
+            is_plain = target.dtype == source.dtype and target.stride() == source.stride() and _is_dense(source)
+            if not is_plain or target.dim() != 1 or source.nbytes <= PIECE_BYTES:
+                target.copy_(source, non_blocking=is_plain)
+                continue
+            step = PIECE_BYTES // source.element_size()
+            for start in range(0, len(source), step):
+                target[start : start + step].copy_(source[start : start + step], non_blocking=True)
 
-    def take_slab(self, num_bytes: int) -> Slab:
-        """A region of the arena, whose bytes the ledger has granted."""
-        return self.arena.take(num_bytes)
+    def finish(self) -> None:
+        event = self._events.__dict__.get("event")
+        if event is None:
+            event = self._events.event = _blocking_event()
+        event.record()
+        event.synchronize()
 
-    def give_slab_back(self, slab: Slab) -> None:
-        """Free a region; in the test mode whoever still reads it reads NaN."""
-        if self._chaos is not None:
-            whole = slab.bytes(0, slab.num_bytes)
-            whole.view(torch.float32).fill_(float("nan"))
-        self.arena.give_back(slab)
+    def _queued(self) -> Callable[[], None]:
+        event = _blocking_event()
+        event.record()
+        return event.synchronize
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer()
+
+    def place(self, tensor: Tensor) -> Tensor:
+        num_bytes = extent_bytes(tensor)
+        if num_bytes < LEAST_LOCKED_BYTES:
+            storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+        else:
+            storage = self._host.new(num_bytes)
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+    def explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError) or isinstance(error, DeviceOutOfMemory):
+            return error
+        if isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
+            return DeviceOutOfMemory(self.name, 0, self.ledger.free_bytes(), self.ledger.limit_bytes())
+        return DeviceLost(self.name, error) if self._is_lost() else error
+
+    def _is_lost(self) -> bool:
+        """Whether nothing can be done on the device any more in this process: the error comes back with every call."""
+        try:
+            torch.cuda.synchronize(self._index)
+        except RuntimeError:
+            return True
+        return False
 
     def close(self) -> None:
-        """Finish what is queued, end the lanes and free the arena."""
-        for lane in LANES:
-            self._lanes[lane].close()
-        self.arena.close()
+        super().close()
+        with suppress(torch.AcceleratorError):  # it is lost, and the process ends for that
+            self._generator.restore()
+            self._restore()
+
+    def _restore(self) -> None:
+        """Give back what was taken, and leave torch's settings as they were found."""
+        self._pool = None
+        _forget_workspaces()
+        if self._settings_before is not None:
+            torch._C._accelerator_setAllocatorSettings(self._settings_before or "expandable_segments:False")
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
+
+
+def _allow_expandable_segments() -> str | None:
+    """Let torch's segments grow, as PYTORCH_ALLOC_CONF would; the settings before, None where torch has no such call.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    """
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        return None
+    before = str(get())
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return before
+
+
+def _blocking_event() -> torch.cuda.Event:
+    """Whoever waits for it sleeps, and holds no lock."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory from the first to the last."""
+    return extent_bytes(tensor) == tensor.nbytes
+
+
+class CudaTimer:
+    """Of what is queued on the current stream from here on."""
+
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._launch_s = 0.0
+        self._start.record()
+        self._begun_s = time.thread_time()  # waiting for inputs is not launching
+
+    def launched(self) -> None:
+        """All of it is queued."""
+        self._launch_s = time.thread_time() - self._begun_s
+        self._end.record()
+
+    def timing(self) -> Timing:
+        """What it took, once it is finished."""
+        return Timing(self._launch_s, self._start.elapsed_time(self._end) / 1e3)
+
+
+class CudaGenerator:
+    """The default generator of a CUDA device, which ops that take none draw from; one compute lane uses it."""
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._generator = torch.cuda.default_generators[index]
+        self._before = self._generator.get_state()
+
+    def install(self, state: int | bytes) -> bytes:
+        """Go on from a state, or from a seed where nothing was drawn yet; the state that this is."""
+        if isinstance(state, int):
+            self._generator.manual_seed(state)
+            return self.state()
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return state
+
+    def state(self) -> bytes:
+        """Where it stands."""
+        return bytes(self._generator.get_state().numpy())
+
+    def restore(self) -> None:
+        """Leave it as it was found."""
+        self._generator.set_state(self._before)
+
+
+class _PageLocked(HostMemory):
+    """DRAM that copies to and from devices need not be staged for: of exact size, and locked in place."""
+
+    def __init__(self, index: int) -> None:
+        """`index`: of a device; locked memory is so for all of them, but the call is made for one."""
+        self._index = index
+        self._unlocks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}  # by address
+
+    def new(self, num_bytes: int) -> torch.UntypedStorage:
+        if num_bytes == 0:
+            return super().new(0)
+        # Pages of its own: two locked regions must not share one.
+        storage = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
+        address, locked = storage.data_ptr(), []
+        with torch.cuda.device(self._index):  # or it would make a context on the first device
+            for start in range(0, num_bytes, MOST_LOCKED_BYTES):
+                size = min(MOST_LOCKED_BYTES, num_bytes - start)
+                code = int(_runtime().cudaHostRegister(address + start, size, PORTABLE))
+                if code == 0:
+                    locked.append(address + start)
+                    continue
+                self._clear_error()
+                print(
+                    f"hydra_engine: {format_bytes(size)} ({size} bytes) of DRAM could not be page-locked (CUDA error "
+                    f"{code}); copies of it are slower; raise the limit of locked memory (ulimit -l), or train fewer "
+                    f"tasks at once",
+                    file=sys.stderr,
+                )
+        unlock = self._unlocks[address] = weakref.finalize(storage, _unlock, self._index, locked)
+        unlock.atexit = False
+        return storage
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        unlock = self._unlocks.pop(storage.data_ptr(), None)
+        if unlock is not None:
+            unlock()
+
+    def _clear_error(self) -> None:
+        """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
+        with suppress(torch.AcceleratorError):
+            torch.ones(1, device=torch.device("cuda", self._index))
+
+
+def _runtime() -> Any:
+    """CUDA's own functions, which return a code and raise nothing."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _unlock(index: int, addresses: Sequence[int]) -> None:
+    """Before the pages go: whoever held the storage has waited for every copy."""
+    with torch.cuda.device(index):
+        for address in addresses:
+            _runtime().cudaHostUnregister(address)
+
+
+DeviceSpec: TypeAlias = EmulatedDevice | CudaDevice
+
+
+def host_memory(devices: Sequence[DeviceSpec]) -> HostMemory:
+    """DRAM for what crosses the links of these devices."""
+    indices = [device.index for device in devices if isinstance(device, CudaDevice)]
+    return _PageLocked(indices[0]) if indices else HostMemory()
 
 
 def active_autocast() -> str | None:
@@ -299,22 +460,30 @@ def active_autocast() -> str | None:
 
 
 def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:
-    """The devices a run uses: those named, or else one emulated device of `default_bytes`."""
+    """The devices a run uses: those named, or else every CUDA device, or one emulated device of `default_bytes`."""
     if devices is None:
-        return [EmulatedDevice(default_bytes)]
+        found: list[DeviceSpec] = [CudaDevice(index) for index in range(torch.cuda.device_count())]
+        return found or [EmulatedDevice(default_bytes)]
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
     if not devices:
         raise ValueError("devices: empty list; give at least one device, or leave it out")
-    return [_resolve(device) for device in devices]
+    resolved = [_resolve(device) for device in devices]
+    indices = [device.index for device in resolved if isinstance(device, CudaDevice)]
+    for index in indices:
+        if indices.count(index) > 1:
+            raise ValueError(f"devices: 'cuda:{index}' is there {indices.count(index)} times; name each device once")
+    return resolved
 
 
 def _resolve(device: DeviceSpec | str) -> DeviceSpec:
-    if isinstance(device, EmulatedDevice):
+    if isinstance(device, (EmulatedDevice, CudaDevice)):
         return device
     if isinstance(device, str):
         kind, _, index = device.partition(":")
         if kind == "cuda" and (index.isdecimal() or not index):
-            CudaDevice(int(index or 0))
+            return CudaDevice(int(index or 0))
         raise ValueError(f"devices: {device!r}, known: 'cuda:0', 'cuda:1', ... and EmulatedDevice(memory=...)")
-    raise TypeError(f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice or a string")
+    raise TypeError(
+        f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice, a CudaDevice or a string"
+    )

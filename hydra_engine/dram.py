@@ -37,6 +37,17 @@ def new_storage(num_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
 
 
+class HostMemory:
+    """Where weights, gradients and casts lie in DRAM; devices that copy faster from memory of a kind have their own."""
+
+    def new(self, num_bytes: int) -> torch.UntypedStorage:
+        """DRAM, not initialised; free once nobody holds it."""
+        return new_storage(num_bytes)
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        """No device copies from it or to it any more, so that its pages can be given back one by one."""
+
+
 def return_free_memory() -> None:
     """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
 

@@ -16,6 +16,20 @@ class DeviceOutOfMemory(RuntimeError):
         self.free_bytes = free_bytes
 
 
+class DeviceLost(RuntimeError):
+    """Nothing can be done on a device any more until this process ends: a kernel has failed on it for good.
+
+    The commonest cause is an index out of range, a token or a class, which on the CPU raises an error of the layer.
+    """
+
+    def __init__(self, device: str, error: BaseException) -> None:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        super().__init__(
+            f"{device} is lost until this process ends: {first_line}; look for an index out of range (a token, a "
+            f"class) in the data of the task that it struck; on an emulated device the layer says which"
+        )
+
+
 class ShardDoesNotFit(ValueError):
     """A shard cannot run within a device's budget, and the partitioner has no smaller one to offer."""
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.opened import DeviceGenerator
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
@@ -42,8 +43,11 @@ class Executor:
         num_layers: int,
         modes: Modes = nullcontext,
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
+        generator: DeviceGenerator | None = None,
     ) -> None:
+        """`generator`: that the device's kernels draw from; None: the CPU's, whose draws are redirected one by one."""
         self.structure = structure
+        self._generator = generator
         self._modes = modes
         self._metrics = metrics or {}
         self.current = ""  # the layer that runs, for messages
@@ -54,7 +58,7 @@ class Executor:
         self._is_narrow = structure.narrow is not None
         self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
 
     def run(
         self,
@@ -184,7 +188,7 @@ class Executor:
     def _micro(
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
-        with _Drawing(micro.random, locked) as drawing:
+        with _Drawing(micro.random, locked, self._generator) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
@@ -224,7 +228,7 @@ class Executor:
                 )
             if kind == EVALUATE:
                 assert loss is not None
-                return MicroOutput(random=drawing.state, loss=loss.item(), metrics=self._measured(value, micro))
+                return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
             if loss is not None:
                 del value  # logits are large, and the plain loop does not hold them either
                 with replayed(frame):
@@ -245,7 +249,7 @@ class Executor:
                 name: [self._apart(arrival.gradient if arrival else None) for arrival in found]
                 for name, (found, _) in skips.items()
             },
-            loss=loss.item() if loss is not None else None,
+            loss=_number(loss) if loss is not None else None,
         )
 
     def _from_graph(self, shard: Shard, m: int, micro: MicroInput, graph: Graph) -> MicroOutput:
@@ -302,12 +306,14 @@ class Executor:
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
         return loss if micro.weight is None else loss * micro.weight
 
-    def _measured(self, value: Any, micro: MicroInput) -> dict[str, float]:
+    def _measured(self, value: Any, micro: MicroInput) -> dict[str, float | Tensor]:
         assert micro.target is not None
-        target, found = micro.target, {}
+        target = micro.target
+        found: dict[str, float | Tensor] = {}
         for name, metric in self._metrics.items():
             self.current = f"metric {name}"
-            found[name] = float(metric(value, target.build(target.tensors)))
+            measured = metric(value, target.build(target.tensors))
+            found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
         return found
 
     def _backward(
@@ -337,13 +343,19 @@ class Executor:
                 torch.autograd.backward(outputs, gradients)
 
 
+def _number(value: Tensor) -> float | Tensor:
+    """A number that is in DRAM; of one on a device, what will be it once the device is through."""
+    return value.item() if value.device.type == "cpu" else value.detach().clone()
+
+
 class _Drawing:
     """Where the draws of one micro-batch go, and the random state they leave."""
 
-    def __init__(self, state: RandomState, locked: bool) -> None:
+    def __init__(self, state: RandomState, locked: bool, generator: DeviceGenerator | None) -> None:
         self.state = state
         self._stream = Stream(state)
         self._installed = installed(self._stream) if locked else None
+        self._generator = generator
 
     def __enter__(self) -> _Drawing:
         if self._installed is not None:
@@ -353,13 +365,18 @@ class _Drawing:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The body's draws move the state; what a backward draws again, in a checkpoint inside a layer, does not."""
+        before = None if self._generator is None else self._generator.install(self.state.device)
         if self._installed is not None:
             yield
-            self.state = capture()
-            return
-        with TaskGenerator(self.state.torch) as drawn:
-            yield
-        self.state = self.state._replace(torch=drawn.state)
+            self.state = capture()._replace(device=self.state.device)
+        else:
+            with TaskGenerator(self.state.torch) as drawn:
+                yield
+            self.state = self.state._replace(torch=drawn.state)
+        if self._generator is not None:
+            after = self._generator.state()
+            if after != before:  # a seed stays one until something is drawn
+                self.state = self.state._replace(device=after)
 
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_engine.boundary import copy_of
-from hydra_engine.dram import Freed, discard, is_alone, new_storage
-from hydra_engine.shard import ModelLayout, Slot, aligned
+from hydra_engine.dram import Freed, HostMemory, discard, is_alone
+from hydra_engine.shard import ModelLayout, Slot
 
 Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
 
@@ -107,8 +107,11 @@ class FrozenBlocks:
                     break
             return weights, casts
 
-    def acquire(self, layout: ModelLayout) -> tuple[dict[int, Block], list[torch.UntypedStorage]]:
-        """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them."""
+    def acquire(
+        self, layout: ModelLayout, host: HostMemory | None = None
+    ) -> tuple[dict[int, Block], list[torch.UntypedStorage]]:
+        """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them by `host`."""
+        host = HostMemory() if host is None else host
         with self._lock:
             groups = {slot.index: self._group(slot.parameter) for slot in _frozen(layout)}
             new: dict[int, Slot] = {}
@@ -120,8 +123,8 @@ class FrozenBlocks:
                     new.setdefault(group, slot)
                 if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
                     uncast.setdefault((group, slot.link_dtype), slot)
-            storage = new_storage(sum(aligned(slot.num_bytes) for slot in new.values()))
-            link = new_storage(sum(aligned(slot.link_bytes) for slot in uncast.values()))
+            storage = host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()))
+            link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
                 block = Block(serial=next(self._serials), slot=slot, storage=storage, offset=offset)
@@ -130,7 +133,7 @@ class FrozenBlocks:
                 self._blocks[group] = block
                 self._bind(block, slot.parameter)
                 freed.add(slot.num_bytes)
-                offset += aligned(slot.num_bytes)
+                offset += layout.aligned(slot.num_bytes)
             found = {}
             for slot in _frozen(layout):
                 block = found[slot.index] = self._blocks[groups[slot.index]]
@@ -141,7 +144,7 @@ class FrozenBlocks:
                 block = found[slot.index]
                 block.links[slot.link_dtype] = (link, offset)
                 block.cast(slot).copy_(block.weight)
-                offset += aligned(slot.link_bytes)
+                offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
 
     def _bind(self, block: Block, parameter: nn.Parameter) -> None:

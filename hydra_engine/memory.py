@@ -10,17 +10,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, copy_of, place_for
-from hydra_engine.dram import Freed, discard, is_alone, new_storage, return_free_memory
+from hydra_engine.boundary import Boundary, copy_of, place_in_dram
+from hydra_engine.dram import Freed, HostMemory, discard, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
-from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot, aligned
+from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
+# DRAM for a copy of a device's tensor.
+Place: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 class HostPool:
@@ -52,7 +54,7 @@ class HostPool:
         return max(sizes, default=0) * min(NUM_LOANS, len(sizes))
 
     def _loan_bytes(self, shard: Shard) -> int:
-        return sum(aligned(self.layout.slots[index].link_bytes) for index in shard.owned)
+        return sum(self.layout.aligned(self.layout.slots[index].link_bytes) for index in shard.owned)
 
     @property
     def num_bytes(self) -> int:
@@ -60,21 +62,22 @@ class HostPool:
         storages = {id(each): each for each in (self._weights, self._link, self._gradients, *self._brought)}
         return sum(each.nbytes() for each in [*storages.values(), *self._loans])
 
-    def open(self, shards: Sequence[Shard] = ()) -> None:
-        """Take the parameters over, one at a time: extra DRAM is that of one parameter."""
+    def open(self, shards: Sequence[Shard] = (), host: HostMemory | None = None) -> None:
+        """Take the parameters over, one at a time: extra DRAM is that of one parameter. `host`: where they then lie."""
         assert not self.is_open
+        self._host = host = HostMemory() if host is None else host
         num_loans = min(NUM_LOANS, len(shards)) if self.early_release and self.keeps_gradients else 0
         loan_bytes = self.gradient_bytes(shards) // max(num_loans, 1)
-        self._loans = [new_storage(loan_bytes) for _ in range(num_loans)]
+        self._loans = [host.new(loan_bytes) for _ in range(num_loans)]
         self._free_loans: SimpleQueue[torch.UntypedStorage] = SimpleQueue()
         for loan in self._loans:
             self._free_loans.put(loan)
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
-        self._weights = new_storage(self.layout.num_bytes[True])
-        self._gradients = new_storage(0 if self.early_release else self.layout.link_bytes[True])
-        self._link = self._weights if self.layout.narrow is None else new_storage(self.layout.link_bytes[True])
+        self._weights = host.new(self.layout.num_bytes[True])
+        self._gradients = host.new(0 if self.early_release else self.layout.link_bytes[True])
+        self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
         # After all that may find no room: from here on others may use what this task brought.
-        self._blocks, self._brought = self._frozen.acquire(self.layout)  # by slot
+        self._blocks, self._brought = self._frozen.acquire(self.layout, host)  # by slot
         freed = Freed()
         for slot in self.layout.trainable_slots():
             view = slot.view(self._weights, slot.offset)
@@ -95,6 +98,8 @@ class HostPool:
         if not self.is_open:
             return
         self.is_open = False
+        for storage in (self._weights, self._link, self._gradients, *self._loans):
+            self._host.let_go(storage)
         slots = self.layout.trainable_slots()
         alone = is_alone(self._weights, [slot.parameter for slot in slots])
         for slot in slots:
@@ -115,7 +120,7 @@ class HostPool:
         offset = 0
         for slot in self.owned(shard):
             self.gradients[slot.index] = slot.gradient_view(loan, offset)
-            offset += aligned(slot.link_bytes)
+            offset += self.layout.aligned(slot.link_bytes)
 
     def take_gradients_back(self, shard: Shard) -> None:
         """A shard's update is through."""
@@ -257,11 +262,18 @@ class StepStaging:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]
 
-    def put_boundary(self, shard: int | str, m: int, value: Boundary, copy: Callable[[Tensor, Tensor], None]) -> None:
+    def put_boundary(
+        self,
+        shard: int | str,
+        m: int,
+        value: Boundary,
+        copy: Callable[[Tensor, Tensor], None],
+        place_for: Place = place_in_dram,
+    ) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
         places = [
-            _place(place, t)
+            _place(place, t, place_for)
             for place, t in zip(_or_none(old.tensors if old is not None else None), value.tensors, strict=False)
         ]
         for place, tensor in zip(places, value.tensors, strict=True):
@@ -269,12 +281,17 @@ class StepStaging:
         self._boundaries[shard, m] = value.around(places)
 
     def put_gradients(
-        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Callable[[Tensor, Tensor], None]
+        self,
+        shard: Enters,
+        m: int,
+        values: Sequence[Tensor | None],
+        copy: Callable[[Tensor, Tensor], None],
+        place_for: Place = place_in_dram,
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
         stored: list[Tensor | None] = []
         for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
-            place = None if value is None else _place(old, value)
+            place = None if value is None else _place(old, value, place_for)
             if place is not None and value is not None:
                 copy(place, value)
             stored.append(place)
@@ -308,8 +325,8 @@ def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
     return itertools.chain(places or (), itertools.repeat(None))
 
 
-def _place(old: Tensor | None, new: Tensor) -> Tensor:
+def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
     """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
     if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
         return old
-    return place_for(new, torch.device("cpu"))
+    return place_for(new)

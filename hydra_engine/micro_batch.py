@@ -47,8 +47,9 @@ class MicroOutput:
     skips: dict[str, Boundary] = field(default_factory=dict)  # forward: values for shards further up
     skip_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backward: of those gotten here
     pieces: dict[int, Tensor | None] = field(default_factory=dict)  # by owned slot: of this micro-batch alone
-    loss: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of an evaluation
+    # Read by whoever stores them: the lane that computes must not wait for the device.
+    loss: float | Tensor | None = None
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)  # of an evaluation
     is_held: bool = False  # what stays on the device holds memory of `value`, too
 
     @property

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine import dram
-from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
+from hydra_engine.device import DeviceSpec, active_autocast, resolve_devices
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.planner import PlannedTask, check_dram
@@ -46,7 +46,7 @@ class ModelOrchestrator:
         self,
         tasks: Sequence[ModelTask],
         *,
-        devices: Sequence[EmulatedDevice | str] | None = None,
+        devices: Sequence[DeviceSpec | str] | None = None,
         policy: str | Policy = "sharded-lrtf",
         double_buffer: bool = True,
     ) -> None:
@@ -248,7 +248,7 @@ class ModelOrchestrator:
         return _Alone(self._busy, what)
 
     @property
-    def _smallest(self) -> EmulatedDevice:
+    def _smallest(self) -> DeviceSpec:
         """The device that a plan is made for."""
         return min(self._devices, key=lambda device: device.memory_bytes)
 

@@ -61,13 +61,21 @@ class StepParts:
         """The sums of the parts before, of those that received a gradient."""
         return {slot: self._sum(slot) for slot in slots if self._has_gradient.get(slot)}
 
-    def put(self, shard: int, end: int, gradients: Gradients, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`."""
+    def put(
+        self,
+        shard: int,
+        end: int,
+        gradients: Gradients,
+        copy: Callable[[Tensor, Tensor], None],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`."""
         for slot, gradient in gradients.items():
             self._has_gradient[slot] = gradient is not None
             if gradient is not None:
                 # The last ones were rounded on the device.
                 copy(self._place(slot) if end == self._num_micro_batches else self._sum(slot), gradient)
+        finish()
         with self._lock:
             self._slots[shard] = tuple(gradients)
             self._add_waiting(shard, end)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.costs import DeviceCost, TaskCost
-from hydra_engine.device import EmulatedDevice
+from hydra_engine.device import DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
@@ -24,7 +24,6 @@ from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
-from hydra_engine.shard import aligned
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
@@ -43,10 +42,10 @@ LEAST_GAIN = 1.05
 class _Machine(NamedTuple):
     """What a task is planned for."""
 
-    device: EmulatedDevice  # whose memory is the smallest
+    device: DeviceSpec  # whose memory is the smallest
     budget: Budget
     num_threads: int
-    devices: Sequence[EmulatedDevice]  # that a step may be spread over
+    devices: Sequence[DeviceSpec]  # that a step may be spread over
     share: int  # of them, that the task has to itself while all tasks train
 
 
@@ -71,10 +70,10 @@ class PlannedTask:
 
     def make_plan(
         self,
-        device: EmulatedDevice,
+        device: DeviceSpec,
         budget: Budget,
         num_threads: int,
-        devices: Sequence[EmulatedDevice] = (),
+        devices: Sequence[DeviceSpec] = (),
         num_tasks: int = 1,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
@@ -146,7 +145,7 @@ class PlannedTask:
         """Seconds of each unit, by (kind, shard)."""
         return self.state.unit_s
 
-    def spread_over(self, devices: Sequence[EmulatedDevice], num_micro_batches: int | None = None) -> None:
+    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int | None = None) -> None:
         """Predict how a step is best spread over 1, 2, ... of these devices.
 
         num_micro_batches: of a step; None: as many as before.
@@ -215,7 +214,7 @@ class PlannedTask:
             ordered=state.ordered,
         )
 
-    def _should_step_on_device(self, device: EmulatedDevice) -> bool:
+    def _should_step_on_device(self, device: DeviceSpec) -> bool:
         """Whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
 
         On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
@@ -242,9 +241,9 @@ class PlannedTask:
         """
         layout, state = self.layout, self.state
         frozen, cast = self._frozen.brought(layout)
-        casts = layout.link_bytes[True] + sum(aligned(slot.link_bytes) for slot in cast)
+        casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
         return {
-            "weights": layout.num_bytes[True] + sum(aligned(slot.num_bytes) for slot in frozen),
+            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradient_bytes(state.shards),
             "optimizer": sum(state.state_bytes.values()),
@@ -326,7 +325,7 @@ class PlannedTask:
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
-    def _with_rates(self, budget: Budget, device: EmulatedDevice) -> Budget:
+    def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:
             return replace(budget, link_bytes_per_s=device.link_bytes_per_s(), unit_s=UNIT_S)
         return replace(

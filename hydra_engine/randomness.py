@@ -34,15 +34,16 @@ def stream_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 class RandomState(NamedTuple):
-    """States of torch's CPU generator, `random` and `numpy.random`. Never written to: replaced."""
+    """States of torch's CPU generator, `random`, `numpy.random` and a device's. Never written to: replaced."""
 
     torch: Tensor
     python: tuple[Any, ...]
     numpy: Any
+    device: int | bytes = 0  # the seed, until something was drawn on a device
 
     def same_as(self, other: RandomState) -> bool:
         """Whether nothing was drawn between the two."""
-        return torch.equal(self.torch, other.torch) and self.same_outside_torch(other)
+        return torch.equal(self.torch, other.torch) and self.device == other.device and self.same_outside_torch(other)
 
     def same_outside_torch(self, other: RandomState) -> bool:
         """Whether nothing was drawn from `random` and `numpy.random`."""
@@ -87,7 +88,7 @@ def installed(stream: Stream) -> Iterator[None]:
         try:
             yield
         finally:
-            stream.state = capture()
+            stream.state = capture()._replace(device=stream.state.device)
             install(outside)
 
 

@@ -71,7 +71,7 @@ class Reader:
     def __init__(self, task: ModelTask, name: str) -> None:
         self._task = task
         self._name = name
-        self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state()))
+        self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._items = self._sequence()
         self._num_evaluations = 0  # that ended
         self._num_evaluated = 0  # their batches, and those of the one in progress
@@ -196,11 +196,11 @@ class Reader:
         """
         if self._task.validation is None:
             return
-        outside = self._stream.state.torch
+        outside = self._stream.state
         for inputs, target in self._iterate(self._task.validation):
             yield _Item(inputs, target, self._num_evaluated, epoch, False, self._num_evaluations)
             self._num_evaluated += 1
-        self._stream.state = self._stream.state._replace(torch=outside)
+        self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
 
     def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:
@@ -243,7 +243,8 @@ class Reader:
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
             if training:
-                start = [main._replace(torch=seeded(stream_seed(seed, step, m))) for m in range(len(micro_batches))]
+                seeds = [stream_seed(seed, step, m) for m in range(len(micro_batches))]
+                start = [main._replace(torch=seeded(each), device=each) for each in seeds]
             else:
                 start = [main] * len(micro_batches)
         reduction = self._task.loss_reduction

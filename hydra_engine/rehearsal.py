@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_engine.device import EmulatedDevice
+from hydra_engine.device import DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.optimizer import TaskOptimizer
@@ -35,7 +35,7 @@ class TooLarge(Exception):
 
 
 def rehearse(
-    state: TaskState, batch: Batch, evaluation: Batch | None, device: EmulatedDevice, num_threads: int, *, draws: bool
+    state: TaskState, batch: Batch, evaluation: Batch | None, device: DeviceSpec, num_threads: int, *, draws: bool
 ) -> dict[tuple[str, int], float]:
     """Seconds of each unit of a step; in `state`, what they take and which shards need the process-wide generators.
 
@@ -86,14 +86,15 @@ class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # it
 class _Stage:
     """A worker of its own, on which units run one after the other."""
 
-    def __init__(self, state: TaskState, device: EmulatedDevice, num_threads: int) -> None:
+    def __init__(self, state: TaskState, device: DeviceSpec, num_threads: int) -> None:
         self._state = state
         self._events: SimpleQueue[Event] = SimpleQueue()
         if state.steps_on_device:  # before anything is open: the factories are user code
             with installed(Stream(capture())):
                 state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         trace = Trace()
-        opened = EmulatedDevice(device.memory_bytes).open(0, trace, num_threads)
+        largest = max(shard.slab_bytes for shard in state.shards)
+        opened = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, opened, trace, self._events.put)
         state.open()
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]

@@ -109,7 +109,9 @@ class Residents:
                 return False
             missing = num_bytes - self._ledger.free_bytes()
             if missing > 0:
-                later = [r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)]
+                later = [
+                    r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)
+                ]
                 if sum(later) < missing:
                     return False
             if not self._ledger.take(num_bytes):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
+from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec
 from hydra_engine.dram import return_free_memory
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
@@ -84,7 +84,7 @@ class EngineRun:
     def __init__(
         self,
         planned: Sequence[PlannedTask],
-        devices: Sequence[EmulatedDevice],
+        devices: Sequence[DeviceSpec],
         policy: Policy,
         *,
         double_buffer: bool,

@@ -18,9 +18,9 @@ from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parame
 ALIGNMENT_BYTES = 64
 
 
-def aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     """Rounded up to the alignment."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,11 @@ class ModelLayout:
         precision: str = "float32",
         *,
         trains: bool = True,
+        alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
+        """`alignment_bytes`: that the start of every parameter is a multiple of, in DRAM and in slabs."""
         self._trains = trains
+        self._alignment_bytes = alignment_bytes
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -173,8 +176,8 @@ class ModelLayout:
             )
             numbers[id(parameter)] = slot.index
             self.slots.append(slot)
-            self.num_bytes[kind] += aligned(num_bytes)
-            self.link_bytes[kind] += aligned(slot.link_bytes)
+            self.num_bytes[kind] += self.aligned(num_bytes)
+            self.link_bytes[kind] += self.aligned(slot.link_bytes)
         return Binding(path, name, numbers[id(parameter)])
 
     def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
@@ -182,6 +185,10 @@ class ModelLayout:
             numbers[id(buffer)] = len(self.buffers)
             self.buffers.append(buffer)
         return Binding(path, name, numbers[id(buffer)])
+
+    def aligned(self, num_bytes: int) -> int:
+        """Rounded up to the alignment."""
+        return aligned(num_bytes, self._alignment_bytes)
 
     def trainable_slots(self) -> list[Slot]:
         """In the order of `model.parameters()`."""
@@ -227,7 +234,7 @@ class ModelLayout:
                 if slot.trainable == kind and owner_shard[index] != j:
                     pieces.append(SlabPiece(kind, slot.link_offset, target, slot.link_bytes))
                     offsets[index] = target
-                    target += aligned(slot.link_bytes)
+                    target += self.aligned(slot.link_bytes)
             own_bytes = target if kind else own_bytes
         held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
@@ -247,7 +254,7 @@ class ModelLayout:
             borrowed=tuple(index for index in trainable if owner_shard[index] != j),
             upper=upper,
             buffers=tuple(buffers),
-            buffer_bytes=sum(aligned(self.buffers[index].nbytes) for index in buffers),
+            buffer_bytes=sum(self.aligned(self.buffers[index].nbytes) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
             arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
@@ -281,7 +288,7 @@ class Structure:
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
         memo: dict[int, object] = {}
-        self._device = device
+        self.device = device
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
@@ -312,7 +319,7 @@ class Structure:
         cut from a larger one): every unit of a step would leave such a place behind.
         """
         if dtype not in self._placeholders:
-            self._placeholders[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+            self._placeholders[dtype] = torch.empty(0, dtype=dtype, device=self.device)
         return self._placeholders[dtype]
 
     def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:

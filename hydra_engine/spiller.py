@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hydra_engine.arena import Slab
 from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
-from hydra_engine.device import LOAD, STORE, OpenDevice, Slab
+from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.residency import Residents
@@ -34,14 +35,18 @@ class Spiller:
     def load_slab(self, state: TaskState, shard: Shard, trainable: bool) -> Slab:
         """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece."""
         base = 0 if trainable else shard.own_bytes
-        slab = self._device.take_slab(shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes)
+        num_bytes = shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes
+        slab = self._device.take_slab(num_bytes, self._residents.give_up_slab)
         try:
-            pairs = []
-            for piece in shard.pieces:
-                if piece.trainable == trainable:
-                    for start, source in state.pool.sources(piece):
-                        pairs.append((slab.bytes(piece.target - base + start, len(source)), source))
-            self._device.copy(LOAD, pairs)
+            try:
+                pairs = []
+                for piece in shard.pieces:
+                    if piece.trainable == trainable:
+                        for start, source in state.pool.sources(piece):
+                            pairs.append((slab.bytes(piece.target - base + start, len(source)), source))
+                self._device.copy(LOAD, pairs)
+            finally:
+                self._device.finish()
         except BaseException:
             self._device.give_slab_back(slab)
             raise
@@ -81,7 +86,7 @@ class Spiller:
         return DeviceStep(
             masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
             states={
-                index: {k: self._bring(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+                index: {k: self._bring_state(v) if isinstance(v, Tensor) else v for k, v in state.items()}
                 for index, state in host.states.items()
             },
         )
@@ -142,25 +147,26 @@ class Spiller:
         """Send what one micro-batch left to the step's staging."""
         staging, j = state.staging, shard.index
         if out.value is not None:
-            staging.put_boundary(j + 1, m, out.value, self._send)
+            staging.put_boundary(j + 1, m, out.value, self._send, self._device.place)
         if kind != BACKWARD:
             staging.random[j + 1, m] = out.random
         for name, value in out.skips.items():
-            staging.put_boundary(name, m, value, self._send)
+            staging.put_boundary(name, m, value, self._send, self._device.place)
         for name, gradients in out.skip_gradients.items():
-            staging.put_gradients((name, j), m, gradients, self._send)
+            staging.put_gradients((name, j), m, gradients, self._send, self._device.place)
         if out.gradients is not None:
-            staging.put_gradients(j, m, out.gradients, self._send)
+            staging.put_gradients(j, m, out.gradients, self._send, self._device.place)
         for slot, gradient in out.tied.items():
             staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
         if out.pieces and staging.parts is not None:
             for slot, gradient in out.pieces.items():
                 _check_dense(state, slot, gradient)
             pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
+            self._device.finish()
             staging.parts.add(j, m, pieces)
         if out.loss is not None:
-            staging.losses[m] = out.loss
-            staging.metrics[m] = out.metrics
+            staging.losses[m] = float(out.loss)
+            staging.metrics[m] = {name: float(value) for name, value in out.metrics.items()}
 
     def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients to DRAM."""
@@ -169,7 +175,7 @@ class Spiller:
             _check_dense(state, slot, gradient)
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
-            staging.parts.put(shard.index, end, out.gradients, self._copy_gradient)
+            staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
         elif out.gradients:
             state.pool.lend_gradients(shard)
             for slot, gradient in out.gradients.items():
@@ -183,12 +189,16 @@ class Spiller:
             return
         staging = state.staging
         before = staging.buffers_for(shard, unit.part, state.pool.buffers)
-        changed = {index: value for index, value in out.buffers.items() if not _same(value, before[index])}
+        # On the CPU, what did not change is not copied.
+        is_here = self._device.torch_device.type == "cpu"
+        after = out.buffers if is_here else {index: self._sent(value) for index, value in out.buffers.items()}
+        self._device.finish()
+        changed = {index: value for index, value in after.items() if not _same(value, before[index])}
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
         for index, value in changed.items():
-            staging.buffers[index] = self._sent(value)
+            staging.buffers[index] = self._sent(value) if is_here else value
 
     def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
@@ -257,13 +267,17 @@ class Spiller:
     def _bring_some(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if gradient is None else self._bring(gradient) for gradient in gradients]
 
+    def _bring_state(self, tensor: Tensor) -> Tensor:
+        # A count of steps, a scalar, is what the optimizer reads on the host: on a device it would wait for it.
+        return self._bring(tensor) if tensor.dim() else tensor.clone()
+
     def _bring(self, tensor: Tensor) -> Tensor:
         place = place_for(tensor, self._device.torch_device)
         self._device.copy(LOAD, [(flat(place), flat(tensor))], urgent=True)
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        place = place_for(tensor, torch.device("cpu"))
+        place = self._device.place(tensor)
         self._send(place, tensor)
         return place
 

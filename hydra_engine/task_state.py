@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.boundary import extent, flat
+from hydra_engine.dram import HostMemory
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
+from hydra_engine.opened import Timing
 from hydra_engine.randomness import RandomState
 from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
-from hydra_engine.shard import ModelLayout, Shard, aligned
+from hydra_engine.shard import ALIGNMENT_BYTES, ModelLayout, Shard
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
 
@@ -41,11 +43,11 @@ class Region(NamedTuple):
     num_bytes: int
 
 
-def layout_of(task: ModelTask) -> ModelLayout:
-    """Where the task's parameters and buffers lie."""
+def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
+    """Where the task's parameters and buffers lie, each at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
-    return ModelLayout(layers, names, loss, task.precision, trains=task.trains)
+    return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
 
 
 class TaskState:
@@ -80,6 +82,7 @@ class TaskState:
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
         self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
+        self.timings: dict[tuple[str, int], Timing] = {}  # likewise, of the last one, where launching is not computing
         self.num_commits = 0  # of training steps in this run
         self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
         self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
@@ -158,7 +161,7 @@ class TaskState:
     def sum_bytes(self, shard: Shard) -> int:
         """Bytes of a shard's gradients as they are added up on a device: narrow ones in float32."""
         slots = self.pool.owned(shard)
-        return sum(aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
+        return sum(self.layout.aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
 
     def changes_buffers(self, shard: Shard) -> bool:
         """Whether a shard's forward is known to change buffers, or has to be taken to."""
@@ -170,9 +173,9 @@ class TaskState:
         changed = {shard.index for shard in self.shards if self.changes_buffers(shard)}
         return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
-    def open(self) -> None:
-        """Take the model over from its user."""
-        self.pool.open(self.shards)
+    def open(self, host: HostMemory | None = None) -> None:
+        """Take the model over from its user, into memory of `host`'s."""
+        self.pool.open(self.shards, host)
 
     def close(self) -> None:
         """Give the model back to its user, and let go of the step in progress."""

@@ -23,12 +23,14 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
+from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, OpenDevice
+from hydra_engine.errors import DeviceLost
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, Modes
 from hydra_engine.graphs import Graph, Saved
 from hydra_engine.ledger import SLABS, Ticket
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.opened import Timer, Timing
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Unit
@@ -57,6 +59,8 @@ class Worker:
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[Work, Ticket]] = {}
         self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
+        self.timing = Timing(0.0, 0.0)  # of all units, where launching is not computing
+        self._computing: Unit | None = None
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -64,7 +68,8 @@ class Worker:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
-        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics)
+        generator = self.device.random
+        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, generator)
         self._executors[state.name] = executor
 
     def dismiss(self, name: str) -> None:
@@ -234,7 +239,11 @@ class Worker:
         try:
             if work.error is not None:
                 raise work.error
-            promise.keep(job())
+            try:
+                result = job()
+            finally:
+                self.device.finish()
+            promise.keep(result)
         except BaseException as error:
             work.fail(error, f"{lane} lane")
             promise.give_up(error)
@@ -242,9 +251,11 @@ class Worker:
     def _submit_input(self, work: Work, m: int) -> None:
         promise = work.inputs[m - work.first]
         assert promise is not None
-        self._submit(LOAD, work, promise, lambda: self._load_input(work, m))
+        self.device.submit(INPUT, work.label, lambda: self._do(LOAD, work, promise, lambda: self._load_input(work, m)))
 
     def _load_input(self, work: Work, m: int) -> MicroInput:
+        # What computed on the one before the last is through: its place is this one's.
+        work.taken.pop(m - 2, None)
         if m == work.first:
             after = bool(work.graphs)
             work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
@@ -282,14 +293,15 @@ class Worker:
         for m in range(work.first, work.end):
             if m + 1 < work.end:
                 self._submit_input(work, m + 1)
-            # No name here holds the input: two are charged, this one and the next.
+            # Two are charged, this one and the next.
             yield self._take_input(work, m)
 
     def _take_input(self, work: Work, m: int) -> MicroInput:
         k = m - work.first
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
-        micro = promise.result()
+        # Held until the device is through with it, and not only until its kernels are queued.
+        micro = work.taken[m] = promise.result()
         if work.unit.kind == FORWARD:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
@@ -355,13 +367,15 @@ class Worker:
         executor = self._executors[work.unit.task]
         start_s = self._trace.now_s()
         output: UnitOutput | None = None
+        timer: Timer | None = None
         executing = False
+        self._computing = work.unit
         try:
             self._bring_first(work)
             slabs = {region.trainable: loading.slab.result() for region, loading in work.slabs.items()}
             work.views = self._spiller.views(work.state, work.shard, slabs)
             work.is_metered = work.known is None or self.device.meter_every_unit
-            start_s, executing = self._trace.now_s(), True  # waiting is not work
+            start_s, executing, timer = self._trace.now_s(), True, self.device.timer()  # waiting is not work
             with self._metered(work) if work.is_metered else nullcontext():
                 output = executor.run(
                     work.unit.kind,
@@ -381,8 +395,17 @@ class Worker:
                     saved=work.saved,
                     graphs=work.graphs,
                 )
+            if timer is not None:
+                timer.launched()
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
+        try:
+            self.device.finish()  # before anything that it works with is given back
+        except BaseException as error:
+            work.fail(error, "a kernel")
+        work.taken.clear()
+        if timer is not None and work.error is None:
+            self._note(work, timer.timing())
         work.so_far = {}  # what became of them is in the output
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
@@ -400,6 +423,7 @@ class Worker:
         if work.error is not None:
             # Nothing goes on from it, and it may be run again at once.
             self._left.pop((work.unit.task, work.unit.part), None)
+        self._computing = None
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
         left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
         work.output, output = output, None
@@ -474,11 +498,16 @@ class Worker:
                 last = work.end - 1
                 self._spiller.store_micro(work.state, unit.kind, work.shard, last, work.last_output)
                 self._spiller.store_buffers(work.state, unit, work.shard, output)
+                self.device.finish()
                 stays_bytes = self._spiller.keep_output(work.state, work.shard, last, work.last_output, kept_bytes)
                 work.left.passed.keep(None)
                 self._spiller.store_gradients(work.state, unit, work.shard, output)
                 if output.stepped is not None and work.stepper is not None:
                     self._spiller.store_step(work.state, work.stepper, work.shard, work.views, output.stepped)
+        except BaseException as error:
+            work.fail(error, "store lane")
+        try:
+            self.device.finish()
         except BaseException as error:
             work.fail(error, "store lane")
         if output is not None and output.stepped is not None:
@@ -494,7 +523,20 @@ class Worker:
         else:
             if computed is not None:
                 self._report(computed)
-            self._report(Failed(unit.task, work.error, work.where, unit))
+            self._report(self._failed(work))
             if not work.left.passed.is_done:
                 work.left.passed.give_up(work.error)
             work.left.stored.give_up(work.error)
+
+    def _failed(self, work: Work) -> Failed:
+        """A unit has failed, or the whole device under it: then what it computed is to blame, whoever noticed."""
+        assert work.error is not None
+        error, struck = self.device.explained(work.error), self._computing
+        if isinstance(error, DeviceLost) and struck is not None:
+            return Failed(struck.task, error, work.where, struck)
+        return Failed(work.unit.task, error, work.where, work.unit)
+
+    def _note(self, work: Work, timing: Timing) -> None:
+        """What a unit took of the interpreter and of the device."""
+        self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
+        work.state.timings[work.unit.kind, work.unit.shard] = timing

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hydra_engine.device import COMPUTE, LANES, LOAD, STORE, Arena, EmulatedDevice, Lane
+from hydra_engine.arena import Arena
+from hydra_engine.device import COMPUTE, LANES, LOAD, STORE, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.lanes import Lane
 from hydra_engine.ledger import Ledger, Ticket
 from hydra_engine.trace import Trace
 
@@ -452,6 +454,7 @@ class DeviceContract:
         def run():
             try:
                 results.append(job())
+                opened.finish()
             finally:
                 done.set()
 

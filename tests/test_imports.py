@@ -13,8 +13,9 @@ import partitioners
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
     ("_version", "allocation", "contention", "dram", "errors", "graphs", "promise", "ready", "schedule", "trace"),
-    ("batches", "boundary", "costs", "ledger", "parts", "policies", "randomness", "report", "sample"),
-    ("callbacks", "means"),
+    ("arena", "batches", "boundary", "costs", "lanes", "ledger", "parts", "policies", "randomness", "report", "sample"),
+    ("callbacks", "means", "opened"),
+    ("emulated",),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
     ("frozen",),
     (

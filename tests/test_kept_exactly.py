@@ -148,7 +148,7 @@ def test_a_task_without_room_leaves_nothing_behind():
             raise MemoryError("no DRAM")
         return torch.UntypedStorage(num_bytes)
 
-    with mock.patch("hydra_engine.memory.new_storage", new_storage):
+    with mock.patch("hydra_engine.dram.new_storage", new_storage):
         report = orchestra.train_models()
     assert [task.status for task in report.tasks.values()] == ["failed", "finished"]
     assert not orchestra._frozen._blocks

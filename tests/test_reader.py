@@ -134,7 +134,7 @@ def assert_as_plain(seen, expected):
         x, y = values(batch)
         assert torch.equal(x, inputs)
         assert torch.equal(y, target)
-        assert batch.main.same_as(state)
+        assert batch.main.same_as(state._replace(device=batch.main.device))
         assert batch.start == [batch.main]
 
 
