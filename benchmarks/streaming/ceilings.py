@@ -9,11 +9,11 @@ from statistics import median
 
 import psutil
 import torch
+from bounds import LayerSeconds
 from torch import nn
 
-from bounds import LayerSeconds
-
 NUM_PROBES = 5
+NUM_PRODUCTS = 10
 LINK_PROBE_BYTES = 2**28
 
 
@@ -55,7 +55,11 @@ def environment(device):
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
-        query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max",
+            "--format=csv,noheader",
+        ]
         try:
             told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
             driver, generation, width = told.splitlines()[0].split(", ")
@@ -117,7 +121,12 @@ def matmul_rate(scale, device):
     """FLOP/s of one large product in bfloat16."""
     a, b = (torch.randn(scale.probe_width, scale.probe_width, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    return {"matmul_flops_per_s": 2 * scale.probe_width**3 / seconds(lambda: torch.mm(a, b, out=out), device)}
+
+    def products():
+        for _ in range(NUM_PRODUCTS):
+            torch.mm(a, b, out=out)
+
+    return {"matmul_flops_per_s": NUM_PRODUCTS * 2 * scale.probe_width**3 / seconds(products, device)}
 
 
 class Laps:

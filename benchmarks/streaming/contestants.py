@@ -1,6 +1,7 @@
 """The engine and what it is compared with. Each runs in a process of its own and tells of one row after the other."""
 
 import gc
+import os
 import sys
 import tempfile
 import threading
@@ -135,6 +136,9 @@ def in_short(error):
 def run_group(scale, group, emit):
     """Measure a group's rows in this process; `emit` takes each as a dict."""
     device = torch.device("cpu" if scale.is_emulated else "cuda:0")
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.set_device(device)
     CONTESTANTS[group.method](scale, group, device, emit)
 
 
@@ -180,8 +184,7 @@ def interleaved(scale, group, device, emit):
 def train_streamed(scale, group, tokens, models, row):
     """One row of the engine."""
     total = scale.num_warm + num_steps(scale, tokens)
-    # Alone, a model's updates hide under its own backward only; beside another, a step may stay whole until its commit.
-    early = len(models) == 1
+    early = len(models) == 1 if group.release == "auto" else group.release == "early"
     tasks = [
         ModelTask(
             model,
@@ -193,6 +196,7 @@ def train_streamed(scale, group, tokens, models, row):
             precision="bfloat16",
             accumulation_steps=tokens // scale.micro_tokens,
             early_release=early,
+            partitioner=group.partitioner,
             seed=k,
         )
         for k, model in enumerate(models)
@@ -207,6 +211,7 @@ def train_streamed(scale, group, tokens, models, row):
         num_parameters=sum(parameter.numel() for parameter in models[0].parameters()),
         num_tasks=len(models),
         early_release=early,
+        partitioner=group.partitioner,
         boundaries=plan.boundaries,
         graph_bytes=plan.graph_bytes,
         micro_batches=plan.accumulation_steps,
@@ -316,10 +321,11 @@ def fsdp2(scale, group, device, emit):
     import torch.distributed as dist
 
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(parse_bytes(group.memory, "memory") / total, device)
     with tempfile.TemporaryDirectory() as folder:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")  # there may be no other network, and nobody to talk to
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -354,7 +360,12 @@ class Sharded:
                 self._most_tokens = scale.length  # the next row tries again, and says the same
                 raise MemoryError(f"not one sequence of {scale.length} tokens fits: {self._refusal}")
         step = partial(self._step, num_micro_batches=tokens // micro_tokens)
-        filled(row, timed_steps(step, data, self._device, scale.num_warm), tokens)
+        try:
+            seconds = timed_steps(step, data, self._device, scale.num_warm)
+        except BaseException:
+            self._model = self._optimizer = None
+            raise
+        filled(row, seconds, tokens)
         row.update(micro_batches=tokens // micro_tokens, is_capped=self._device.type == "cuda")
 
     def _fits(self, batch, num_micro_batches):

@@ -1,8 +1,12 @@
 """What is measured: models, budgets and batches, on a GPU and, to try the script, without one; and in which order."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 METHODS = ("engine", "resident", "fsdp2", "interleaved")
+# When the engine updates: as gradients arrive, or after the step's commit; "auto": early alone, since a model's updates
+# then hide under its own backward, and at the commit where another model computes meanwhile.
+RELEASES = ("auto", "early", "commit")
+PARTITIONERS = ("pilot", "optimal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +98,9 @@ class Group:
     size: str = ""
     memory: str = ""
     tokens: tuple[int, ...] = ()
-    kernels: bool = field(default=False)  # measure the kernels alone as well, first
+    kernels: bool = False  # measure the kernels alone as well, first
+    release: str = "auto"
+    partitioner: str = "pilot"
 
     def rows(self):
         """Each row's key."""
@@ -103,8 +109,8 @@ class Group:
         return kinds + [(self.method, self.size, self.memory, tokens) for tokens in self.tokens]
 
 
-def groups(scale, *, sizes=(), memories=(), tokens=(), methods=()):
-    """All groups, the most important first; empty filters take all.
+def groups(scale, *, sizes=(), memories=(), tokens=(), methods=(), **options):
+    """All groups, the most important first; empty filters take all. `options`: each group's release and partitioner.
 
     First every model under the smallest cap at three lengths of step, beside its competitors; then the larger cap; then
     the lengths between. What bounds are made of is measured before it is needed, whatever the filters leave.
@@ -118,7 +124,7 @@ def groups(scale, *, sizes=(), memories=(), tokens=(), methods=()):
     def add(method, size, memory, tokens, *, kernels=False):
         tokens = tuple(tokens) if method in taken_methods else ()
         if tokens or kernels:
-            found.append(Group(method=method, size=size, memory=memory, tokens=tokens, kernels=kernels))
+            found.append(Group(method=method, size=size, memory=memory, tokens=tokens, kernels=kernels, **options))
 
     first, rest = taken_tokens[:3], taken_tokens[3:]
     for size in taken_sizes:
