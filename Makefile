@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Without a GPU this shows that the script runs; with one: make bench STREAMING=
+STREAMING ?= --emulated --minutes 4
 
 .PHONY: demo test exact lint bench clean
 
@@ -26,6 +28,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/host_optimizer/main.py
 	$(BIN)/python benchmarks/scheduler/main.py
 	$(BIN)/python benchmarks/simulator/main.py
+	$(BIN)/python benchmarks/streaming/main.py $(STREAMING)
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

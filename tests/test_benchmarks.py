@@ -4,10 +4,14 @@ import importlib.util
 import json
 import runpy
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from hydra_engine.trace import Span
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,3 +79,122 @@ def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
     assert predictions.keys() == workloads.keys()
     assert all(each["bound_s"] > 0 and each["makespan_s"] > 0 for each in predictions.values())
     assert float(capsys.readouterr().out) > 0
+
+
+@pytest.fixture
+def streaming(monkeypatch):
+    """The benchmark's modules by name, as its own folder has them."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(main_of("streaming").parent)
+    names = ("bounds", "scales", "tables", "ceilings", "contestants")
+    modules = {name: importlib.import_module(name) for name in names}
+    spec = importlib.util.spec_from_file_location("benchmarks_streaming", main_of("streaming"))
+    modules["main"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(modules["main"])
+    yield SimpleNamespace(**modules)
+    for name in names:
+        del sys.modules[name]
+
+
+def in_this_process(streaming, refusing=()):
+    """What measures a group, without a process of its own; some methods raise out-of-memory instead."""
+
+    def run(scale_name, group, add, until_s, row_s):
+        if group.method in refusing:
+            for key in group.rows():
+                with streaming.contestants.measured(add, torch.device("cpu"), key):
+                    raise torch.OutOfMemoryError("no room\nfor it")
+        elif group.method != "fsdp2":
+            streaming.contestants.run_group(streaming.scales.SCALES[scale_name], group, add)
+
+    return run
+
+
+def test_streaming_writes_every_row_and_names_what_was_not_run(streaming, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    arguments = ["--emulated", "--quick", "--json", str(path)]
+    assert streaming.main.main(arguments, in_this_process(streaming, refusing=("interleaved",))) == 0
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    found = {name: row["status"] for name, row in rows.items()}
+    measured = dict.fromkeys(("machine", "kernels", "resident", "engine"), "ok")
+    assert found == {**measured, "fsdp2": "not run", "interleaved": "failed"}
+    engine = rows["engine"]
+    assert engine["bound_s"] == max(engine["terms_s"].values()) == engine["terms_s"][engine["binding"]] > 0
+    assert engine["share_of_bound"] == engine["bound_s"] / engine["step_s"]
+    assert engine["times_resident"] == engine["tokens_per_s"] / rows["resident"]["tokens_per_s"]
+    assert engine["host_peak_bytes"] > 0
+    assert 0 <= engine["exposed_share"] < 1
+    weights = 2 * engine["num_parameters"]  # at least, norms being wider
+    assert engine["stored_bytes"] >= weights <= engine["loaded_bytes"]
+    printed = capsys.readouterr().out
+    assert "failed: out of memory: no room" in printed
+    assert "emulated: the script runs; its figures say nothing of a GPU" in printed
+
+
+def test_streaming_measures_fsdp2_in_a_process_of_its_own(streaming, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests keep the cores busy
+    group = streaming.scales.Group(method="fsdp2", size="0.3M", memory="4MiB", tokens=(256,))
+    rows = []
+    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    [row] = rows
+    assert row["status"] == "ok", row
+    assert row["tokens_per_s"] == 256 / row["step_s"]
+
+
+def test_streaming_reports_what_ends_a_process_and_what_there_is_no_time_for(streaming):
+    group = streaming.scales.Group(method="engine", size="unknown", memory="4MiB", tokens=(256,))
+    rows = []
+    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    [row] = rows
+    assert (row["status"], row["reason"]) == ("failed", "its process ended with 1: KeyError: 'unknown'")
+    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic(), 60)
+    assert len(rows) == 1
+
+
+def test_streaming_adds_up_kernels_as_the_plan_runs_them(streaming):
+    bounds = streaming.bounds
+    layers = [bounds.LayerSeconds(forward=1.0, recompute=2.0, backward=4.0)] * 4
+    assert bounds.compute_s(layers, [4], [], 3) == 3 * 4 * 6  # one shard: no forward twice
+    assert bounds.compute_s(layers, [1, 2, 4], [0, 0, 0], 1) == 7 + 7 + 2 * 6
+    assert bounds.compute_s(layers, [1, 2, 4], [0, 5, 0], 1) == 7 + 6 + 2 * 6  # a kept graph
+    assert bounds.linear_flops([10, 20], [1, 2], [0, 0], 3) == (8 * 10 + 6 * 20) * 3
+
+
+def test_streaming_bounds_a_step_by_its_slowest_resource(streaming):
+    ceilings = {"up_bytes_per_s": 2.0, "down_bytes_per_s": 4.0, "dram_bytes_per_s": 7.0}
+    options = {"num_parameters": 100, "num_shards": 4, "boundary_bytes": 10}
+    found = streaming.bounds.bound(5.0, ceilings, moved=(1000, 1000), **options)
+    # Up 1.75 times 200 bytes, down 200 and three boundaries with their gradients, 28 bytes in DRAM.
+    assert (found.compute, found.up, found.down, found.host) == (5.0, 175.0, 65.0, 400.0)
+    assert (found.seconds, found.binding) == (400.0, "host")
+    resident = streaming.bounds.bound(5.0, ceilings, moved=(220, 210), num_tasks=2, **options)
+    assert (resident.compute, resident.up, resident.down, resident.host) == (10.0, 110.0, 52.5, 800.0)
+
+
+def test_streaming_tells_exposed_updates_from_hidden_ones(streaming):
+    spans = [
+        Span("cuda:0", "compute", "a.f0@1", 0.0, 4.0),
+        Span("host", "update", "a.0", 3.0, 6.0),  # exposed from 4 to 6
+        Span("host", "update", "a.1", 5.0, 7.0),  # and from 6 to 7
+        Span("cuda:0", "compute", "b.f0@1", 7.0, 10.0),
+        Span("host", "commit", "a", 9.0, 12.0),  # past the window from 10 on
+    ]
+    assert streaming.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
+    assert streaming.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
+    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
+    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
+
+
+def test_streaming_plans_every_row_once_the_most_important_first(streaming):
+    planned = streaming.scales.groups(streaming.scales.GPU)
+    keys = [key for group in planned for key in group.rows()]
+    assert len(keys) == len(set(keys))
+    assert [sum(key[0] == method for key in keys) for method in streaming.scales.METHODS] == [20, 10, 20, 10]
+    assert keys[:3] == [("machine", "", "", 0), ("kernels", "1.5B", "", 0), ("resident", "1.5B", "", 16384)]
+    some = streaming.scales.groups(streaming.scales.GPU, sizes=["3B"], tokens=[4096], methods=["fsdp2"])
+    assert [key for group in some for key in group.rows()] == [
+        ("machine", "", "", 0),
+        ("kernels", "3B", "", 0),
+        ("fsdp2", "3B", "16GiB", 4096),
+        ("fsdp2", "3B", "24GiB", 4096),
+    ]
