@@ -23,6 +23,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
+from hydra_engine.compiled import CompiledLayers
 from hydra_engine.device import COMPUTE, LOAD, STORE, OpenDevice
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor, Modes
@@ -64,7 +65,8 @@ class Worker:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
-        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics)
+        compiled = CompiledLayers(structure) if task.compile else None
+        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, compiled)
         self._executors[state.name] = executor
 
     def dismiss(self, name: str) -> None:

@@ -20,6 +20,7 @@ GROUPS = (
     (
         "blocked",
         "checkpoint",
+        "compiled",
         "interrupt",
         "loss_scale",
         "memory",
