@@ -1,6 +1,5 @@
 """`ModelTask(compile=True)`: one graph for layers that are built alike, and results within rounding."""
 
-import shutil
 import threading
 
 import pytest
@@ -318,9 +317,3 @@ def test_a_compilation_runs_alone():
     with turns.call():
         log.append("called")
     assert log == ["called", "compiled", "called"]
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-def test_inductor(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "inductor")
-    assert close(losses_of(task_of(num_blocks=2)), losses_of(task_of(num_blocks=2, compile=False)))
