@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.boundary import Boundary, copy_of
+from hydra_engine.compiled import CompiledLayers
 from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.opened import DeviceGenerator
@@ -44,10 +45,13 @@ class Executor:
         modes: Modes = nullcontext,
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
         generator: DeviceGenerator | None = None,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         """`generator`: that the device's kernels draw from; None: the CPU's, whose draws are redirected one by one."""
         self.structure = structure
         self._generator = generator
+        self._compiled = compiled
+        self._may_compile = False
         self._modes = modes
         self._metrics = metrics or {}
         self.current = ""  # the layer that runs, for messages
@@ -94,6 +98,7 @@ class Executor:
         """
         structure = self.structure
         self._on_recomputed = on_recomputed
+        self._may_compile = not (locked or keep_saved or kind == EVALUATE)
         structure.bind(views, buffers)
         self._accumulated = {}
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
@@ -294,7 +299,10 @@ class Executor:
     def _layers(self, shard: Shard, value: Any) -> Any:
         for k in range(shard.first, shard.last):
             self.current = self.structure.names[k]
-            value = self.structure.layers[k](value)
+            if self._compiled is None or not self._may_compile:
+                value = self.structure.layers[k](value)
+            else:
+                value = self._compiled.run(k, value)
         return value
 
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
@@ -326,7 +334,8 @@ class Executor:
         frame: Frame,
     ) -> None:
         tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
-        if self._on_recomputed is not None:
+        # A metered unit runs uncompiled, and another one of its step may not.
+        if self._on_recomputed is not None and (self._compiled is None or not self._compiled.any_graph):
             self._on_recomputed(shard, m, tensors)
         roots: list[tuple[Tensor, Tensor]] = []
         # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.

@@ -53,6 +53,8 @@ def rehearse(
         state.check_buffers()
         if draws:
             stage.find_locked(batch, outputs)
+        if state.task.compile:
+            stage.run(batch)  # its units are known by now, and run compiled: what cannot be is refused here
         if evaluation is not None:
             stage.run(evaluation)
             state.draws |= not state.end_of_forward().same_as(evaluation.main)

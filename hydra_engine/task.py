@@ -140,6 +140,10 @@ class ModelTask:
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
             room for when it comes.
+        compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
+            Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
+            differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
+            that cannot be compiled is refused by `generate()`; `torch.compiler.disable` on its forward leaves it out.
 
     Hooks that are registered on parameters (`register_hook`, `register_post_accumulate_grad_hook`) act on the step's
     finished gradient, once per step, on the host: with several micro-batches on their sum.
@@ -183,6 +187,7 @@ class ModelTask:
         scan_batches: bool = False,
         priority: int = 0,
         weight: float = 1.0,
+        compile: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
         _check_choice("optimizer_scope", optimizer_scope, ("shard", "task"))
@@ -267,6 +272,9 @@ class ModelTask:
                 "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
                 "give one with persistent_workers=False, or leave scan_batches out"
             )
+        if not isinstance(compile, bool):
+            raise TypeError(f"compile: {compile!r} is not a bool; give True for torch.compile of each layer, or False")
+        self.compile = compile
         self.scan_batches = scan_batches
         self._check_parameters()
         self._check_trainable()

@@ -23,6 +23,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
+from hydra_engine.compiled import CompiledLayers
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, OpenDevice
 from hydra_engine.errors import DeviceLost
 from hydra_engine.events import Computed, Event, Failed, Stored
@@ -68,9 +69,10 @@ class Worker:
         """Make this device's copy of a task's structure; units run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
-        generator = self.device.random
-        executor = Executor(structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, generator)
-        self._executors[state.name] = executor
+        compiled = CompiledLayers(structure) if task.compile else None
+        self._executors[state.name] = Executor(
+            structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, self.device.random, compiled
+        )
 
     def dismiss(self, name: str) -> None:
         """Forget a task."""

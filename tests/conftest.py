@@ -10,8 +10,15 @@ import torch
 # Far above any test (the limit is 10 s each), below a person's patience: prints every thread's stack and ends the run.
 HANG_S = 120
 
-# Threads of DataLoader and joblib, which end by themselves some time after their owner.
-FOREIGN_THREADS = ("QueueFeederThread", "QueueManagerThread", "ExecutorManagerThread", "_pin_memory_loop")
+# Threads of DataLoader and joblib, which end by themselves some time after their owner; and the one that tqdm, which
+# torch.compile uses, keeps for good.
+FOREIGN_THREADS = (
+    "QueueFeederThread",
+    "QueueManagerThread",
+    "ExecutorManagerThread",
+    "_pin_memory_loop",
+    "tqdm_monitor",
+)
 
 # Tiny models: a second intra-op thread only adds noise to the timing, and the engine must use the caller's count.
 torch.set_num_threads(1)

@@ -21,6 +21,7 @@ GROUPS = (
     (
         "blocked",
         "checkpoint",
+        "compiled",
         "interrupt",
         "loss_scale",
         "memory",
