@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from hydra_engine.ceilings import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.ledger import Ledger
 from hydra_engine.trace import Trace
@@ -189,15 +190,28 @@ class EmulatedDevice:
     def __repr__(self) -> str:
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
 
-    def link_bytes_per_s(self) -> float:
-        """Speed of its link, or of copies in memory, measured now, where none is emulated."""
+    @property
+    def ceilings_name(self) -> str:
+        """By which ceilings of its kind are stored."""
+        return "cpu" if self.bandwidth is None else "emulated"
+
+    def ceilings(self) -> Ceilings:
+        """Rates of its link; where none is emulated, of copies in memory: as stored, or else measured now."""
         if self.bandwidth is not None:
-            return float(self.bandwidth)
+            return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
+        found = stored(self.ceilings_name)
+        if found is not None:
+            return found
         source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         start_s = time.perf_counter()
         for _ in range(NUM_PROBES):
             target.copy_(source)
-        return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
+        bytes_per_s = NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
+        return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
+
+    def link_bytes_per_s(self) -> float:
+        """What a pipeline gets of its link, each way."""
+        return self.ceilings().link_bytes_per_s
 
     def open(self, index: int, trace: Trace, num_threads: int) -> OpenDevice:
         """Start its lanes for one run."""
@@ -274,6 +288,9 @@ class OpenDevice:
             target.copy_(source)
         if self._links is not None:
             self._links[lane].spend(num_bytes, time.perf_counter() - start_s, urgent=urgent)
+
+    def finish(self) -> None:
+        """Wait until what the calling lane has queued is done: here it is."""
 
     def take_slab(self, num_bytes: int) -> Slab:
         """A region of the arena, whose bytes the ledger has granted."""

@@ -6,7 +6,6 @@ all speak to the caller through one queue of events, so everything the scheduler
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hydra_engine.device import COMPUTE, LOAD, STORE, EmulatedDevice
-from hydra_engine.dram import return_free_memory
+from hydra_engine.dram import num_update_threads, return_free_memory
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import (
     BatchReady,
@@ -100,9 +99,8 @@ class EngineRun:
         self._planned = planned
         self._tasks: dict[str, RunningTask] = {}
         self._workers: list[Worker] = []
-        # Leaves cores to the devices' compute lanes.
         self._pool = ThreadPoolExecutor(
-            max(1, min(4, (os.cpu_count() or 1) - len(devices))),
+            num_update_threads(len(devices)),
             thread_name_prefix="hydra-optimizer",
             initializer=torch.set_num_threads,
             initargs=(num_threads,),
