@@ -29,7 +29,7 @@ T = TypeVar("T")
 DEVICES = {"gpu": GPU, "cpu": "cpu"}
 RESERVES = {"gpu": "1GiB", "cpu": "0"}
 
-# Of the CPU as a device, for `probe`; and its name there.
+# The CPU as a device for `probe`: its memory, and its name there.
 EMULATED_BYTES, EMULATED = 2**28, "emulated"
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
@@ -110,10 +110,8 @@ def _add_probe(probing: argparse.ArgumentParser) -> None:
         f"{ceilings.VARIABLE}). Run it while the machine does nothing else."
     )
     probing.set_defaults(run=_probe)
-    add = probing.add_argument
-    add(
-        "--device", nargs="+", metavar="NAME", help=f"as in devices= of a run, or {EMULATED!r}, the CPU (all there are)"
-    )
+    named = f"as in devices= of a run, or {EMULATED!r} for the CPU (all there are)"
+    probing.add_argument("--device", nargs="+", metavar="NAME", help=named)
 
 
 def _probe(options: argparse.Namespace) -> None:
