@@ -1,23 +1,36 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``."""
+"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB`` and ``hydra-engine probe``."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn, TypeVar
 
+import torch
 from torch import nn
 
+from hydra_engine import ceilings
+from hydra_engine.ceilings import Ceilings
+from hydra_engine.device import DeviceSpec, EmulatedDevice, resolve_devices
+from hydra_engine.dram import num_update_threads
 from hydra_engine.plan_ahead import OPTIMIZERS, Machine, plan_ahead
 from hydra_engine.plan_text import plan_lines
+from hydra_engine.probe import probe
+from hydra_engine.report import table
 from hydra_engine.sample import Mistake, here_importable, refusal, sample_of
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
 from partitioners.precision import DTYPES
 
+T = TypeVar("T")
+
 DEVICES = {"gpu": GPU, "cpu": "cpu"}
 RESERVES = {"gpu": "1GiB", "cpu": "0"}
+
+# The CPU as a device for `probe`: its memory, and its name there.
+EMULATED_BYTES, EMULATED = 2**28, "emulated"
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
 
@@ -44,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hydra-engine", description="Trains many PyTorch models, each larger than the device.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="how a model would be cut, and what its step would take, by arithmetic"))
+    _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
     return parser
 
 
@@ -87,6 +101,68 @@ def _plan(options: argparse.Namespace) -> None:
     model = sample.model
     is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
     print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
+
+
+def _add_probe(probing: argparse.ArgumentParser) -> None:
+    probing.description = (
+        "Measures what no training goes beyond on this machine: copies between DRAM and each kind of device, in DRAM, "
+        f"and products of matrices. Prints and stores them for plans, in {ceilings.path()} (elsewhere: "
+        f"{ceilings.VARIABLE}). Run it while the machine does nothing else."
+    )
+    probing.set_defaults(run=_probe)
+    named = f"as in devices= of a run, or {EMULATED!r} for the CPU (all there are)"
+    probing.add_argument("--device", nargs="+", metavar="NAME", help=named)
+
+
+def _probe(options: argparse.Namespace) -> None:
+    specs = _specs(options.device)
+    kinds: dict[str, DeviceSpec] = {}
+    for spec in specs:
+        kinds.setdefault(spec.ceilings_name, spec)
+    num_workers, num_threads = num_update_threads(len(specs)), torch.get_num_threads()
+    _stored(ceilings.load_all)  # whatever is wrong with the file, before any work
+    found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
+    print(*table(_columns(found)), sep="\n")
+    print(f"stored in {_stored(partial(ceilings.save, *found))}")
+
+
+def _stored(access: Callable[[], T]) -> T:
+    """Read or write what is stored; what hinders that is the user's to correct."""
+    try:
+        return access()
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    except OSError as error:
+        raise Mistake(f"ceilings: cannot be stored: {error}; name another place in {ceilings.VARIABLE}") from error
+
+
+def _specs(names: Sequence[str] | None) -> list[DeviceSpec]:
+    emulated = EmulatedDevice(EMULATED_BYTES)
+    try:
+        devices = None if names is None else [emulated if name == EMULATED else name for name in names]
+        return resolve_devices(devices, EMULATED_BYTES)
+    except (ValueError, RuntimeError) as error:
+        raise Mistake(f"--device: {error}; the command takes {EMULATED!r} for the CPU") from error
+
+
+def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:
+    """A row for each rate, a column for each kind of device."""
+
+    def row(label: str, rates: Sequence[float | None], scale: float, unit: str) -> tuple[str, ...]:
+        return (label, *("-" if rate is None else f"{rate / scale:.4g} {unit}" for rate in rates))
+
+    return [
+        ("at most", *(each.name for each in found)),
+        row("load", [each.up_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("store", [each.down_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("load during stores", [each.both_up_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("store during loads", [each.both_down_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("DRAM read and written", [each.dram_bytes_per_s for each in found], 1e9, "GB/s"),
+        *(
+            row(f"products in {dtype}", [each.matmul_flops.get(dtype) for each in found], 1e12, "TFLOP/s")
+            for dtype in DTYPES
+        ),
+    ]
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from hydra_engine.arena import Arena
 from hydra_engine.boundary import extent_bytes
+from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory
 from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
@@ -146,12 +147,28 @@ class CudaDevice:
                 f"this process's own tensors on it, or give CudaDevice({self.index}, memory=...) less"
             )
 
-    def link_bytes_per_s(self) -> float:
-        """The slower direction of its link, measured now, each alone."""
+    @property
+    def ceilings_name(self) -> str:
+        """By which ceilings of its kind are stored."""
+        return self.product
+
+    def ceilings(self) -> Ceilings:
+        """Rates of its link: as stored, or else each direction alone, measured now."""
+        found = stored(self.product)
+        if found is not None:
+            return found
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
             here = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-            return min(_copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there))
+            up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
+        return Ceilings(
+            name=self.product,
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+            both_up_bytes_per_s=up,
+            both_down_bytes_per_s=down,
+            origin=MEASURED_NOW,
+        )
 
     def numa_node(self) -> int | None:
         """The node of the machine's memory that the card is attached to, where the system says so."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Arena, Slab
+from hydra_engine.ceilings import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.lanes import LOAD, QUEUES, STORE, Lane, Link
 from hydra_engine.ledger import Ledger
 from hydra_engine.opened import OpenDevice, measured_copy_bytes_per_s
@@ -63,9 +64,20 @@ class EmulatedDevice:
     def __repr__(self) -> str:
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
 
-    def link_bytes_per_s(self) -> float:
-        """Speed of its link, or of copies in memory, measured now, where none is emulated."""
-        return measured_copy_bytes_per_s(PROBE_BYTES, NUM_PROBES) if self.bandwidth is None else float(self.bandwidth)
+    @property
+    def ceilings_name(self) -> str:
+        """By which ceilings of its kind are stored."""
+        return "cpu" if self.bandwidth is None else "emulated"
+
+    def ceilings(self) -> Ceilings:
+        """Rates of its link; where none is emulated, of copies in memory: as stored, or else measured now."""
+        if self.bandwidth is not None:
+            return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
+        found = stored(self.ceilings_name)
+        if found is not None:
+            return found
+        bytes_per_s = measured_copy_bytes_per_s(PROBE_BYTES, NUM_PROBES)
+        return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
 
     def check_free(self) -> None:
         """Nothing but itself has its memory."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
@@ -67,6 +68,7 @@ class PlannedTask:
         self._input_bytes: list[int] = []  # by layer, of a step
         self._num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
+        self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
     def make_plan(
         self,
@@ -81,6 +83,7 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         """
         batch = self._sample()
+        self._ceilings = None
         if self.task.model.has_own_forward:
             inputs = self.reader.sample_inputs
             check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
@@ -112,7 +115,7 @@ class PlannedTask:
         device, state = machine.device, self.state
         step_s = 0.0
         if self.task.trains:
-            state.keeps_from, step_s = choose_kept(state, device.memory_bytes, device.link_bytes_per_s())
+            state.keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
         self.spread_over(machine.devices, len(self._sample().micro_batches) if self.task.trains else 1)
         return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
 
@@ -164,9 +167,13 @@ class PlannedTask:
             self.one_device_because = "its shards are updated before the step is through"
         if self.one_device_because:
             return
-        link = min(device.link_bytes_per_s() for device in devices)
-        memory_bytes = min(device.memory_bytes for device in devices)
-        cost = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, unit_s=UNIT_S, memory_bytes=memory_bytes)
+        links = [device.ceilings() for device in devices]
+        cost = DeviceCost(
+            load_bytes_per_s=min(link.both_up_bytes_per_s for link in links),
+            store_bytes_per_s=min(link.both_down_bytes_per_s for link in links),
+            unit_s=UNIT_S,
+            memory_bytes=min(device.memory_bytes for device in devices),
+        )
         spreads = predict_spreads(self._cost(number), [cost] * len(devices))
         room = dram.available_dram_bytes() - (0 if self.state.pool.is_open else self.training_bytes)
         taken = [self._dram_of_parts(spread, k, number) for k, spread in enumerate(spreads, 1)]
@@ -224,10 +231,11 @@ class PlannedTask:
         if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
             with installed(Stream(capture())):
                 host_s = layout.num_bytes[True] / update_bytes_per_s(task)
-            link = device.link_bytes_per_s()
+            link = self._rates(device)
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
             moved = masters + sum(self.state.state_bytes.values())
-            return 2 * moved / link < host_s + layout.link_bytes[True] / link
+            device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
+            return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
         if task.optimizer_device == "device":
             check_no_hooks(self.name, layout)
         return task.optimizer_device == "device"
@@ -327,13 +335,19 @@ class PlannedTask:
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:
-            return replace(budget, link_bytes_per_s=device.link_bytes_per_s(), unit_s=UNIT_S)
+            return replace(budget, link_bytes_per_s=self._rates(device).link_bytes_per_s, unit_s=UNIT_S)
         return replace(
             budget,
-            link_bytes_per_s=device.link_bytes_per_s(),
+            link_bytes_per_s=self._rates(device).link_bytes_per_s,
             update_bytes_per_s=update_bytes_per_s(self.task) * DTYPES[self.task.precision].itemsize / 4,
             unit_s=UNIT_S,
         )
+
+    def _rates(self, device: EmulatedDevice) -> Ceilings:
+        """The ceilings of the device that it is planned for: the same for all of a plan."""
+        if self._ceilings is None:
+            self._ceilings = device.ceilings()
+        return self._ceilings
 
     def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
         """The partitioner's boundaries, and why it refuses the model, if it does.
@@ -364,6 +378,7 @@ class PlannedTask:
             shares_cores=True,  # every device is emulated
             one_device_because=self.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
+            ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
 
 

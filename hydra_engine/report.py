@@ -32,6 +32,7 @@ class TaskPlan:
     shares_cores: bool = False  # devices are emulated: predicted as if each had the host's cores to itself
     one_device_because: str = ""  # why it is never spread
     graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
+    ceilings: str = ""  # where the link's rates come from; "": the user stated them
 
     @property
     def _spread(self) -> str:
@@ -71,6 +72,7 @@ class Plan:
                 )
             )
         lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
+        lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
         if len(self.devices) > 1:
             alike: dict[str, list[str]] = {}
             for plan in self.tasks.values():

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ FOREIGN_THREADS = (
     "_pin_memory_loop",
     "tqdm_monitor",
 )
+
+# No test reads or writes what `hydra-engine probe` stored on this machine; those of the file set a place of their own.
+NO_CEILINGS = Path(__file__).parent / "nowhere" / "ceilings.json"
+os.environ["HYDRA_ENGINE_CEILINGS"] = str(NO_CEILINGS)
 
 # Tiny models: a second intra-op thread only adds noise to the timing, and the engine must use the caller's count.
 torch.set_num_threads(1)
@@ -55,3 +60,4 @@ def _nothing_left_behind(request):
     ]
     assert not left, f"threads left by the test: {sorted(left)}"
     assert torch.get_num_threads() == num_threads_before
+    assert not NO_CEILINGS.parent.exists(), "the test stored ceilings; set HYDRA_ENGINE_CEILINGS to a place in tmp_path"

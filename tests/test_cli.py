@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hydra_engine import cli
+from hydra_engine import probe as probing
+from hydra_engine.ceilings import load
 from hydra_engine.cli import main
 from hydra_engine.plan_text import MOST_ROWS
 
@@ -398,6 +401,75 @@ def test_bugs_keep_their_traceback(monkeypatch):
     monkeypatch.setattr("hydra_engine.plan_ahead.OPTIMIZERS", {})
     with pytest.raises(KeyError, match="adamw"):
         main(arguments)
+
+
+# --- probe ---
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Where `probe` stores in this test; little is measured."""
+    monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "ceilings.json"))
+    monkeypatch.setattr(cli, "EMULATED_BYTES", 2**20)
+    monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
+    monkeypatch.setattr(probing, "MATMUL_S", 1e-5)
+    return tmp_path / "ceilings.json"
+
+
+def test_probe_prints_and_stores_each_kind_of_device_once(file, capsys):
+    assert main(["probe", "--device", "emulated", "emulated"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [cells(line)[0] for line in (lines[0], *lines[2:-1])] == [
+        "at most",
+        "load",
+        "store",
+        "load during stores",
+        "store during loads",
+        "DRAM read and written",
+        "products in float32",
+        "products in bfloat16",
+        "products in float16",
+    ]
+    assert cells(lines[0])[1:] == ["cpu"]
+    found = load("cpu")
+    assert cells(lines[2])[1] == f"{found.up_bytes_per_s / 1e9:.4g} GB/s"
+    assert cells(lines[-2])[1] == f"{found.matmul_flops['float16'] / 1e12:.4g} TFLOP/s"
+    assert lines[-1] == f"stored in {file}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CUDA devices there are")
+def test_probe_takes_the_cpu_where_there_is_nothing_else(file, capsys):
+    assert main(["probe"]) == 0
+    assert load("cpu") is not None
+
+
+def test_probe_refuses_what_it_cannot_measure(refused, file):
+    assert "--device: devices: 'tpu', known: " in refused("probe", "--device", "tpu")
+    assert "the command takes 'emulated' for the CPU" in refused("probe", "--device", "tpu")
+    assert "--device: expected at least one argument" in refused("probe", "--device")
+    assert not file.exists()
+
+
+def test_probe_leaves_a_file_alone_that_is_not_its_own(refused, file, monkeypatch):
+    file.write_text("my thesis")
+    monkeypatch.setattr(cli, "probe", None)  # before any work
+    line = refused("probe")
+    assert f"{file} is not a file of ceilings" in line
+    assert "run `hydra-engine probe` again" in line
+    assert file.read_text() == "my thesis"
+
+
+def test_probe_says_what_keeps_it_from_storing(file, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("hydra_engine.ceilings.tempfile.NamedTemporaryFile", refuse)
+    assert main(["probe", "--device", "emulated"]) == 2
+    printed = capsys.readouterr()
+    assert "products in float16" in printed.out  # they are measured all the same
+    assert printed.err.startswith("hydra-engine probe: ceilings: cannot be stored: ")
+    assert "name another place in HYDRA_ENGINE_CEILINGS" in printed.err
+    assert printed.err.count("\n") == 1
 
 
 # --- as a program ---

@@ -12,12 +12,24 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "allocation", "contention", "dram", "errors", "graphs", "promise", "ready", "schedule", "trace"),
+    (
+        "_version",
+        "allocation",
+        "ceilings",
+        "contention",
+        "dram",
+        "errors",
+        "graphs",
+        "promise",
+        "ready",
+        "schedule",
+        "trace",
+    ),
     ("arena", "batches", "boundary", "costs", "lanes", "ledger", "parts", "policies", "randomness", "report", "sample"),
     ("callbacks", "means", "opened"),
     ("emulated",),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
-    ("frozen",),
+    ("frozen", "probe"),
     (
         "blocked",
         "checkpoint",

@@ -1,0 +1,175 @@
+"""Ceilings of a machine: the rates that nothing on it goes beyond, measured once by `hydra-engine probe`, and stored.
+
+One JSON file per machine holds an entry for each kind of device. Where a device's rates are needed and none are stored,
+it measures them itself, shortly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# Names the file, where it is not to lie in the user's cache.
+VARIABLE = "HYDRA_ENGINE_CEILINGS"
+FORMAT, VERSION = "hydra_engine ceilings", 1
+
+# Where figures come from: given by the user, measured for this plan, or read from the file.
+STATED, MEASURED_NOW, STORED = "stated", "measured now", "stored"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What one kind of device, and the host beside it, do at best.
+
+    Args:
+        name: of the kind of device, by which it is stored: "cpu", or an accelerator's product name.
+        up_bytes_per_s: of a copy from DRAM to the device, while nothing else is copied.
+        down_bytes_per_s: of a copy from the device to DRAM, while nothing else is copied.
+        both_up_bytes_per_s: up, while something else is on its way down all the time.
+        both_down_bytes_per_s: down, while something else is on its way up all the time.
+        dram_bytes_per_s: read and written in DRAM, by as many threads as update weights on the host; None: unknown.
+        matmul_flops: operations per second of a product of matrices on the device, by dtype ("float32").
+        measured: when, ISO 8601, UTC; "" where it was not by `probe`.
+        torch_version: that it was measured with. num_threads: intra-op, of each lane and update, at that time.
+        origin: STATED, MEASURED_NOW or STORED; not stored itself.
+    """
+
+    name: str
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    both_up_bytes_per_s: float
+    both_down_bytes_per_s: float
+    dram_bytes_per_s: float | None = None
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    measured: str = ""
+    torch_version: str = ""
+    num_threads: int = 1
+    origin: str = MEASURED_NOW
+
+    def __post_init__(self) -> None:
+        rates = {name: getattr(self, name) for name in LINK_RATES}
+        rates |= {f"matmul_flops of {dtype}": rate for dtype, rate in self.matmul_flops.items()}
+        if self.dram_bytes_per_s is not None:
+            rates["dram_bytes_per_s"] = self.dram_bytes_per_s
+        for name, rate in rates.items():
+            is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+            if not is_number or not 0 < rate < math.inf:
+                raise ValueError(f"{name}: {rate!r}, limit: finite, above 0")
+
+    @classmethod
+    def of_link(cls, name: str, bytes_per_s: float, origin: str) -> Ceilings:
+        """A link that is as fast each way, alone or not; nothing else is known."""
+        return cls(name=name, origin=origin, **dict.fromkeys(LINK_RATES, bytes_per_s))  # type: ignore[arg-type]
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """What a pipeline gets that loads and stores all the time: of the slower way."""
+        return min(self.both_up_bytes_per_s, self.both_down_bytes_per_s)
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from, in words."""
+        return f"rates of {self.name}: {self.origin}{f' on {self.measured[:10]}' if self.origin == STORED else ''}"
+
+
+LINK_RATES = ("up_bytes_per_s", "down_bytes_per_s", "both_up_bytes_per_s", "both_down_bytes_per_s")
+
+
+def path() -> Path:
+    """The file: what HYDRA_ENGINE_CEILINGS names, or hydra_engine/ceilings.json in the user's cache.
+
+    https://specifications.freedesktop.org/basedir-spec/latest/
+    """
+    named, root = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
+    if named:
+        return Path(os.path.expanduser(named))
+    if not os.path.isabs(root):  # a relative one is not valid
+        root = os.path.expanduser("~/.cache")
+    return Path(root, "hydra_engine", "ceilings.json")
+
+
+def load(name: str) -> Ceilings | None:
+    """What is stored for a kind of device; None: nothing is. Raises ValueError for a file that is none of ours."""
+    return load_all().get(name)
+
+
+def load_all() -> dict[str, Ceilings]:
+    """All that is stored, by name. Raises ValueError for a file that is none of ours, or that cannot be read."""
+    file = path()
+    try:
+        return _parsed(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"ceilings: {file} is not a file of ceilings that this version can read ({type(error).__name__}: {error}); "
+            f"remove it, or name another place in {VARIABLE}, and run `hydra-engine probe` again"
+        ) from error
+
+
+def stored(name: str) -> Ceilings | None:
+    """What is stored for a kind of device, for whoever can do without: an unreadable file is one line on stderr."""
+    try:
+        return load(name)
+    except ValueError as error:
+        _say_once(f"{error}; until then rates are measured for each plan")
+        return None
+
+
+def save(*measured: Ceilings) -> Path:
+    """Store ceilings beside those of other kinds of devices; returns where. Readers see the old file or the new one.
+
+    Raises ValueError for a file there that is none of ours, which stays as it is, and OSError where none can be
+    written.
+    """
+    file = path()
+    if str(file).startswith("~"):
+        raise ValueError(f"ceilings: this user has no home directory for {file}; name a place in {VARIABLE}")
+    kept = load_all() | {each.name: each for each in measured}
+    entries = {name: asdict(each) for name, each in sorted(kept.items())}
+    for entry in entries.values():
+        del entry["origin"]
+    text = json.dumps({"format": FORMAT, "version": VERSION, "devices": entries}, indent=1)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as new:
+        try:
+            new.write(text + "\n")
+            new.close()
+            os.replace(new.name, file)
+        except BaseException:
+            os.unlink(new.name)
+            raise
+    return file
+
+
+def _parsed(content: Any) -> dict[str, Ceilings]:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"it does not say that its format is {FORMAT!r}")
+    if content.get("version") != VERSION:
+        raise ValueError(f"version: {content.get('version')!r}, known: {VERSION}")
+    entries = content.get("devices")
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError("it has no entries by device")
+    return {name: _entry(name, entry) for name, entry in entries.items()}
+
+
+def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
+    expected = {each.name for each in fields(Ceilings)} - {"origin"}
+    if set(entry) != expected or entry["name"] != name:
+        raise ValueError(f"entry {name!r} does not have the figures of a device")
+    if not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
+        raise ValueError(f"entry {name!r} does not have the figures of a device")
+    return replace(Ceilings(**entry), origin=STORED)
+
+
+@cache  # as a warning of Python's: once for each text
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
