@@ -199,6 +199,10 @@ class EmulatedDevice:
             target.copy_(source)
         return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
 
+    def numa_node(self) -> int | None:
+        """The NUMA node it is attached to, if it is attached to one and the system says so."""
+        return None
+
     def open(self, index: int, trace: Trace, num_threads: int) -> OpenDevice:
         """Start its lanes for one run."""
         return OpenDevice(self, f"emulated:{index}", trace, num_threads)

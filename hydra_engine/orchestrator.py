@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from hydra_engine import dram
 from hydra_engine.device import EmulatedDevice, active_autocast, resolve_devices
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
+from hydra_engine.host import HostThreads, bound, host_threads
 from hydra_engine.planner import PlannedTask, check_dram
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
@@ -39,6 +41,10 @@ class ModelOrchestrator:
         verbose: 0 silent, 1 plan and live progress.
         buffer: bytes that partitioning keeps free for the next shard: None for as much as the shard itself, or an int,
             or a string ("512MiB").
+        optimizer_threads: of the host, that commit and update; None: as many as leave a core to each device and one to
+            the loaders, 1 to 4. Each computes with as many intra-op threads as the caller.
+        numa_node: of the host, to whose cores all threads of the engine are bound while it works, the caller's too;
+            None: threads are left to the system.
         plan: the last plan. report: the last report, also after an interrupt.
     """
 
@@ -63,6 +69,8 @@ class ModelOrchestrator:
         self._training: list[PlannedTask] = []  # in that run
         self.verbose = 1
         self.buffer: int | str | None = None
+        self.optimizer_threads: int | None = None
+        self.numa_node: int | None = None
         self.plan: Plan | None = None
         self.report: Report | None = None
 
@@ -72,8 +80,8 @@ class ModelOrchestrator:
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._alone("generate"), self._changing:
-            return self._generate() if self._pending or self.plan is None else self.plan
+        with self._alone("generate"), self._bound() as host, self._changing:
+            return self._generate(host) if self._pending or self.plan is None else self.plan
 
     def train_models(self) -> Report:
         """Train every task that was not trained yet to its end, and return what became of them.
@@ -81,8 +89,8 @@ class ModelOrchestrator:
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
         After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
         """
-        with self._alone("train_models"):
-            return self._train()
+        with self._alone("train_models"), self._bound() as host:
+            return self._train(host)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -108,7 +116,9 @@ class ModelOrchestrator:
                 self.plan = None  # it would lack the new one
             else:
                 check_nothing_shared(planned, beside)
-                self._plan_one([*beside, planned], planned)
+                # Not its helpers: what begins meanwhile may be the run's.
+                with bound(run.host.bound_cores, with_helpers=False):
+                    self._plan_one([*beside, planned], planned, run.host)
             self._planned.append(planned)
             if run is not None and run.add(planned):
                 self._training.append(planned)
@@ -157,10 +167,10 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._alone("evaluate"), torch.inference_mode(False):
+        with self._alone("evaluate"), torch.inference_mode(False), self._bound() as host:
             known, name = self._found(task)
             planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
-            with self._run([planned], verbose=0) as run:
+            with self._run([planned], host, verbose=0) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -194,7 +204,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._alone("predict"), torch.inference_mode(False):
+        with self._alone("predict"), torch.inference_mode(False), self._bound():
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -204,17 +214,18 @@ class ModelOrchestrator:
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
-        with self._alone("predict"), self._run([planned], verbose=0) as run:
+        with self._alone("predict"), self._run([planned], self._host(), verbose=0) as run:
             outputs = run.outputs()
+            at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
-                    with torch.inference_mode(False):  # not while the caller has the word
+                    with torch.inference_mode(False), at_work():  # not while the caller has the word
                         found = list(islice(outputs, 1))
                     if not found:
                         break
                     yield found.pop()
             finally:
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), at_work():
                     outputs.close()
             run.report().raise_failures()
 
@@ -259,21 +270,37 @@ class ModelOrchestrator:
             double_buffer=self._double_buffer,
         )
 
-    def _generate(self) -> Plan:
+    def _host(self) -> HostThreads:
+        return host_threads(
+            intra_op_threads=torch.get_num_threads(),
+            device_nodes=[device.numa_node() for device in self._devices],
+            optimizer_threads=self.optimizer_threads,
+            numa_node=self.numa_node,
+        )
+
+    @contextmanager
+    def _bound(self) -> Iterator[HostThreads]:
+        """Check the settings of the host's threads, and keep this one to its NUMA node."""
+        host = self._host()
+        with bound(host.bound_cores):
+            yield host
+
+    def _generate(self, host: HostThreads) -> Plan:
         check_dram(self._pending)
-        budget, num_threads = self._budget(), torch.get_num_threads()
+        budget, num_threads = self._budget(), host.intra_op_threads
         number = len(self._pending)
         plans = [each.make_plan(self._smallest, budget, num_threads, self._devices, number) for each in self._pending]
         check_shared_buffers(self._pending)
-        self.plan = self._as_plan(plans)
+        self.plan = self._as_plan(plans, host)
         if self.verbose:
             print(self.plan)
         return self.plan
 
-    def _as_plan(self, plans: Iterable[TaskPlan]) -> Plan:
-        return Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
+    def _as_plan(self, plans: Iterable[TaskPlan], host: HostThreads) -> Plan:
+        devices = [repr(device) for device in self._devices]
+        return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=host)
 
-    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> None:
+    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask, host: HostThreads) -> None:
         """Plan a task while others train."""
         check_dram([planned])
         try:
@@ -284,12 +311,11 @@ class ModelOrchestrator:
             planned.leave()
             planned.reader.close()
             raise
-        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
+        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
 
     @contextmanager
-    def _run(self, planned: Sequence[PlannedTask], *, verbose: int) -> Iterator[EngineRun]:
+    def _run(self, planned: Sequence[PlannedTask], host: HostThreads, *, verbose: int) -> Iterator[EngineRun]:
         """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
-        num_threads = torch.get_num_threads()
         try:
             yield EngineRun(
                 planned,
@@ -297,20 +323,20 @@ class ModelOrchestrator:
                 self._policy,
                 double_buffer=self._double_buffer,
                 verbose=verbose,
-                num_threads=num_threads,
+                host=host,
             )
         finally:
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(host.intra_op_threads)
 
-    def _train(self) -> Report:
+    def _train(self, host: HostThreads) -> Report:
         with ExitStack() as stack:
             with self._changing:
                 if not self._pending:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 if self.plan is None:
-                    self._generate()
+                    self._generate(host)
                 self._training, self._pending = self._pending, []
-                run = self._running = stack.enter_context(self._run(list(self._training), verbose=self.verbose))
+                run = self._running = stack.enter_context(self._run(list(self._training), host, verbose=self.verbose))
             try:
                 run.train()
             finally:

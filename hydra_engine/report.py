@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hydra_engine.host import HostThreads
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.trace import Span
 from partitioners import format_bytes
@@ -55,6 +56,7 @@ class Plan:
 
     tasks: dict[str, TaskPlan]
     devices: list[str]
+    host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
 
     def __str__(self) -> str:
         rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
@@ -76,6 +78,7 @@ class Plan:
             for plan in self.tasks.values():
                 alike.setdefault(plan._spread, []).append(plan.name)
             lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
+        lines += [str(self.host)] if self.host is not None else []
         return "\n".join(lines)
 
 
@@ -149,6 +152,7 @@ class Report:
     tasks: dict[str, TaskReport]
     devices: list[DeviceReport]
     spans: Sequence[Span] = field(default=(), repr=False)
+    host: HostThreads | None = None  # the run's threads and cores
 
     @property
     def schedule(self) -> list[Placed]:
@@ -193,8 +197,9 @@ class Report:
                 )
             )
         revisions = [f"{task.name}: {revision}" for task in self.tasks.values() for revision in task.revisions]
-        end = f"makespan {self.makespan_s:.1f} s"
-        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), end])
+        end = [str(self.host)] if self.host is not None else []
+        end.append(f"makespan {self.makespan_s:.1f} s")
+        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), *end])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

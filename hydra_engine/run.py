@@ -6,7 +6,6 @@ all speak to the caller through one queue of events, so everything the scheduler
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +41,7 @@ from hydra_engine.events import (
     TaskStopped,
     Update,
 )
+from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
@@ -89,20 +89,20 @@ class EngineRun:
         *,
         double_buffer: bool,
         verbose: int,
-        num_threads: int,
+        host: HostThreads,
     ) -> None:
         self._trace = Trace()
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
-        self._num_threads = num_threads
+        self.host = host
+        self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
         self._planned = planned
         self._tasks: dict[str, RunningTask] = {}
         self._workers: list[Worker] = []
-        # Leaves cores to the devices' compute lanes.
         self._pool = ThreadPoolExecutor(
-            max(1, min(4, (os.cpu_count() or 1) - len(devices))),
+            host.optimizer_threads,
             thread_name_prefix="hydra-optimizer",
             initializer=torch.set_num_threads,
             initargs=(num_threads,),
@@ -169,7 +169,8 @@ class EngineRun:
         """What became of it."""
         devices = [self._device_report(worker) for worker in self._workers]
         tasks = {name: training.report for name, training in self._tasks.items()}
-        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=self._trace.spans())
+        spans = self._trace.spans()
+        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=spans, host=self.host)
 
     def _device_report(self, worker: Worker) -> DeviceReport:
         name = worker.device.name

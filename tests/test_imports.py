@@ -12,7 +12,19 @@ import partitioners
 
 # A module imports only from groups strictly above its own. "integrations" stands for all modules of that folder.
 GROUPS = (
-    ("_version", "allocation", "contention", "dram", "errors", "graphs", "promise", "ready", "schedule", "trace"),
+    (
+        "_version",
+        "allocation",
+        "contention",
+        "dram",
+        "errors",
+        "graphs",
+        "host",
+        "promise",
+        "ready",
+        "schedule",
+        "trace",
+    ),
     ("batches", "boundary", "costs", "ledger", "parts", "policies", "randomness", "report", "sample"),
     ("callbacks", "means"),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
