@@ -6,6 +6,7 @@ from hydra_engine.callbacks import Callback
 from hydra_engine.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.device import CudaDevice, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
+from hydra_engine.host import HostThreads
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
 from hydra_engine.report import DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluation",
     "HostCost",
     "HostOutOfMemory",
+    "HostThreads",
     "Model",
     "ModelOrchestrator",
     "ModelTask",

@@ -15,7 +15,7 @@ from torch import nn
 from hydra_engine import ceilings
 from hydra_engine.ceilings import Ceilings
 from hydra_engine.device import DeviceSpec, EmulatedDevice, resolve_devices
-from hydra_engine.dram import num_update_threads
+from hydra_engine.host import host_threads
 from hydra_engine.plan_ahead import OPTIMIZERS, Machine, plan_ahead
 from hydra_engine.plan_text import plan_lines
 from hydra_engine.probe import probe
@@ -119,7 +119,8 @@ def _probe(options: argparse.Namespace) -> None:
     kinds: dict[str, DeviceSpec] = {}
     for spec in specs:
         kinds.setdefault(spec.ceilings_name, spec)
-    num_workers, num_threads = num_update_threads(len(specs)), torch.get_num_threads()
+    host = host_threads(intra_op_threads=torch.get_num_threads(), device_nodes=[spec.numa_node() for spec in specs])
+    num_workers, num_threads = host.optimizer_threads, host.intra_op_threads
     _stored(ceilings.load_all)  # whatever is wrong with the file, before any work
     found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
     print(*table(_columns(found)), sep="\n")

@@ -168,12 +168,15 @@ class CompiledLayers:
 
     def _run_uncompiled(self, index: int, form: Form, value: Any) -> Any:
         modes = _get_current_dispatch_mode_stack()
-        drawn = next(mode for mode in reversed(modes) if isinstance(mode, TaskGenerator))
-        before = drawn.state
+        drawn = next((mode for mode in reversed(modes) if isinstance(mode, TaskGenerator)), None)
+        if drawn is None:  # known to draw nothing
+            form.was_run = True
+            return self._structure.layers[index](value)
+        before, drawn.drew_elsewhere = drawn.state, False
         found = self._structure.layers[index](value)
         after = drawn.state
         with _disable_current_modes():
-            if after is not before and not torch.equal(before, after):
+            if drawn.drew_elsewhere or (after is not before and not torch.equal(before, after)):
                 form.obstacle = form.obstacle or "it draws random numbers, which compiled code has no generator for"
                 self._tell(index, form, form.obstacle)
         form.was_run = True

@@ -96,6 +96,7 @@ class CudaDevice:
     has_arena = True
     alignment_bytes = ALIGNMENT_BYTES
     meter_every_unit = False
+    has_room_for_planning = False  # while others train, a rehearsal would need the memory that they have
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
@@ -457,7 +458,7 @@ def _runtime() -> Any:
 
 def _unlock(index: int, addresses: Sequence[int]) -> None:
     """Before the pages go: whoever held the storage has waited for every copy."""
-    with torch.cuda.device(index):
+    with suppress(torch.AcceleratorError), torch.cuda.device(index):  # where it is lost, the process ends anyway
         for address in addresses:
             _runtime().cudaHostUnregister(address)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,11 +30,6 @@ def available_dram_bytes() -> int:
             continue
         available = min(available, max(0, limit - usage))
     return available
-
-
-def num_update_threads(num_devices: int) -> int:
-    """How many threads update weights: some cores are left to the devices' compute lanes."""
-    return max(1, min(4, (os.cpu_count() or 1) - num_devices))
 
 
 def new_storage(num_bytes: int) -> torch.UntypedStorage:

@@ -60,6 +60,7 @@ class EmulatedDevice:
         self.has_arena = has_arena
         self.alignment_bytes = ALIGNMENT_BYTES
         self.torch_device = torch.device("cpu")
+        self.has_room_for_planning = True  # a rehearsal has memory of its own
 
     def __repr__(self) -> str:
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
@@ -78,6 +79,10 @@ class EmulatedDevice:
             return found
         bytes_per_s = measured_copy_bytes_per_s(PROBE_BYTES, NUM_PROBES)
         return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
+
+    def numa_node(self) -> int | None:
+        """The NUMA node it is attached to, if it is attached to one and the system says so."""
+        return None
 
     def check_free(self) -> None:
         """Nothing but itself has its memory."""

@@ -20,9 +20,12 @@ class DeviceLost(RuntimeError):
     """Nothing can be done on a device any more until this process ends: a kernel has failed on it for good.
 
     The commonest cause is an index out of range, a token or a class, which on the CPU raises an error of the layer.
+    `train_models` then saves what the other tasks have committed, and ends the process with exit code 75.
     """
 
-    def __init__(self, device: str, error: BaseException) -> None:
+    def __init__(self, device: str, error: BaseException, task: str = "") -> None:
+        """`task`: whose unit the device was computing."""
+        self.task = task
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         super().__init__(
             f"{device} is lost until this process ends: {first_line}; look for an index out of range (a token, a "

@@ -56,6 +56,7 @@ class Executor:
         self._metrics = metrics or {}
         self.current = ""  # the layer that runs, for messages
         self._on_recomputed: OnRecomputed | None = None
+        self._redirects = True  # draws on the CPU, to the task's own generator
         self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
@@ -74,6 +75,7 @@ class Executor:
         emit: Callable[[int, MicroOutput], None],
         *,
         locked: bool,
+        draws: bool = True,
         keep_saved: bool = False,
         on_recomputed: OnRecomputed | None = None,
         step: Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], Any] | None = None,
@@ -87,6 +89,7 @@ class Executor:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
         `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
+        `draws`: a layer may draw random numbers; without it, none is looked for on a device, where kernels would wait.
         `step`: updates the parameters, in place, once all micro-batches are through.
         `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
 
@@ -193,7 +196,7 @@ class Executor:
     def _micro(
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
-        with _Drawing(micro.random, locked, self._generator) as drawing:
+        with _Drawing(micro.random, locked, self._redirects, self._generator) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
@@ -360,8 +363,9 @@ def _number(value: Tensor) -> float | Tensor:
 class _Drawing:
     """Where the draws of one micro-batch go, and the random state they leave."""
 
-    def __init__(self, state: RandomState, locked: bool, generator: DeviceGenerator | None) -> None:
+    def __init__(self, state: RandomState, locked: bool, redirects: bool, generator: DeviceGenerator | None) -> None:
         self.state = state
+        self._redirects = redirects
         self._stream = Stream(state)
         self._installed = installed(self._stream) if locked else None
         self._generator = generator
@@ -378,6 +382,8 @@ class _Drawing:
         if self._installed is not None:
             yield
             self.state = capture()._replace(device=self.state.device)
+        elif not self._redirects:
+            yield
         else:
             with TaskGenerator(self.state.torch) as drawn:
                 yield

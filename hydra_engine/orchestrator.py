@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,15 +16,21 @@ from torch import Tensor, nn
 
 from hydra_engine import dram
 from hydra_engine.device import DeviceSpec, active_autocast, resolve_devices
+from hydra_engine.errors import DeviceLost
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
-from hydra_engine.planner import PlannedTask, check_dram
+from hydra_engine.host import HostThreads, bound, host_threads
+from hydra_engine.planner import PlannedTask, check_arena, check_dram, fits_arena
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
+from hydra_engine.rescue import commit_of, save_commits
 from hydra_engine.run import EngineRun
 from hydra_engine.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
 from partitioners import Budget, Partitioner, parse_bytes
+
+# BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
+EXIT_LOST = 75
 
 
 class ModelOrchestrator:
@@ -39,6 +47,10 @@ class ModelOrchestrator:
         verbose: 0 silent, 1 plan and live progress.
         buffer: bytes that partitioning keeps free for the next shard: None for as much as the shard itself, or an int,
             or a string ("512MiB").
+        optimizer_threads: of the host, that commit and update; None: as many as leave a core to each device and one to
+            the loaders, 1 to 4. Each computes with as many intra-op threads as the caller.
+        numa_node: of the host, to whose cores all threads of the engine are bound while it works, the caller's too;
+            None: threads are left to the system.
         plan: the last plan. report: the last report, also after an interrupt.
     """
 
@@ -54,7 +66,8 @@ class ModelOrchestrator:
         self._devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
         self._frozen = FrozenBlocks()
-        self._planned = [PlannedTask(task, name, self._frozen) for task, name in _named(tasks)]
+        self._alignment_bytes = max(device.alignment_bytes for device in self._devices)
+        self._planned = [self._as_planned(task, name) for task, name in _named(tasks)]
         check_sharing(self._planned)
         self._pending = list(self._planned)  # not begun to train
         self._busy = threading.Lock()
@@ -63,8 +76,13 @@ class ModelOrchestrator:
         self._training: list[PlannedTask] = []  # in that run
         self.verbose = 1
         self.buffer: int | str | None = None
+        self.optimizer_threads: int | None = None
+        self.numa_node: int | None = None
         self.plan: Plan | None = None
         self.report: Report | None = None
+
+    def _as_planned(self, task: ModelTask, name: str) -> PlannedTask:
+        return PlannedTask(task, name, self._frozen, alignment_bytes=self._alignment_bytes)
 
     def generate(self) -> Plan:
         """Profile, partition, rehearse one step of each task on a device, and check that everything fits.
@@ -72,8 +90,8 @@ class ModelOrchestrator:
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._alone("generate"), self._changing:
-            return self._generate() if self._pending or self.plan is None else self.plan
+        with self._alone("generate"), self._bound() as host, self._changing:
+            return self._generate(host) if self._pending or self.plan is None else self.plan
 
     def train_models(self) -> Report:
         """Train every task that was not trained yet to its end, and return what became of them.
@@ -81,8 +99,8 @@ class ModelOrchestrator:
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
         After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
         """
-        with self._alone("train_models"):
-            return self._train()
+        with self._alone("train_models"), self._bound() as host:
+            return self._train(host)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -100,15 +118,22 @@ class ModelOrchestrator:
             [(task, name)] = _named([task], len(self._planned))
             if name in (each.name for each in self._planned):
                 raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
-            planned = PlannedTask(task, name, self._frozen)
+            planned = self._as_planned(task, name)
             run = self._running
+            if run is not None and any(not device.has_room_for_planning for device in self._devices):
+                raise RuntimeError(
+                    f"add_task: {name!r} while others train: planning runs a step on a device, whose memory they have; "
+                    f"add it before train_models(), or train it in another call"
+                )
             beside = self._training if run is not None else self._pending
             check_sharing([*beside, planned])
             if run is None:
                 self.plan = None  # it would lack the new one
             else:
                 check_nothing_shared(planned, beside)
-                self._plan_one([*beside, planned], planned)
+                # Not its helpers: what begins meanwhile may be the run's.
+                with bound(run.host.bound_cores, with_helpers=False):
+                    self._plan_one([*beside, planned], planned, run.host)
             self._planned.append(planned)
             if run is not None and run.add(planned):
                 self._training.append(planned)
@@ -157,10 +182,10 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._alone("evaluate"), torch.inference_mode(False):
+        with self._alone("evaluate"), torch.inference_mode(False), self._bound() as host:
             known, name = self._found(task)
             planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
-            with self._run([planned], verbose=0) as run:
+            with self._run([planned], host, verbose=0) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -194,7 +219,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._alone("predict"), torch.inference_mode(False):
+        with self._alone("predict"), torch.inference_mode(False), self._bound():
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -204,17 +229,18 @@ class ModelOrchestrator:
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
-        with self._alone("predict"), self._run([planned], verbose=0) as run:
+        with self._alone("predict"), self._run([planned], self._host(), verbose=0) as run:
             outputs = run.outputs()
+            at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
-                    with torch.inference_mode(False):  # not while the caller has the word
+                    with torch.inference_mode(False), at_work():  # not while the caller has the word
                         found = list(islice(outputs, 1))
                     if not found:
                         break
                     yield found.pop()
             finally:
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), at_work():
                     outputs.close()
             run.report().raise_failures()
 
@@ -235,8 +261,10 @@ class ModelOrchestrator:
     def _plan_apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Plan a task that is not one of those to train; it must not read what they have yet to read."""
         check_apart(what, task.validation, self._pending)
-        planned = PlannedTask(task, name)
+        planned = PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
         try:
+            for device in self._devices:
+                device.check_free()
             if not (task.predicts and planned.reader.is_empty):  # then there is nothing to do
                 planned.make_plan(self._smallest, self._budget(), torch.get_num_threads())
         except BaseException:
@@ -259,21 +287,47 @@ class ModelOrchestrator:
             double_buffer=self._double_buffer,
         )
 
-    def _generate(self) -> Plan:
+    def _host(self) -> HostThreads:
+        return host_threads(
+            intra_op_threads=torch.get_num_threads(),
+            device_nodes=[device.numa_node() for device in self._devices],
+            optimizer_threads=self.optimizer_threads,
+            numa_node=self.numa_node,
+        )
+
+    @contextmanager
+    def _bound(self) -> Iterator[HostThreads]:
+        """Check the settings of the host's threads, and keep this one to its NUMA node."""
+        host = self._host()
+        with bound(host.bound_cores):
+            yield host
+
+    def _generate(self, host: HostThreads) -> Plan:
+        for device in self._devices:
+            device.check_free()
         check_dram(self._pending)
-        budget, num_threads = self._budget(), torch.get_num_threads()
-        number = len(self._pending)
-        plans = [each.make_plan(self._smallest, budget, num_threads, self._devices, number) for each in self._pending]
-        check_shared_buffers(self._pending)
-        self.plan = self._as_plan(plans)
+        budget, num_threads = self._budget(), host.intra_op_threads
+        pending, smallest, number = self._pending, self._smallest, len(self._pending)
+        plans = [each.make_plan(smallest, budget, num_threads, self._devices, number) for each in pending]
+        if any(device.has_arena for device in self._devices):
+            # What fits alone may leave too little to another one's work, since memory does not go from slabs to that.
+            for k, each in enumerate(pending):
+                if not fits_arena(each, pending, smallest.memory_bytes):
+                    most = smallest.memory_bytes - max(other.work_bytes for other in pending)
+                    smaller = replace(budget, memory_bytes=most)
+                    plans[k] = each.make_plan(smallest, smaller, num_threads, self._devices, number)
+            check_arena(pending, smallest.memory_bytes)
+        check_shared_buffers(pending)
+        self.plan = self._as_plan(plans, host)
         if self.verbose:
             print(self.plan)
         return self.plan
 
-    def _as_plan(self, plans: Iterable[TaskPlan]) -> Plan:
-        return Plan(tasks={plan.name: plan for plan in plans}, devices=[repr(device) for device in self._devices])
+    def _as_plan(self, plans: Iterable[TaskPlan], host: HostThreads) -> Plan:
+        devices = [repr(device) for device in self._devices]
+        return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=host)
 
-    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> None:
+    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask, host: HostThreads) -> None:
         """Plan a task while others train."""
         check_dram([planned])
         try:
@@ -284,12 +338,11 @@ class ModelOrchestrator:
             planned.leave()
             planned.reader.close()
             raise
-        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
+        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
 
     @contextmanager
-    def _run(self, planned: Sequence[PlannedTask], *, verbose: int) -> Iterator[EngineRun]:
+    def _run(self, planned: Sequence[PlannedTask], host: HostThreads, *, verbose: int) -> Iterator[EngineRun]:
         """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
-        num_threads = torch.get_num_threads()
         try:
             yield EngineRun(
                 planned,
@@ -297,22 +350,24 @@ class ModelOrchestrator:
                 self._policy,
                 double_buffer=self._double_buffer,
                 verbose=verbose,
-                num_threads=num_threads,
+                host=host,
             )
         finally:
-            torch.set_num_threads(num_threads)
+            torch.set_num_threads(host.intra_op_threads)
 
-    def _train(self) -> Report:
+    def _train(self, host: HostThreads) -> Report:
         with ExitStack() as stack:
             with self._changing:
                 if not self._pending:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 if self.plan is None:
-                    self._generate()
+                    self._generate(host)
                 self._training, self._pending = self._pending, []
-                run = self._running = stack.enter_context(self._run(list(self._training), verbose=self.verbose))
+                run = self._running = stack.enter_context(self._run(list(self._training), host, verbose=self.verbose))
             try:
                 run.train()
+            except DeviceLost as lost:
+                self._end_process(run, lost)
             finally:
                 with self._changing:
                     self._running = None
@@ -324,6 +379,26 @@ class ModelOrchestrator:
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
+
+    def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
+        """Save what tasks have committed, and exit: in this process, nothing can be done on the device any more.
+
+        Not as the struck task has left off: its data would strike again. Raises SystemExit.
+        """
+        report = run.report()
+        commits = {
+            each.name: commit_of(each.task.model.state_dict(), found.steps, found.losses, found.seed)
+            for each in self._training
+            if each.name != lost.task and (found := report.tasks.get(each.name)) is not None
+        }
+        for task in report.tasks.values():
+            if task.status == FAILED:
+                print(task.error, file=sys.stderr)
+        print(f"hydra_engine: {lost}", file=sys.stderr)
+        if commits:
+            directory = save_commits(commits)
+            print(f"hydra_engine: last commits of {', '.join(commits)} are in {directory}", file=sys.stderr)
+        raise SystemExit(EXIT_LOST) from lost
 
 
 def _refuse_autocast(what: str) -> None:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.ceilings import STATED, Ceilings
@@ -25,6 +27,7 @@ from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
+from hydra_engine.shard import ALIGNMENT_BYTES
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
@@ -53,11 +56,19 @@ class _Machine(NamedTuple):
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, its plan."""
 
-    def __init__(self, task: ModelTask, name: str, frozen: FrozenBlocks | None = None) -> None:
+    def __init__(
+        self,
+        task: ModelTask,
+        name: str,
+        frozen: FrozenBlocks | None = None,
+        *,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> None:
+        """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on."""
         self.task = task
         self.name = name
         self.reader = Reader(task, name)
-        self.layout = layout_of(task)
+        self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
         self._frozen.plan(self.layout)
         own_pool = HostPool if task.trains else BorrowedPool
@@ -68,6 +79,7 @@ class PlannedTask:
         self._input_bytes: list[int] = []  # by layer, of a step
         self._num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
+        self._place = torch.device("cpu")  # of the device that it is planned for
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
     def make_plan(
@@ -83,7 +95,7 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         """
         batch = self._sample()
-        self._ceilings = None
+        self._ceilings, self._place = None, device.torch_device
         if self.task.model.has_own_forward:
             inputs = self.reader.sample_inputs
             check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
@@ -142,6 +154,22 @@ class PlannedTask:
             self._cut(best, machine)
             self._decide(machine)
         return best
+
+    @property
+    def largest_slab_bytes(self) -> int:
+        """Of its shards, as they were cut last."""
+        return max(shard.slab_bytes for shard in self.state.shards)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of all its shards, as they were cut last."""
+        return sum(shard.slab_bytes for shard in self.state.shards)
+
+    @property
+    def work_bytes(self) -> int:
+        """What its largest unit takes beside its slab; where a step is spread, with the sums of other parts."""
+        state, is_spread = self.state, len(self.spreads) > 1
+        return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.shards)
 
     @property
     def unit_s(self) -> dict[tuple[str, int], float]:
@@ -297,7 +325,9 @@ class PlannedTask:
             check_boundaries(boundaries, len(costs))
             state.cut(boundaries)
             spans = zip([0, *boundaries], boundaries, strict=False)
-            state.locked = {j for j, (a, b) in enumerate(spans) if any(cost.draws_globally for cost in costs[a:b])}
+            held = [costs[first:last] for first, last in spans]
+            state.locked = {j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)}
+            state.drawing = {j for j, each in enumerate(held) if any(cost.draws_random for cost in each)}
             draws = any(cost.draws_random for cost in costs)
             try:
                 state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
@@ -329,7 +359,16 @@ class PlannedTask:
         inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())):
             if task.trains:
-                return profile(task.model, inputs, target, task.loss_fn, precision=task.precision)
+                # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
+                return profile(
+                    task.model,
+                    inputs,
+                    target,
+                    task.loss_fn,
+                    precision=task.precision,
+                    device=self._place,
+                    time_layers=self._place.type == "cpu",
+                )
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
@@ -343,7 +382,7 @@ class PlannedTask:
             unit_s=UNIT_S,
         )
 
-    def _rates(self, device: EmulatedDevice) -> Ceilings:
+    def _rates(self, device: DeviceSpec) -> Ceilings:
         """The ceilings of the device that it is planned for: the same for all of a plan."""
         if self._ceilings is None:
             self._ceilings = device.ceilings()
@@ -375,11 +414,18 @@ class PlannedTask:
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
-            shares_cores=True,  # every device is emulated
+            shares_cores=self._place.type == "cpu",
+            launch_share=_launch_share(state),
             one_device_because=self.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
+
+
+def _launch_share(state: TaskState) -> float | None:
+    """Seconds in which kernels of a step are handed to the device, for each in which it works; None: the same."""
+    device_s = sum(timing.device_s for timing in state.timings.values())
+    return sum(timing.launch_s for timing in state.timings.values()) / device_s if device_s else None
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -412,3 +458,28 @@ def check_boundaries(boundaries: list[int], num_layers: int) -> None:
             f"partitioner: {boundaries} is not a partition of {num_layers} layers; cumulative end indices must "
             f"increase and end at {num_layers}"
         )
+
+
+def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
+    """Of a device's memory, what is for slabs alone where they have an arena: all of them, if the work leaves room."""
+    room = memory_bytes - max(each.work_bytes for each in planned)
+    return min(sum(each.slab_bytes for each in planned), room)
+
+
+def fits_arena(planned: PlannedTask, beside: Sequence[PlannedTask], memory_bytes: int) -> bool:
+    """Whether every slab of a task finds a place, although memory is kept for the largest unit of all."""
+    return planned.largest_slab_bytes <= memory_bytes - max(each.work_bytes for each in beside)
+
+
+def check_arena(planned: Sequence[PlannedTask], memory_bytes: int) -> None:
+    """Refuse tasks of which one's slab and another one's work do not fit a device together."""
+    for each in planned:
+        if not fits_arena(each, planned, memory_bytes):
+            other = max(planned, key=lambda task: task.work_bytes)
+            slab, work = each.largest_slab_bytes, other.work_bytes
+            raise ShardDoesNotFit(
+                f"{each.name}: its largest shard has {format_bytes(slab)} ({slab} bytes) of parameters, and units of "
+                f"{other.name} take {format_bytes(work)} ({work} bytes) beside theirs, together at most: "
+                f"{format_bytes(memory_bytes)} ({memory_bytes} bytes); cut {each.name} smaller, raise {other.name}'s "
+                f"accumulation_steps, train them in two calls, or use a device with more memory"
+            )

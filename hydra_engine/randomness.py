@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -118,6 +118,12 @@ def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return False
 
 
+def _is_elsewhere(values: Iterable[Any]) -> bool:
+    """Whether an op with these arguments draws on a device and not on the CPU."""
+    devices = (value.device if isinstance(value, Tensor) else value for value in values)
+    return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
+
+
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sends what seeded ops draw to a task's own generator.
 
@@ -129,6 +135,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """`start`: the task's generator, or the state that it has; then one is made once something draws."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._start = start
+        self.drew_elsewhere = False  # on a device, whose own generator has the task's state installed
 
     @property
     def generator(self) -> torch.Generator:
@@ -147,11 +154,14 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        if torch.Tag.nondeterministic_seeded not in func.tags or own:
+        if own or _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        if _draws_nothing(func, args, kwargs):
+        if _is_elsewhere((*args, *kwargs.values())):
+            self.drew_elsewhere = True
             return func(*args, **kwargs)
         overload = _with_generator(func)
         if overload is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from hydra_engine.host import HostThreads
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.trace import Span
 from partitioners import format_bytes
@@ -32,6 +33,7 @@ class TaskPlan:
     shares_cores: bool = False  # devices are emulated: predicted as if each had the host's cores to itself
     one_device_because: str = ""  # why it is never spread
     graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
+    launch_share: float | None = None  # of the time that a device works, that launching takes; None: it is the same
     ceilings: str = ""  # where the link's rates come from; "": the user stated them
 
     @property
@@ -43,6 +45,16 @@ class TaskPlan:
         if self.shares_cores:
             faster += ", had each device cores of its own"
         return f"where tasks are fewer than devices, a step uses up to {number}, then {faster}"
+
+    def _launches(self, num_devices: int) -> str:
+        """What the interpreter takes; all devices' kernels are launched by the one that there is."""
+        assert self.launch_share is not None
+        text = f"launching takes {self.launch_share:.0%} of the time that a device works"
+        if self.launch_share > 1 / num_devices:
+            text += (
+                f", more than 1/{num_devices}: the interpreter binds, and not the devices; give larger micro-batches"
+            )
+        return text
 
     @property
     def dram_bytes(self) -> int:
@@ -56,6 +68,7 @@ class Plan:
 
     tasks: dict[str, TaskPlan]
     devices: list[str]
+    host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
 
     def __str__(self) -> str:
         rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
@@ -73,11 +86,14 @@ class Plan:
             )
         lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
+        launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
+        lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
         if len(self.devices) > 1:
             alike: dict[str, list[str]] = {}
             for plan in self.tasks.values():
                 alike.setdefault(plan._spread, []).append(plan.name)
             lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
+        lines += [str(self.host)] if self.host is not None else []
         return "\n".join(lines)
 
 
@@ -135,6 +151,8 @@ class DeviceReport:
     stored_bytes: int
     peak_bytes: int
     memory_bytes: int
+    launch_s: float | None = None  # seconds in which the interpreter handed it kernels; None: that is computing
+    device_s: float | None = None  # seconds from a unit's first kernel to its last one's end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +169,7 @@ class Report:
     tasks: dict[str, TaskReport]
     devices: list[DeviceReport]
     spans: Sequence[Span] = field(default=(), repr=False)
+    host: HostThreads | None = None  # the run's threads and cores
 
     @property
     def schedule(self) -> list[Placed]:
@@ -183,6 +202,11 @@ class Report:
         for task in self.tasks.values():
             rows.append((task.name, task.status, str(task.steps), _ends(task.losses), _ends(task.validation_losses)))
         columns = [("device", "busy", "loaded", "stored", "peak of budget")]
+        launches = [
+            f"{device.name}: launching took {device.launch_s / device.device_s:.0%} of the time that it worked"
+            for device in self.devices
+            if device.launch_s is not None and device.device_s
+        ]
         for device in self.devices:
             peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
             columns.append(
@@ -195,8 +219,9 @@ class Report:
                 )
             )
         revisions = [f"{task.name}: {revision}" for task in self.tasks.values() for revision in task.revisions]
-        end = f"makespan {self.makespan_s:.1f} s"
-        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), end])
+        end = [str(self.host)] if self.host is not None else []
+        end.append(f"makespan {self.makespan_s:.1f} s")
+        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), *launches, *end])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -6,7 +6,6 @@ all speak to the caller through one queue of events, so everything the scheduler
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec
+from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec, host_memory
 from hydra_engine.dram import return_free_memory
-from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -42,11 +41,12 @@ from hydra_engine.events import (
     TaskStopped,
     Update,
 )
+from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
-from hydra_engine.planner import PlannedTask
+from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
@@ -89,20 +89,21 @@ class EngineRun:
         *,
         double_buffer: bool,
         verbose: int,
-        num_threads: int,
+        host: HostThreads,
     ) -> None:
         self._trace = Trace()
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
-        self._num_threads = num_threads
+        self.host = host
+        self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
+        self._host_memory = host_memory(devices)
         self._planned = planned
         self._tasks: dict[str, RunningTask] = {}
         self._workers: list[Worker] = []
-        # Leaves cores to the devices' compute lanes.
         self._pool = ThreadPoolExecutor(
-            max(1, min(4, (os.cpu_count() or 1) - len(devices))),
+            host.optimizer_threads,
             thread_name_prefix="hydra-optimizer",
             initializer=torch.set_num_threads,
             initargs=(num_threads,),
@@ -118,6 +119,7 @@ class EngineRun:
         self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
+        self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
             Load: lambda i: self._workers[i.device].load(i.unit, self._tasks[i.unit.task].planned.state),
             Drop: lambda i: self._workers[i.device].drop(i.unit),
@@ -156,6 +158,8 @@ class EngineRun:
             raise
         finally:
             self._close()
+        if self._lost is not None:
+            raise self._lost
         if self._interrupted:
             raise KeyboardInterrupt
 
@@ -169,7 +173,8 @@ class EngineRun:
         """What became of it."""
         devices = [self._device_report(worker) for worker in self._workers]
         tasks = {name: training.report for name, training in self._tasks.items()}
-        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=self._trace.spans())
+        spans = self._trace.spans()
+        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=spans, host=self.host)
 
     def _device_report(self, worker: Worker) -> DeviceReport:
         name = worker.device.name
@@ -180,11 +185,14 @@ class EngineRun:
             stored_bytes=self._trace.bytes_moved(name, STORE),
             peak_bytes=worker.device.ledger.peak_bytes,
             memory_bytes=worker.device.ledger.memory_bytes,
+            launch_s=worker.timing.launch_s if worker.timing.device_s else None,
+            device_s=worker.timing.device_s or None,
         )
 
     def _open(self) -> None:
         for index, spec in enumerate(self._specs):
-            device = spec.open(index, self._trace, self._num_threads)
+            arena = arena_bytes(self._planned, spec.memory_bytes) if spec.has_arena else None
+            device = spec.open(index, self._trace, self._num_threads, arena)
             self._workers.append(Worker(index, device, self._trace, self._events.put))
             self._handle(DeviceAdded(index))
         for planned in self._planned:
@@ -224,7 +232,7 @@ class EngineRun:
             return self._is_over
 
     def _set_up(self, training: RunningTask) -> None:
-        training.planned.state.open()
+        training.planned.state.open(self._host_memory)
         with GLOBAL_GENERATORS:  # others may train already, and what user code draws here must not be theirs
             self._call_factories(training)
 
@@ -301,8 +309,11 @@ class EngineRun:
         event = self._made_fit(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
             self._tasks[event.task].is_reading = False
+        if isinstance(event, Failed) and isinstance(event.error, DeviceLost) and self._lost is None:
+            self._lost = event.error
+            self._handle(StopRequested())
         if isinstance(event, (Failed, DataFailed)):
-            self._tasks[event.task].note_failure(event)
+            self._note_failure(event)
         self._interrupted |= isinstance(event, StopRequested)
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
@@ -311,6 +322,11 @@ class EngineRun:
             self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
             self._actions[type(instruction)](instruction)
+
+    def _note_failure(self, event: Failed | DataFailed) -> None:
+        """Report it; but a task whose device was struck by another one has only been stopped."""
+        if self._lost is None or not isinstance(event.error, DeviceLost) or event.task == self._lost.task:
+            self._tasks[event.task].note_failure(event)
 
     def _arrived(self, planned: PlannedTask) -> None:
         with self._arriving:
@@ -348,7 +364,7 @@ class EngineRun:
         while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
             with self._events as event:
                 if isinstance(event, (Failed, DataFailed)):
-                    self._tasks[event.task].note_failure(event)
+                    self._note_failure(event)
                 elif isinstance(event, _Arrived):
                     self.left_over.append(event.planned)
         for worker in self._workers:

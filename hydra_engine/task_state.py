@@ -21,6 +21,9 @@ from hydra_engine.shard import ALIGNMENT_BYTES, ModelLayout, Shard
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
 
+# Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
+ORDER_TOLERANCE = 1e-2
+
 
 class UnitBytes(NamedTuple):
     """What a unit takes beside its slab."""
@@ -65,6 +68,7 @@ class TaskState:
         self.boundaries: list[int] = []
         self.shards: list[Shard] = []
         self.locked: set[int] = set()  # shards that draw from process-wide generators
+        self.drawing: set[int] = set()  # shards with layers that draw random numbers, or may
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
         # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
@@ -197,6 +201,7 @@ class TaskState:
         self.keeps_from, self.graph_bytes, self.unseen = len(self.shards), {}, set()  # until a planner decides
         self._flows, self._positions = {}, {}
         self.locked = _inside(self.shards, old, locked)
+        self.drawing = _inside(self.shards, old, self.drawing)
         self.keep_saved = _inside(self.shards, old, keep_saved)
         self.unproven = {s.index for s in self.shards if (s.first, s.last) not in proven}
 
@@ -230,8 +235,12 @@ class TaskState:
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""
+        return shard.slab_bytes + self.work_bytes(shard)
+
+    def work_bytes(self, shard: Shard) -> int:
+        """Of these, what the largest unit seen so far takes beside the slab."""
         units = [u.total(self.accumulation_steps) for (_, j, _), u in self._unit_bytes.items() if j == shard.index]
-        return shard.slab_bytes + shard.buffer_bytes + self.step_bytes(shard) + max(units, default=0)
+        return shard.buffer_bytes + self.step_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Where the layers left the random stream in the step in progress."""
@@ -241,7 +250,7 @@ class TaskState:
     def check_repeated(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
         """Refuse layers whose recomputed forward gives another output than the one that was stored."""
         stored = self.staging.entering(shard.index + 1, m).tensors
-        if len(stored) != len(tensors) or not all(map(_same_bits, stored, tensors)):
+        if len(stored) != len(tensors) or not all(map(_repeated, stored, tensors)):
             layers = ", ".join(self.layout.names[shard.first : shard.last])
             raise ValueError(
                 f"{self.name}: run again on the same input, layers {layers} gave another output, so a backward could "
@@ -282,6 +291,17 @@ def _inside(shards: Sequence[Shard], old: Sequence[Shard], marked: set[int]) -> 
     """The shards that hold layers of a marked old shard."""
     layers = {layer for shard in old if shard.index in marked for layer in range(shard.first, shard.last)}
     return {shard.index for shard in shards if not layers.isdisjoint(range(shard.first, shard.last))}
+
+
+def _repeated(stored: Tensor, again: Tensor) -> bool:
+    """Whether two runs of a forward gave the same; a device's kernels may add in another order each time."""
+    if _same_bits(stored, again):
+        return True
+    if again.device.type == "cpu" or stored.shape != again.shape or not again.is_floating_point():
+        return False
+    again = again.detach().to("cpu", torch.float32)
+    wide, scale = stored.to(torch.float32), float(again.abs().max())
+    return torch.allclose(wide, again, rtol=ORDER_TOLERANCE, atol=ORDER_TOLERANCE * scale, equal_nan=True)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

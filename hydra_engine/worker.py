@@ -387,6 +387,7 @@ class Worker:
                     self._inputs(work),
                     partial(self._emit, work),
                     locked=work.shard.index in work.state.locked,
+                    draws=work.shard.index in work.state.drawing,
                     keep_saved=work.shard.index in work.state.keep_saved,
                     on_recomputed=work.state.check_repeated if work.shard.index in work.state.unproven else None,
                     step=None if work.stepper is None else partial(self._step, work, work.stepper),
@@ -531,11 +532,11 @@ class Worker:
             work.left.stored.give_up(work.error)
 
     def _failed(self, work: Work) -> Failed:
-        """A unit has failed, or the whole device under it: then what it computed is to blame, whoever noticed."""
+        """A unit has failed, or the whole device under it: then what was computed is to blame, whoever noticed."""
         assert work.error is not None
-        error, struck = self.device.explained(work.error), self._computing
-        if isinstance(error, DeviceLost) and struck is not None:
-            return Failed(struck.task, error, work.where, struck)
+        error, struck = self.device.explained(work.error), self._computing or work.unit
+        if isinstance(error, DeviceLost):
+            error.task = struck.task
         return Failed(work.unit.task, error, work.where, work.unit)
 
     def _note(self, work: Work, timing: Timing) -> None:

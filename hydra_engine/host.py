@@ -1,0 +1,207 @@
+"""The host's cores: how many this process may use, on which NUMA nodes, and which threads get them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# Where the system's own folders lie.
+ROOT = Path("/")
+# As in the first version; that another number is better was not measured. One thread already moves its bytes at the
+# rate of a plain pass over memory (benchmarks/host_optimizer), so many more would mostly wait for it.
+MOST_OPTIMIZER_THREADS = 4
+# All tasks' loaders are read under one lock, since they draw from the process-wide generators: one works at a time.
+DATA_CORES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostThreads:
+    """Which threads of a run compute on the host, and the cores they have; prints as one line."""
+
+    cores: int  # that the run may use: of its node, where it is bound to one
+    num_nodes: int  # NUMA nodes with cores that this process may use
+    optimizer_threads: int  # that commit and update
+    intra_op_threads: int  # of each of them, and of each compute lane: the caller's number, since bits depend on it
+    launch_cores: int  # wanted by the devices' lanes: one each
+    data_cores: int  # wanted by the loaders
+    numa_node: int | None = None  # that all threads are bound to
+    bound_cores: frozenset[int] | None = None  # the numbers of its cores
+    device_nodes: tuple[int | None, ...] = ()  # by device: the node it is attached to, where known
+
+    @property
+    def cores_left(self) -> int:
+        """Cores that are free while every optimizer thread computes."""
+        return max(0, self.cores - self.optimizer_threads * self.intra_op_threads)
+
+    def __str__(self) -> str:
+        nodes = _plural(self.num_nodes, "NUMA node")
+        where = f", {nodes}" if self.numa_node is None else f" of NUMA node {self.numa_node}, {nodes}"
+        parts = [
+            f"host: {_plural(self.cores, 'core')}{where}",
+            f"{_plural(self.optimizer_threads, 'optimizer thread')} x {self.intra_op_threads} intra-op",
+            f"{_plural(self.cores_left, 'core')} left, launches and data want {self.launch_cores + self.data_cores}",
+            *(f"device {k} is attached to node {node}" for k, node in enumerate(self.device_nodes) if node is not None),
+        ]
+        return "; ".join(parts)
+
+
+def host_threads(
+    *,
+    intra_op_threads: int,
+    device_nodes: Sequence[int | None],
+    optimizer_threads: int | None = None,
+    numa_node: int | None = None,
+    root: Path | None = None,
+) -> HostThreads:
+    """The threads of a run on these devices, given by the nodes they are attached to.
+
+    optimizer_threads: None for as many as leave a core to each device and one to the loaders, 1 to 4.
+    numa_node: to bind the run to. root: of the folders of the system's facts.
+
+    Raises TypeError or ValueError for wrong settings, RuntimeError where this system binds no threads.
+    """
+    allowed = allowed_cores()
+    nodes = numa_nodes(allowed, root)
+    _check_optimizer_threads(optimizer_threads)
+    _check_numa_node(numa_node, nodes)
+    bound_cores = None if numa_node is None else nodes[numa_node]
+    cores = num_cores(allowed if bound_cores is None else bound_cores, root)
+    if optimizer_threads is None:
+        spare = cores - len(device_nodes) - DATA_CORES
+        optimizer_threads = max(1, min(MOST_OPTIMIZER_THREADS, spare // intra_op_threads))
+    return HostThreads(
+        cores=cores,
+        num_nodes=len(nodes),
+        optimizer_threads=optimizer_threads,
+        intra_op_threads=intra_op_threads,
+        launch_cores=len(device_nodes),
+        data_cores=DATA_CORES,
+        numa_node=numa_node,
+        bound_cores=bound_cores,
+        device_nodes=tuple(device_nodes),
+    )
+
+
+def _check_optimizer_threads(number: object) -> None:
+    remedy = "give the threads that commit and update, or None to leave cores to devices and loaders"
+    if number is None:
+        return
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"optimizer_threads: {number!r}, limit: an int of at least 1; {remedy}")
+    if number < 1:
+        raise ValueError(f"optimizer_threads: {number}, limit: at least 1; {remedy}")
+
+
+def _check_numa_node(node: object, nodes: dict[int, frozenset[int]]) -> None:
+    known = ", ".join(map(str, nodes))
+    remedy = "give one of these, or None to leave the threads to the system"
+    if node is None:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise RuntimeError(f"numa_node: {node!r}, limit: None, since this system cannot bind threads; leave it None")
+    if not isinstance(node, int) or isinstance(node, bool):
+        raise TypeError(f"numa_node: {node!r}, limit: an int, of the nodes this process may use: {known}; {remedy}")
+    if node not in nodes:
+        raise ValueError(f"numa_node: {node}, limit: the nodes whose cores this process may use: {known}; {remedy}")
+
+
+def allowed_cores() -> frozenset[int]:
+    """The numbers of the cores that the calling thread may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def num_cores(cores: frozenset[int], root: Path | None = None) -> int:
+    """How many of these cores the process may keep busy: all, or what its cgroups grant, rounded down; at least 1."""
+    return max(1, int(min([len(cores), *_quotas(ROOT if root is None else root)])))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The cores that each cgroup of this process grants, from the outermost one on.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html (v1)
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = controllers.split(",")
+        if own == [""]:
+            bases, files = ["", "unified"], ["cpu.max"]
+        elif "cpu" in own:
+            bases, files = ["cpu"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        # In a container the path may be the host's, and only the outermost folder be there.
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for base in bases:
+            for depth in range(len(names) + 1):
+                folder = root.joinpath("sys/fs/cgroup", base, *names[:depth])
+                words = " ".join(_read(folder / name) for name in files).split()
+                if len(words) == 2 and words[0] not in ("max", "-1"):
+                    yield int(words[0]) / int(words[1])
+
+
+def numa_nodes(cores: frozenset[int], root: Path | None = None) -> dict[int, frozenset[int]]:
+    """By NUMA node, which of these cores it has; a node with none of them is left out.
+
+    Where the system names no nodes, all cores are node 0's. https://docs.kernel.org/admin-guide/mm/numaperf.html
+    """
+    nodes = {}
+    for folder in (ROOT if root is None else root).glob("sys/devices/system/node/node[0-9]*"):
+        own = cores & _numbers(_read(folder / "cpulist"))
+        if own:
+            nodes[int(folder.name.removeprefix("node"))] = own
+    return dict(sorted(nodes.items())) or {0: cores}
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Of "0-2,8": 0, 1, 2, 8."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+@contextmanager
+def bound(cores: frozenset[int] | None, *, with_helpers: bool = True) -> Iterator[None]:
+    """Bind the calling thread, and all that are begun from it, to these cores; None: bind nothing.
+
+    Memory that these threads are the first to touch lies on their node. Afterwards the calling thread has its own cores
+    again, and so, `with_helpers`, have the threads begun meanwhile that are still there: torch's intra-op threads stay
+    with the thread they were begun for. https://man7.org/linux/man-pages/man2/sched_setaffinity.2.html
+    """
+    before = None if cores is None else os.sched_getaffinity(0)
+    if cores is None or before is None or before == cores:
+        yield
+        return
+    threads = _thread_ids() if with_helpers else set()
+    try:
+        os.sched_setaffinity(0, cores)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        for thread in _thread_ids() - threads if with_helpers else ():
+            with suppress(OSError):  # it has ended
+                if os.sched_getaffinity(thread) == cores:
+                    os.sched_setaffinity(thread, before)
+
+
+def _thread_ids() -> set[int]:
+    with suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    return set()
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
