@@ -53,12 +53,11 @@ def rehearse(
         state.check_buffers()
         if draws and stage.repeats_bits:
             stage.find_locked(batch, outputs)
-        if (
-            not stage.repeats_bits
-        ):  # the first run loads kernels, and is metered: it says nothing of the others' seconds
-            seconds, _ = stage.run(batch)
         if state.task.compile:
             stage.run(batch)  # its units are known by now, and run compiled: what cannot be is refused here
+        if not stage.repeats_bits:
+            # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
+            seconds, _ = stage.run(batch)
         if evaluation is not None:
             stage.run(evaluation)
             state.draws |= not state.end_of_forward().same_as(evaluation.main)

@@ -346,7 +346,7 @@ def test_what_is_stored_comes_before_measuring(file, monkeypatch):
     save(CPU)
     monkeypatch.setattr("hydra_engine.device.time", None)  # nothing is timed any more
     assert device.ceilings() == replace(CPU, origin=STORED)
-    assert device.link_bytes_per_s() == 4e9  # the slower way, both at once
+    assert device.ceilings().link_bytes_per_s == 4e9  # the slower way, both at once
 
 
 def test_plan_says_where_its_rates_come_from(file):

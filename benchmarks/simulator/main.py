@@ -207,7 +207,7 @@ def predict(path):
                 costs[key] = measured(*key)
             first = found["first_step_times"]
             tasks.append(TaskCost(name=str(k), num_steps=num_steps, first_step_times=first, **costs[key]))
-        speed = EmulatedDevice(MEMORY_BYTES, bandwidth=workload.bandwidth).link_bytes_per_s()
+        speed = EmulatedDevice(MEMORY_BYTES, bandwidth=workload.bandwidth).ceilings().link_bytes_per_s
         device = DeviceCost(
             load_bytes_per_s=speed,
             store_bytes_per_s=speed,
