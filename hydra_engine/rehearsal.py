@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hydra_engine.device import DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.indices import IndexLimit
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch
@@ -106,6 +108,7 @@ class _Stage:
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
         self._worker.admit(state, lambda: _OriginalsGuard(storages))
+        self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
 
     def close(self) -> None:
         self._worker.close()
@@ -118,7 +121,9 @@ class _Stage:
         state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds = {}
         for kind, shard in state.chains[batch.training]:
-            outcome = self._unit(Unit(state.name, kind, shard, batch.step))
+            with self._limit.watched() if shard == 0 else nullcontext():
+                outcome = self._unit(Unit(state.name, kind, shard, batch.step))
+            state.index_limit = self._limit.found
             if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
                 state.keep_saved.add(shard)
                 outcome = self._unit(Unit(state.name, kind, shard, batch.step))

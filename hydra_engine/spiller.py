@@ -12,6 +12,7 @@ from torch import Tensor
 from hydra_engine.arena import Slab
 from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
 from hydra_engine.device import LOAD, STORE, OpenDevice
+from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.residency import Residents
@@ -124,6 +125,8 @@ class Spiller:
         """Bring what one micro-batch of a unit starts from; of what its forward did, nothing if that is there."""
         staging, j = state.staging, shard.index
         value = staging.entering(j, m)
+        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
+            check_indices(value, state.index_limit, state.layout.names[0])
         value = value.around(() if has_graph else self._bring_or_find(state, VALUE, j, m, value.tensors))
         micro = MicroInput(value=value, random=staging.random[j, m])
         micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}

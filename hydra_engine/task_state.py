@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hydra_engine.boundary import extent, flat
 from hydra_engine.dram import HostMemory
+from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.opened import Timing
@@ -82,6 +83,7 @@ class TaskState:
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
         self.steps_on_device = False
         self.stepper: DeviceStepper | None = None  # while steps are taken on devices
+        self.index_limit = direct_limit(layout.layers[0])  # of what the first layer looks up; None: nothing
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
         self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}

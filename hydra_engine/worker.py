@@ -74,6 +74,10 @@ class Worker:
             structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, self.device.random, compiled
         )
 
+    def structure(self, name: str) -> Structure:
+        """This device's copy of a task's structure."""
+        return self._executors[name].structure
+
     def dismiss(self, name: str) -> None:
         """Forget a task."""
         del self._executors[name]

@@ -28,7 +28,7 @@ GROUPS = (
         "trace",
     ),
     ("arena", "batches", "boundary", "costs", "lanes", "ledger", "parts", "policies", "randomness", "report", "sample"),
-    ("callbacks", "means", "opened"),
+    ("callbacks", "indices", "means", "opened"),
     ("emulated",),
     ("device", "drawing", "events", "plan_ahead", "progress", "shard", "task"),
     ("frozen", "probe"),
