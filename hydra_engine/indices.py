@@ -18,7 +18,7 @@ def direct_limit(layer: nn.Module) -> int | None:
 
 
 class IndexLimit:
-    """What indices that enter a layer must stay below, as its first run shows: embeddings inside get them as they came."""
+    """What indices that enter a layer must stay below, as its first run shows: embeddings get them as they came."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.found = direct_limit(layer)

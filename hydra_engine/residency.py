@@ -16,13 +16,17 @@ from hydra_engine.ledger import SLABS, WORK, Ledger
 NextUse = Callable[[], float]
 
 
+def _nothing() -> None:
+    """Frees what needs nothing but that nobody holds it."""
+
+
 @dataclass(eq=False, kw_only=True)
 class _Resident:
     value: Any
     num_bytes: int
     kind: str  # of its bytes
     users: dict[str, NextUse]  # by task
-    dispose: Callable[[], None] = lambda: None
+    dispose: Callable[[], None] = _nothing
     num_pins: int = 0
 
     def next_use_s(self) -> float:
@@ -90,7 +94,7 @@ class Residents:
         num_bytes: int,
         user: str,
         next_use_s: NextUse,
-        dispose: Callable[[], None] = lambda: None,
+        dispose: Callable[[], None] = _nothing,
     ) -> bool:
         """Take in a value with bytes that are granted already, and from now on its own; False: nobody will need it."""
         with self._ledger.lock:
@@ -150,18 +154,17 @@ class Residents:
     def give_up_slab(self) -> bool:
         """Give up the slab that is needed last, whose place in an arena is wanted; False: all are pinned."""
         with self._ledger.lock:
-            num_slabs = self._num_slabs()
-            # Once no slab is free, what pins some is: the graphs of a shard refer to its slab.
-            for kind in (SLABS, WORK):
-                for key, resident in self._by_next_use():
-                    if resident.kind == kind and key in self._found:
-                        self._drop(key)
-                        if self._num_slabs() < num_slabs:
-                            return True
+            while free := self._by_next_use():
+                slab = next((key for key, resident in free if resident.kind == SLABS), None)
+                if slab is not None:
+                    self._drop(slab)
+                    return True
+                # Graphs of a shard refer to its slab, which is free without them.
+                holder = next((key for key, resident in free if resident.dispose is not _nothing), None)
+                if holder is None:
+                    return False
+                self._drop(holder)
             return False
-
-    def _num_slabs(self) -> int:
-        return sum(resident.kind == SLABS for resident in self._found.values())
 
     def _drop(self, key: Hashable) -> None:
         resident = self._found.pop(key)

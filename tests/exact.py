@@ -101,8 +101,12 @@ def run(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", double_bu
 
 def orchestrator(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", double_buffer=True, chaos=None):
     """A silent orchestrator over emulated devices; `chaos` is the seed of their delays, None for no delays."""
+    # Every other test device has an arena, as a GPU does.
+    has_arena = chaos is not None and chaos % 2 == 1
     devices = [
-        EmulatedDevice(memory=memory, chaos=None if chaos is None else chaos + k, meter_every_unit=True)
+        EmulatedDevice(
+            memory=memory, chaos=None if chaos is None else chaos + k, meter_every_unit=True, has_arena=has_arena
+        )
         for k in range(num_devices)
     ]
     orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy, double_buffer=double_buffer)
