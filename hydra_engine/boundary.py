@@ -108,6 +108,13 @@ def place_in_dram(tensor: Tensor) -> Tensor:
     return place_for(tensor, torch.device("cpu"))
 
 
+def copy_in_dram(tensor: Tensor) -> Tensor:
+    """A copy in DRAM, in storage of its own, with the very same strides; it is there on return."""
+    place = place_in_dram(tensor)
+    flat(place).copy_(flat(tensor))
+    return place
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
     if tensor.is_contiguous():

@@ -238,16 +238,16 @@ class OpenCudaDevice(OpenDevice):
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
-        self._settings_before: str | None = None
         self._pool: torch.cuda.MemPool | None = None
+        self._is_expandable = False
         try:
             limit = torch.cuda.memory_reserved(index) + spec.allowed_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / spec.total_bytes), index)
             storage = torch.UntypedStorage(arena_bytes, device=spec.torch_device)  # type: ignore[no-untyped-call]
             # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, a pool would
             # keep the holes that they leave, since what is in a pool is in no other. Then there is none.
-            self._settings_before = _allow_expandable_segments()
-            if self._settings_before is not None:
+            self._is_expandable = _EXPANDABLE.enter()
+            if self._is_expandable:
                 with torch.cuda.device(index):  # it belongs to the device that is current as it is made
                     self._pool = torch.cuda.MemPool()
             super().__init__(
@@ -333,24 +333,55 @@ class OpenCudaDevice(OpenDevice):
     def _restore(self) -> None:
         """Give back what was taken, and leave torch's settings as they were found."""
         self._pool = None
+        if self._is_expandable:
+            self._is_expandable = False
+            _EXPANDABLE.leave()
         _forget_workspaces()
-        if self._settings_before is not None:
-            torch._C._accelerator_setAllocatorSettings(self._settings_before or "expandable_segments:False")
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
 
 
-def _allow_expandable_segments() -> str | None:
-    """Let torch's segments grow, as PYTORCH_ALLOC_CONF would; the settings before, None where torch has no such call.
+class _ExpandableSegments:
+    """Lets torch's segments grow, as PYTORCH_ALLOC_CONF would, while any device of this process is open.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     """
-    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if get is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        return None
-    before = str(get())
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    return before
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._before = ""
+
+    def enter(self) -> bool:
+        """Whether they do; False where this torch has no such call."""
+        get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+        if get is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+            return False
+        with self._lock:
+            if self._num_users == 0:
+                self._before = str(get())
+                self._set(True)
+            self._num_users += 1
+            return True
+
+    def leave(self) -> None:
+        """The other end."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._set(False)
+
+    def _set(self, expandable: bool) -> None:
+        before = [each for each in self._before.split(",") if each.strip()]
+        own = [each for each in before if "expandable_segments" in each]
+        if expandable or not own:
+            own = [f"expandable_segments:{expandable}"]
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join([*(each for each in before if "expandable_segments" not in each), *own])
+        )
+
+
+_EXPANDABLE = _ExpandableSegments()
 
 
 def _blocking_event() -> torch.cuda.Event:
@@ -488,6 +519,10 @@ def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: i
         raise ValueError("devices: empty list; give at least one device, or leave it out")
     resolved = [_resolve(device) for device in devices]
     indices = [device.index for device in resolved if isinstance(device, CudaDevice)]
+    if indices and len(indices) < len(resolved):
+        raise ValueError(
+            f"devices: {resolved} has CUDA devices and emulated ones, whose units take other bytes; give either kind"
+        )
     for index in indices:
         if indices.count(index) > 1:
             raise ValueError(f"devices: 'cuda:{index}' is there {indices.count(index)} times; name each device once")

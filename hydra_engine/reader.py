@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.batches import MicroBatch, batch_size
-from hydra_engine.boundary import Boundary, copy_of
+from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
@@ -323,7 +323,7 @@ def _own_pair(inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
 def _own(value: Any, where: str) -> Boundary:
     """Taken apart, with copies of its tensors: a loader may read the next batch into the same memory."""
     boundary = Boundary.of(value, where)
-    return boundary.around([copy_of(tensor) for tensor in boundary.tensors])
+    return boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
 
 
 def _triple(micro_batch: Any) -> MicroBatch:
