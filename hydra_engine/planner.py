@@ -31,7 +31,17 @@ from hydra_engine.shard import ALIGNMENT_BYTES
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
-from partitioners import Budget, LayerCost, LayerTooLarge, format_bytes, profile, profile_evaluation, shard_bytes
+from partitioners import (
+    STATED_RATES,
+    Budget,
+    LayerCost,
+    LayerTooLarge,
+    Rates,
+    format_bytes,
+    profile,
+    profile_evaluation,
+    shard_bytes,
+)
 from partitioners.cost import skips_of
 from partitioners.precision import DTYPES
 
@@ -96,6 +106,8 @@ class PlannedTask:
         """
         batch = self._sample()
         self._ceilings, self._place = None, device.torch_device
+        if self._place.type != "cpu":
+            self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
             inputs = self.reader.sample_inputs
             check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
@@ -230,11 +242,11 @@ class PlannedTask:
 
     def _cost(self, number: int) -> TaskCost:
         """What the task takes in so many micro-batches, for a simulation."""
-        state, task = self.state, self.task
+        state = self.state
         shards, pool = state.shards, state.pool
         chain = state.chains[True]
         with installed(Stream(capture())):  # the factory is user code
-            rate = update_bytes_per_s(task)
+            rate = self._update_bytes_per_s()
         return TaskCost(
             name=self.name,
             unit_s=[self.unit_s[node] for node in chain],
@@ -257,9 +269,9 @@ class PlannedTask:
         """
         task, layout = self.task, self.layout
         if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
-            with installed(Stream(capture())):
-                host_s = layout.num_bytes[True] / update_bytes_per_s(task)
             link = self._rates(device)
+            with installed(Stream(capture())):
+                host_s = layout.num_bytes[True] / self._update_bytes_per_s()
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
             moved = masters + sum(self.state.state_bytes.values())
             device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
@@ -367,6 +379,7 @@ class PlannedTask:
                     task.loss_fn,
                     precision=task.precision,
                     device=self._place,
+                    rates=self._kernel_rates(),
                     time_layers=self._place.type == "cpu",
                 )
             loss_fn = None if task.predicts else task.loss_fn
@@ -378,7 +391,7 @@ class PlannedTask:
         return replace(
             budget,
             link_bytes_per_s=self._rates(device).link_bytes_per_s,
-            update_bytes_per_s=update_bytes_per_s(self.task) * DTYPES[self.task.precision].itemsize / 4,
+            update_bytes_per_s=self._update_bytes_per_s() * DTYPES[self.task.precision].itemsize / 4,
             unit_s=UNIT_S,
         )
 
@@ -387,6 +400,23 @@ class PlannedTask:
         if self._ceilings is None:
             self._ceilings = device.ceilings()
         return self._ceilings
+
+    def _update_bytes_per_s(self) -> float:
+        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves.
+
+        Weights are read and written, gradients read, states read and written.
+        """
+        rate, known = update_bytes_per_s(self.task), self._ceilings
+        num_bytes = self.layout.num_bytes[True]
+        if known is None or known.dram_bytes_per_s is None or not num_bytes:
+            return rate
+        return min(rate, known.dram_bytes_per_s / (3 + 2 * sum(self.state.state_bytes.values()) / num_bytes))
+
+    def _kernel_rates(self) -> Rates:
+        """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
+        rates, known = STATED_RATES[self._place.type, self.task.precision], self._ceilings
+        flops = None if known is None else known.matmul_flops.get(self.task.precision)
+        return rates if flops is None else replace(rates, flops_per_s=flops)
 
     def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
         """The partitioner's boundaries, and why it refuses the model, if it does.

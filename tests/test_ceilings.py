@@ -15,8 +15,10 @@ from hydra_engine import ceilings as stored_ceilings
 from hydra_engine import probe as probing
 from hydra_engine.ceilings import MEASURED_NOW, STATED, STORED, Ceilings, load, path, save, stored
 from hydra_engine.device import LOAD, STORE
+from hydra_engine.planner import PlannedTask
 from hydra_engine.probe import dram_bytes_per_s, measure, plain_host_bytes, probe
 from hydra_engine.trace import Trace
+from partitioners import STATED_RATES
 
 CPU = Ceilings(
     name="cpu",
@@ -376,3 +378,19 @@ def test_the_optimizer_goes_where_the_stored_rates_say(file, up, expected):
     save(replace(CPU, up_bytes_per_s=up, down_bytes_per_s=1e15))
     plan = plan_of(EmulatedDevice("8MiB"), optimizer=torch.optim.AdamW, optimizer_device="auto")
     assert plan.tasks["net"].optimizer_device == expected
+
+
+@pytest.mark.parametrize(("dram", "expected"), [(1e3, "device"), (1e15, "host")])
+def test_an_update_on_the_host_is_no_faster_than_dram(file, monkeypatch, dram, expected):
+    monkeypatch.setattr("hydra_engine.planner.update_bytes_per_s", lambda _: 1e15)  # what a cache holds
+    save(replace(CPU, up_bytes_per_s=1e9, down_bytes_per_s=1e15, dram_bytes_per_s=dram))
+    plan = plan_of(EmulatedDevice("8MiB"), optimizer=torch.optim.AdamW, optimizer_device="auto")
+    assert plan.tasks["net"].optimizer_device == expected
+
+
+def test_layers_that_are_not_timed_are_counted_at_the_stored_rate_of_products(file, monkeypatch):
+    save(replace(CPU, matmul_flops={"float32": 123e9}))
+    planned = PlannedTask(ModelTask([nn.Linear(8, 4)], F.cross_entropy, [], 0.1), "net")
+    assert planned._kernel_rates() == STATED_RATES["cpu", "float32"]
+    planned._rates(EmulatedDevice("8MiB"))
+    assert planned._kernel_rates().flops_per_s == 123e9
