@@ -119,8 +119,12 @@ def _probe(options: argparse.Namespace) -> None:
     kinds: dict[str, DeviceSpec] = {}
     for spec in specs:
         kinds.setdefault(spec.ceilings_name, spec)
-    host = host_threads(intra_op_threads=torch.get_num_threads(), device_nodes=[spec.numa_node() for spec in specs])
-    num_workers, num_threads = host.optimizer_threads, host.intra_op_threads
+    host = host_threads(
+        intra_op_threads=torch.get_num_threads(),
+        device_nodes=[spec.numa_node() for spec in specs],
+        computes_here=any(spec.torch_device.type == "cpu" for spec in specs),
+    )
+    num_workers, num_threads = host.optimizer_threads, host.optimizer_intra_op_threads
     _stored(ceilings.load_all)  # whatever is wrong with the file, before any work
     found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
     print(*table(_columns(found)), sep="\n")

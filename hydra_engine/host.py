@@ -24,7 +24,8 @@ class HostThreads:
     cores: int  # that the run may use: of its node, where it is bound to one
     num_nodes: int  # NUMA nodes with cores that this process may use
     optimizer_threads: int  # that commit and update
-    intra_op_threads: int  # of each of them, and of each compute lane: the caller's number, since bits depend on it
+    intra_op_threads: int  # of each lane and reader: the caller's number, since bits depend on it
+    optimizer_intra_op_threads: int  # of each optimizer thread: the same, where devices compute on these cores
     launch_cores: int  # wanted by the devices' lanes: one each
     data_cores: int  # wanted by the loaders
     numa_node: int | None = None  # that all threads are bound to
@@ -34,14 +35,14 @@ class HostThreads:
     @property
     def cores_left(self) -> int:
         """Cores that are free while every optimizer thread computes."""
-        return max(0, self.cores - self.optimizer_threads * self.intra_op_threads)
+        return max(0, self.cores - self.optimizer_threads * self.optimizer_intra_op_threads)
 
     def __str__(self) -> str:
         nodes = _plural(self.num_nodes, "NUMA node")
         where = f", {nodes}" if self.numa_node is None else f" of NUMA node {self.numa_node}, {nodes}"
         parts = [
             f"host: {_plural(self.cores, 'core')}{where}",
-            f"{_plural(self.optimizer_threads, 'optimizer thread')} x {self.intra_op_threads} intra-op",
+            f"{_plural(self.optimizer_threads, 'optimizer thread')} x {self.optimizer_intra_op_threads} intra-op",
             f"{_plural(self.cores_left, 'core')} left, launches and data want {self.launch_cores + self.data_cores}",
             *(f"device {k} is attached to node {node}" for k, node in enumerate(self.device_nodes) if node is not None),
         ]
@@ -54,12 +55,15 @@ def host_threads(
     device_nodes: Sequence[int | None],
     optimizer_threads: int | None = None,
     numa_node: int | None = None,
+    computes_here: bool = True,
     root: Path | None = None,
 ) -> HostThreads:
     """The threads of a run on these devices, given by the nodes they are attached to.
 
     optimizer_threads: None for as many as leave a core to each device and one to the loaders, 1 to 4.
     numa_node: to bind the run to. root: of the folders of the system's facts.
+    computes_here: devices are emulated, and an update has the bits of the caller's number of intra-op threads; else it
+        takes no more of them than leave cores to devices and loaders.
 
     Raises TypeError or ValueError for wrong settings, RuntimeError where this system binds no threads.
     """
@@ -69,14 +73,17 @@ def host_threads(
     _check_numa_node(numa_node, nodes)
     bound_cores = None if numa_node is None else nodes[numa_node]
     cores = num_cores(allowed if bound_cores is None else bound_cores, root)
+    spare = cores - len(device_nodes) - DATA_CORES
     if optimizer_threads is None:
-        spare = cores - len(device_nodes) - DATA_CORES
         optimizer_threads = max(1, min(MOST_OPTIMIZER_THREADS, spare // intra_op_threads))
     return HostThreads(
         cores=cores,
         num_nodes=len(nodes),
         optimizer_threads=optimizer_threads,
         intra_op_threads=intra_op_threads,
+        optimizer_intra_op_threads=(
+            intra_op_threads if computes_here else max(1, min(intra_op_threads, spare // optimizer_threads))
+        ),
         launch_cores=len(device_nodes),
         data_cores=DATA_CORES,
         numa_node=numa_node,

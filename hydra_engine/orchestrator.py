@@ -293,6 +293,7 @@ class ModelOrchestrator:
             device_nodes=[device.numa_node() for device in self._devices],
             optimizer_threads=self.optimizer_threads,
             numa_node=self.numa_node,
+            computes_here=any(device.torch_device.type == "cpu" for device in self._devices),
         )
 
     @contextmanager

@@ -106,7 +106,7 @@ class EngineRun:
             host.optimizer_threads,
             thread_name_prefix="hydra-optimizer",
             initializer=torch.set_num_threads,
-            initargs=(num_threads,),
+            initargs=(host.optimizer_intra_op_threads,),
         )
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))

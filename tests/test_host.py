@@ -123,10 +123,29 @@ def test_optimizer_threads_leave_cores_to_devices_and_loaders(sixteen_cores, num
         num_nodes=2,
         optimizer_threads=expected,
         intra_op_threads=intra_op_threads,
+        optimizer_intra_op_threads=intra_op_threads,
         launch_cores=num_devices,
         data_cores=1,
         device_nodes=(None,) * num_devices,
     )
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "intra_op_threads", "optimizer_threads", "expected"),
+    [(1, 16, None, (1, 14)), (2, 16, None, (1, 13)), (1, 4, None, (3, 4)), (1, 16, 4, (4, 3)), (1, 16, 20, (20, 1))],
+)
+def test_where_devices_have_kernels_of_their_own_updates_leave_them_cores(
+    sixteen_cores, num_devices, intra_op_threads, optimizer_threads, expected
+):
+    found = host_threads(
+        intra_op_threads=intra_op_threads,
+        device_nodes=[None] * num_devices,
+        optimizer_threads=optimizer_threads,
+        computes_here=False,
+        root=sixteen_cores,
+    )
+    assert (found.optimizer_threads, found.optimizer_intra_op_threads) == expected
+    assert found.intra_op_threads == intra_op_threads
 
 
 def test_optimizer_threads_that_are_set_are_taken(sixteen_cores):
