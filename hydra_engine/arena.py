@@ -44,15 +44,23 @@ class Arena:
         self._elsewhere_bytes = 0
         self._lock = threading.Lock()
 
-    def take(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
+    def take(
+        self,
+        num_bytes: int,
+        make_room: Callable[[], bool] = lambda: False,
+        beside: Callable[[int], bool] = lambda _: True,
+    ) -> Slab:
         """A free region; the ledger has granted its bytes already.
 
         make_room: asked where the room that is left is in pieces; gives another slab back, or says that it cannot.
+        beside: asked then whether there is so much memory beside the storage, which it takes.
         """
         size = -(-num_bytes // self._alignment) * self._alignment
         while (slab := self._find(num_bytes, size)) is None:
             if make_room():
                 continue
+            if not beside(size):
+                raise DeviceOutOfMemory("arena, in one piece,", num_bytes, 0, len(self._storage))
             with self._lock:
                 # With three slabs and more the room that is left may be in pieces. It is granted, so it lies elsewhere.
                 self._elsewhere_bytes += size
@@ -77,6 +85,10 @@ class Arena:
             if size:
                 self._taken.append((start, start + size))
             return Slab(storage=self._storage, offset=start, num_bytes=size)
+
+    def holds(self, slab: Slab) -> bool:
+        """Whether it lies here, and not elsewhere."""
+        return slab.storage is self._storage
 
     def close(self) -> None:
         """Free the storage; nothing can be taken any more."""

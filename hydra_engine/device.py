@@ -7,8 +7,8 @@ of one stream for another is needed. The compute lane alone runs ahead: kernels 
 stream, and what it hands to another lane is waited for there (`_queued`).
 
     slabs         one allocation, the arena, made when the device is opened
-    activations   a private pool of torch's caching allocator, of the compute lane's stream
-    inputs        of all micro-batches but a unit's first: torch's allocator, on the input lane's stream
+    activations   torch's caching allocator, in blocks of the compute lane's stream, which nobody else uses
+    inputs        of all micro-batches but a unit's first: the same, of the input lane's stream
     host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more
 
 None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
@@ -22,10 +22,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cache, partial
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory
 from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
-from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, Lane
+from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
 from hydra_engine.ledger import Ledger
 from hydra_engine.opened import OpenDevice, Timing
 from hydra_engine.trace import Trace
@@ -63,6 +63,8 @@ __all__ = [
 ALIGNMENT_BYTES = 512
 # Of the cap less the context, so much is kept free: the caching allocator rounds up, and leaves holes.
 RESERVED_SHARE = 1 / 16
+# And so much at least: cuBLAS takes 32 MiB for the lane that computes, and each stream up to 22 MiB of what is cached.
+LEAST_RESERVED_BYTES = 2**27
 # What is in use on the card before anything is allocated is the context's, up to so much; more is other processes'.
 MOST_CONTEXT_BYTES = 2**30
 # Budgets are whole pages of the device's memory.
@@ -71,13 +73,16 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
-# Smaller places in DRAM come from torch's own page-locked memory, which is reused but rounded up to a power of two.
+# Smaller places in DRAM, and those that are soon given back, come from torch's own page-locked memory, which is reused
+# but rounded up to a power of two.
 LEAST_LOCKED_BYTES = 2**20
 # cudaHostRegisterPortable: locked for every device.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
 PORTABLE = 1
 # One call fails for 512 GiB, however much is free.
-MOST_LOCKED_BYTES = 2**36
+MOST_LOCKED_BYTES = 2**38
+# cudaErrorMemoryAllocation.
+OUT_OF_MEMORY = 2
 
 
 class CudaDevice:
@@ -113,6 +118,7 @@ class CudaDevice:
                 f"check CUDA_VISIBLE_DEVICES"
             )
         self.index = index
+        self._measured: Ceilings | None = None  # once, since it keeps the device from working
         self.torch_device = torch.device("cuda", index)
         self.product = str(torch.cuda.get_device_properties(index).name)
         _load_libraries(self.torch_device)
@@ -126,12 +132,15 @@ class CudaDevice:
                 f"less, or leave it out"
             )
         # What torch's allocator may take, and what of that the ledger gives out.
-        self.allowed_bytes = (free + torch.cuda.memory_reserved(index)) if asked is None else asked - context
-        self.memory_bytes = int(self.allowed_bytes * (1 - RESERVED_SHARE)) // PAGE_BYTES * PAGE_BYTES
+        cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        self.allowed_bytes = free + cached if asked is None else asked - context
+        reserved = max(int(self.allowed_bytes * RESERVED_SHARE), LEAST_RESERVED_BYTES)
+        self.memory_bytes = (self.allowed_bytes - reserved) // PAGE_BYTES * PAGE_BYTES
         if self.memory_bytes <= 0:
             raise ValueError(
                 f"memory: {format_bytes(asked or 0)} ({asked} bytes) for 'cuda:{index}', limit: more than the "
-                f"{format_bytes(context)} ({context} bytes) of its context and libraries; ask for more"
+                f"{format_bytes(context)} ({context} bytes) of its context and libraries and the "
+                f"{format_bytes(reserved)} that stay free; ask for more"
             )
 
     def __repr__(self) -> str:
@@ -156,8 +165,11 @@ class CudaDevice:
     def ceilings(self) -> Ceilings:
         """Rates of its link: as stored, or else each direction alone, measured now."""
         found = stored(self.product)
-        if found is not None:
-            return found
+        if found is None and self._measured is None:
+            self._measured = self._measure()
+        return found or cast("Ceilings", self._measured)
+
+    def _measure(self) -> Ceilings:
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
             here = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -238,24 +250,19 @@ class OpenCudaDevice(OpenDevice):
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
-        self._pool: torch.cuda.MemPool | None = None
         self._is_expandable = False
         try:
             limit = torch.cuda.memory_reserved(index) + spec.allowed_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / spec.total_bytes), index)
             storage = torch.UntypedStorage(arena_bytes, device=spec.torch_device)  # type: ignore[no-untyped-call]
-            # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, a pool would
-            # keep the holes that they leave, since what is in a pool is in no other. Then there is none.
+            # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, holes stay.
             self._is_expandable = _EXPANDABLE.enter()
-            if self._is_expandable:
-                with torch.cuda.device(index):  # it belongs to the device that is current as it is made
-                    self._pool = torch.cuda.MemPool()
             super().__init__(
                 name=name,
                 torch_device=spec.torch_device,
                 ledger=Ledger(name, spec.memory_bytes, arena_bytes),
                 arena=Arena(storage, ALIGNMENT_BYTES),
-                lanes={lane: Lane(f"{name}-{lane}", num_threads, partial(self._inside, lane)) for lane in QUEUES},
+                lanes=open_lanes(name, num_threads, self._inside),
                 trace=trace,
             )
         except BaseException:
@@ -270,9 +277,8 @@ class OpenCudaDevice(OpenDevice):
             if lane != COMPUTE:
                 yield
                 return
-            pool = nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool, self._index)
-            # In the thread of its own that autograd has for each device, a backward would leave the pool.
-            with pool, torch.autograd.set_multithreading_enabled(False):
+            # A backward runs here, not in the thread that autograd has for each device: no hand-over, one lane.
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
 
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
@@ -293,17 +299,25 @@ class OpenCudaDevice(OpenDevice):
         event.record()
         event.synchronize()
 
-    def _queued(self) -> Callable[[], None]:
-        event = _blocking_event()
-        event.record()
-        return event.synchronize
+    def _queued(self) -> Callable[[], None] | None:
+        try:
+            event = _blocking_event()
+            event.record()
+        except RuntimeError:  # lost: whatever the job then does says so
+            return None
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                event.synchronize()
+
+        return wait
 
     def timer(self) -> CudaTimer:
         return CudaTimer()
 
-    def place(self, tensor: Tensor) -> Tensor:
+    def place(self, tensor: Tensor, *, lasts: bool = True) -> Tensor:
         num_bytes = extent_bytes(tensor)
-        if num_bytes < LEAST_LOCKED_BYTES:
+        if num_bytes < LEAST_LOCKED_BYTES or not lasts:
             storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
         else:
             storage = self._host.new(num_bytes)
@@ -312,7 +326,7 @@ class OpenCudaDevice(OpenDevice):
     def explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError) or isinstance(error, DeviceOutOfMemory):
             return error
-        if isinstance(error, torch.OutOfMemoryError) or "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
+        if _is_out_of_memory(error):
             return DeviceOutOfMemory(self.name, 0, self.ledger.free_bytes(), self.ledger.limit_bytes())
         return DeviceLost(self.name, error) if self._is_lost() else error
 
@@ -326,13 +340,12 @@ class OpenCudaDevice(OpenDevice):
 
     def close(self) -> None:
         super().close()
-        with suppress(torch.AcceleratorError):  # it is lost, and the process ends for that
+        with suppress(RuntimeError):  # it is lost, and the process ends for that
             self._generator.restore()
             self._restore()
 
     def _restore(self) -> None:
         """Give back what was taken, and leave torch's settings as they were found."""
-        self._pool = None
         if self._is_expandable:
             self._is_expandable = False
             _EXPANDABLE.leave()
@@ -394,6 +407,14 @@ def _is_dense(tensor: Tensor) -> bool:
     return extent_bytes(tensor) == tensor.nbytes
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the allocator, a library or the loading of a kernel found no room."""
+    if isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == OUT_OF_MEMORY:
+        return True
+    text = str(error)
+    return any(each in text for each in ("STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"))
+
+
 class CudaTimer:
     """Of what is queued on the current stream from here on."""
 
@@ -434,6 +455,10 @@ class CudaGenerator:
         """Where it stands."""
         return bytes(self._generator.get_state().numpy())
 
+    def same_seed(self, before: bytes, after: bytes) -> bool:
+        """Whether it went from one state to the other by drawing alone: a seed of 8 bytes comes before the offset."""
+        return before[:8] == after[:8]
+
     def restore(self) -> None:
         """Leave it as it was found."""
         self._generator.set_state(self._before)
@@ -446,35 +471,55 @@ class _PageLocked(HostMemory):
         """`index`: of a device; locked memory is so for all of them, but the call is made for one."""
         self._index = index
         self._unlocks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}  # by address
+        self._has_told = False
 
     def new(self, num_bytes: int) -> torch.UntypedStorage:
         if num_bytes == 0:
             return super().new(0)
-        # Pages of its own: two locked regions must not share one.
-        storage = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
-        address, locked = storage.data_ptr(), []
-        with torch.cuda.device(self._index):  # or it would make a context on the first device
-            for start in range(0, num_bytes, MOST_LOCKED_BYTES):
-                size = min(MOST_LOCKED_BYTES, num_bytes - start)
-                code = int(_runtime().cudaHostRegister(address + start, size, PORTABLE))
-                if code == 0:
-                    locked.append(address + start)
-                    continue
-                self._clear_error()
-                print(
-                    f"hydra_engine: {format_bytes(size)} ({size} bytes) of DRAM could not be page-locked (CUDA error "
-                    f"{code}); copies of it are slower; raise the limit of locked memory (ulimit -l), or train fewer "
-                    f"tasks at once",
-                    file=sys.stderr,
-                )
-        unlock = self._unlocks[address] = weakref.finalize(storage, _unlock, self._index, locked)
-        unlock.atexit = False
+        # Pages of its own: two locked regions must not share one. Touched here, by several threads; locking would touch
+        # them one by one.
+        flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).zero_()
+        storage, address = flat.untyped_storage(), flat.data_ptr()
+        locked = self._lock(address, num_bytes)
+        if locked:
+            unlock = self._unlocks[address] = weakref.finalize(storage, self._unlock, address, locked)
+            unlock.atexit = False
         return storage
 
+    def _lock(self, address: int, num_bytes: int) -> list[int]:
+        """Lock a region; where its pieces start. All of it or nothing: copies may cross from one piece to the next."""
+        locked: list[int] = []
+        with torch.cuda.device(self._index):  # or it would make a context on the first device
+            for start in range(address, address + num_bytes, MOST_LOCKED_BYTES):
+                size = min(MOST_LOCKED_BYTES, address + num_bytes - start)
+                code = int(_runtime().cudaHostRegister(start, size, PORTABLE))
+                if code == 0:
+                    locked.append(start)
+                    continue
+                self._clear_error()
+                self._unlock(address, locked)
+                if not self._has_told:
+                    self._has_told = True
+                    print(
+                        f"hydra_engine: {format_bytes(num_bytes)} ({num_bytes} bytes) of DRAM could not be page-locked "
+                        f"(CUDA error {code}), and copies of it are slower; raise the limit of locked memory "
+                        f"(ulimit -l), or train fewer tasks at once",
+                        file=sys.stderr,
+                    )
+                return []
+        return locked
+
     def let_go(self, storage: torch.UntypedStorage) -> None:
-        unlock = self._unlocks.pop(storage.data_ptr(), None)
+        unlock = self._unlocks.get(storage.data_ptr())
         if unlock is not None:
             unlock()
+
+    def _unlock(self, address: int, pieces: Sequence[int]) -> None:
+        """Before the pages go: whoever held the storage has waited for every copy."""
+        self._unlocks.pop(address, None)
+        with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
+            for piece in pieces:
+                _runtime().cudaHostUnregister(piece)
 
     def _clear_error(self) -> None:
         """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
@@ -485,13 +530,6 @@ class _PageLocked(HostMemory):
 def _runtime() -> Any:
     """CUDA's own functions, which return a code and raise nothing."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _unlock(index: int, addresses: Sequence[int]) -> None:
-    """Before the pages go: whoever held the storage has waited for every copy."""
-    with suppress(torch.AcceleratorError), torch.cuda.device(index):  # where it is lost, the process ends anyway
-        for address in addresses:
-            _runtime().cudaHostUnregister(address)
 
 
 DeviceSpec: TypeAlias = EmulatedDevice | CudaDevice

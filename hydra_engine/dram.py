@@ -80,7 +80,10 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
     begin = -(-(storage.data_ptr() + start) // page) * page
     end = (storage.data_ptr() + start + num_bytes) // page * page
     if sys.platform == "linux" and end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        advise = ctypes.CDLL(None).madvise
+        # Pages that a mapping could share go only so; others refuse it.
+        if advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_REMOVE) != 0:
+            advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydra_engine.arena import Arena, Slab
 from hydra_engine.ceilings import MEASURED_NOW, STATED, Ceilings, stored
-from hydra_engine.lanes import LOAD, QUEUES, STORE, Lane, Link
+from hydra_engine.lanes import LOAD, STORE, Link, open_lanes
 from hydra_engine.ledger import Ledger
 from hydra_engine.opened import OpenDevice, measured_copy_bytes_per_s
 from hydra_engine.trace import Trace
@@ -110,7 +110,7 @@ class OpenEmulatedDevice(OpenDevice):
             torch_device=torch.device("cpu"),
             ledger=Ledger(name, spec.memory_bytes, arena_bytes),
             arena=Arena(storage, ALIGNMENT_BYTES),
-            lanes={lane: Lane(f"{name}-{lane}", num_threads) for lane in QUEUES},
+            lanes=open_lanes(name, num_threads),
             trace=trace,
         )
         self.meter_every_unit = spec.meter_every_unit

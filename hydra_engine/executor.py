@@ -101,6 +101,7 @@ class Executor:
         """
         structure = self.structure
         self._on_recomputed = on_recomputed
+        self._redirects = draws or self._generator is None
         self._may_compile = not (locked or keep_saved or kind == EVALUATE)
         structure.bind(views, buffers)
         self._accumulated = {}
@@ -134,6 +135,9 @@ class Executor:
                 gradients = {index: self._gradient(index, is_rounded=is_last) for index in shard.owned}
                 if step is not None:
                     stepped, gradients = step(structure.parameters, gradients), {}
+                    for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
+                        if structure.parameters[index].data_ptr() != views[index].data_ptr():
+                            views[index].copy_(structure.parameters[index].data)
             taken = structure.take_buffers(shard.first, self._end(shard))
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
@@ -220,6 +224,7 @@ class Executor:
                 loss = self._loss(value, micro) if micro.target is not None else None
             if kind in (FORWARD, EVALUATE) and loss is None:
                 out = Boundary.of(value, f"the output of layer {self.current}")
+                self._check_place(out)
                 if saved is not None:
                     saved.weigh(out.tensors)
                 if saved is not None and saved.graphs is not None:
@@ -272,6 +277,16 @@ class Executor:
             random=micro.random,
             gradients=[self._apart(a.gradient if a else None) for a in graph.arrivals] if shard.index else None,
         )
+
+    def _check_place(self, value: Boundary) -> None:
+        """What crosses to another shard comes back on the device, wherever it was."""
+        here = self.structure.device
+        strange = next((tensor for tensor in value.tensors if tensor.device.type != here.type), None)
+        if strange is not None:
+            raise ValueError(
+                f"layer {self.current} gave a tensor of shape {tuple(strange.shape)} on {strange.device}, limit: "
+                f"{here}, where its inputs are; make it there, or pass it on as a number"
+            )
 
     def _around(self, value: Boundary) -> Boundary:
         """A value without its graph, that nothing else writes to."""
@@ -390,6 +405,12 @@ class _Drawing:
             self.state = self.state._replace(torch=drawn.state)
         if self._generator is not None:
             after = self._generator.state()
+            assert before is not None
+            if not self._generator.same_seed(before, after):
+                raise RuntimeError(
+                    "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
+                    "those of all devices; in what runs meanwhile (loaders, callbacks), use a torch.Generator of your own"
+                )
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)
 

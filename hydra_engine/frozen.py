@@ -27,6 +27,7 @@ class Block:
     slot: Slot  # of the layout that brought it
     storage: torch.UntypedStorage
     offset: int
+    host: HostMemory  # whose the storage is
     links: dict[torch.dtype, Link] = field(default_factory=dict)
     parameters: list[nn.Parameter] = field(default_factory=list)  # bound to it
     num_users: int = 0
@@ -127,7 +128,7 @@ class FrozenBlocks:
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, offset=offset)
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, offset=offset, host=host)
                 block.links[slot.dtype] = (storage, offset)
                 block.weight.copy_(slot.parameter.data)
                 self._blocks[group] = block
@@ -192,6 +193,9 @@ class FrozenBlocks:
                 if id(block.storage) not in alone:
                     inside = [b for b in self._blocks.values() if b.storage is block.storage]
                     alone[id(block.storage)] = is_alone(block.storage, [p for b in inside for p in b.parameters])
+            for block in over:
+                if not any(each.num_users for each in self._blocks.values() if each.storage is block.storage):
+                    block.host.let_go(block.storage)
             for block in over:
                 own = copy_of(block.weight)
                 for parameter in block.parameters:

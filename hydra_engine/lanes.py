@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -61,8 +63,26 @@ class Lane:
                 return
             self._entered.keep(None)
             while (job := self._jobs.get()) is not None:
-                job()
+                try:
+                    job()
+                except BaseException:  # jobs handle their own; without its thread, whoever waits would for ever
+                    traceback.print_exc()
                 del job  # or the last job of a queue would keep its unit's tensors alive until the next one comes
+
+
+def open_lanes(
+    name: str, num_threads: int, inside: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext()
+) -> dict[str, Lane]:
+    """A device's lanes, by the names of `QUEUES`, each in `inside(its name)`; where one cannot begin, none is left."""
+    lanes: dict[str, Lane] = {}
+    try:
+        for lane in QUEUES:
+            lanes[lane] = Lane(f"{name}-{lane}", num_threads, partial(inside, lane))
+    except BaseException:
+        for begun in lanes.values():
+            begun.close()
+        raise
+    return lanes
 
 
 class Link:

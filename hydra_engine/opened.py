@@ -26,6 +26,9 @@ class DeviceGenerator(Protocol):
     def state(self) -> bytes:
         """Where it stands."""
 
+    def same_seed(self, before: bytes, after: bytes) -> bool:
+        """Whether it went from one state to the other by drawing alone."""
+
 
 class Timing(NamedTuple):
     """Of one unit."""
@@ -131,17 +134,19 @@ class OpenDevice(ABC):
         """Begin to time what the compute lane queues from here on. None: launching is computing."""
         return None
 
-    def place(self, tensor: Tensor) -> Tensor:
-        """DRAM that a device's tensor goes to, laid out as that is."""
+    def place(self, tensor: Tensor, *, lasts: bool = True) -> Tensor:
+        """DRAM that a device's tensor goes to, laid out as that is; `lasts`: it is used again and again."""
         return place_in_dram(tensor)
 
     def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
-        """A region of the arena, whose bytes the ledger has granted."""
-        return self.arena.take(num_bytes, make_room)
+        """A region of the arena, whose bytes the ledger has granted; where it is in pieces, of what units work with."""
+        return self.arena.take(num_bytes, make_room, self.ledger.take if self.ledger.is_split else lambda _: True)
 
     def give_slab_back(self, slab: Slab) -> None:
         """Free a region that nothing queued reads or writes."""
         self.arena.give_back(slab)
+        if self.ledger.is_split and slab.num_bytes and not self.arena.holds(slab):
+            self.ledger.release(slab.num_bytes)
 
     def explained(self, error: BaseException) -> BaseException:
         """What the engine makes of an error that something on the device raised."""

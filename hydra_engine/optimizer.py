@@ -127,6 +127,11 @@ class TaskOptimizer:
                 )
             return self._released
 
+    @property
+    def counts_on_device(self) -> bool:
+        """As torch.optim's fused and capturable optimizers have them; others read them on the host."""
+        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+
     def host_step(self, shard: Shard) -> DeviceStep:
         """What a device needs to step a shard: masters and states as they are in DRAM."""
         slots = [self._by_index[index] for index in shard.owned]

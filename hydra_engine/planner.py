@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.ceilings import STATED, Ceilings
@@ -53,6 +51,10 @@ UNIT_S = 450e-6
 LEAST_GAIN = 1.05
 
 
+# Batches larger than the sample by so much find room on a device whose slabs have an arena.
+WORK_HEADROOM = 1.25
+
+
 class _Machine(NamedTuple):
     """What a task is planned for."""
 
@@ -89,7 +91,6 @@ class PlannedTask:
         self._input_bytes: list[int] = []  # by layer, of a step
         self._num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
-        self._place = torch.device("cpu")  # of the device that it is planned for
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
     def make_plan(
@@ -105,8 +106,8 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         """
         batch = self._sample()
-        self._ceilings, self._place = None, device.torch_device
-        if self._place.type != "cpu":
+        self._ceilings, self.state.place = None, device.torch_device
+        if self.state.place.type != "cpu":
             self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
             inputs = self.reader.sample_inputs
@@ -182,6 +183,11 @@ class PlannedTask:
         """What its largest unit takes beside its slab; where a step is spread, with the sums of other parts."""
         state, is_spread = self.state, len(self.spreads) > 1
         return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.shards)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What its forwards keep for their backwards, as planned."""
+        return sum(kept_bytes(self.state, shard) for shard in self.state.shards)
 
     @property
     def unit_s(self) -> dict[tuple[str, int], float]:
@@ -378,9 +384,9 @@ class PlannedTask:
                     target,
                     task.loss_fn,
                     precision=task.precision,
-                    device=self._place,
+                    device=self.state.place,
                     rates=self._kernel_rates(),
-                    time_layers=self._place.type == "cpu",
+                    time_layers=self.state.place.type == "cpu",
                 )
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
@@ -414,7 +420,7 @@ class PlannedTask:
 
     def _kernel_rates(self) -> Rates:
         """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
-        rates, known = STATED_RATES[self._place.type, self.task.precision], self._ceilings
+        rates, known = STATED_RATES[self.state.place.type, self.task.precision], self._ceilings
         flops = None if known is None else known.matmul_flops.get(self.task.precision)
         return rates if flops is None else replace(rates, flops_per_s=flops)
 
@@ -444,7 +450,7 @@ class PlannedTask:
             accumulation_steps=number,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
-            shares_cores=self._place.type == "cpu",
+            shares_cores=self.state.place.type == "cpu",
             launch_share=_launch_share(state),
             one_device_because=self.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
@@ -491,9 +497,16 @@ def check_boundaries(boundaries: list[int], num_layers: int) -> None:
 
 
 def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
-    """Of a device's memory, what is for slabs alone where they have an arena: all of them, if the work leaves room."""
-    room = memory_bytes - max(each.work_bytes for each in planned)
-    return min(sum(each.slab_bytes for each in planned), room)
+    """Of a device's memory, what is for slabs alone where they have an arena.
+
+    All of them, if there is room beside the largest unit, larger batches than the sample, and what plans keep of
+    forwards; else as many as there is, but two of the largest, one that computes and one that is loaded.
+    """
+    work = max(each.work_bytes for each in planned)
+    kept = sum(each.kept_bytes for each in planned)
+    total, two = sum(each.slab_bytes for each in planned), 2 * max(each.largest_slab_bytes for each in planned)
+    wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
+    return min(wanted, memory_bytes - work)
 
 
 def fits_arena(planned: PlannedTask, beside: Sequence[PlannedTask], memory_bytes: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -20,17 +20,18 @@ def refit(
     state: TaskState,
     reader: Reader,
     batch: Batch,
-    memory_bytes: int,
+    can_hold: Callable[[int, int], bool],
     *,
     misfit: Unit | None = None,
     error: Exception | None = None,
     may_split: bool = True,
 ) -> Batch:
-    """Cut the task so that this batch fits a device of `memory_bytes`; returns the batch, split as it then has to be.
+    """Cut the task so that this batch fits a device; returns the batch, split as it then has to be.
 
-    Shapes are measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`.
-    `may_split`: whether the number of micro-batches may still change for this batch. That of training batches changes
-    for good: for those to come as well. An evaluation batch is split for itself.
+    `can_hold`: whether devices have room for (bytes beside a slab, bytes of the slab) at the same time. Shapes are
+    measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`. `may_split`: whether
+    the number of micro-batches may still change for this batch. That of training batches changes for good: for those to
+    come as well. An evaluation batch is split for itself.
 
     Raises ShardDoesNotFit when one layer is too large for one sample, or the batch cannot be split.
     """
@@ -40,7 +41,8 @@ def refit(
     if misfit is not None:
         batch, costs = _make_room(state, reader, batch, costs, misfit.shard, error, may_split)
     while costs is not None:
-        wide = [s for s in state.shards if _needed_bytes(costs, s.first, s.last, batch) > memory_bytes]
+        needed = {s.index: _needed_bytes(costs, s.first, s.last, batch) - s.slab_bytes for s in state.shards}
+        wide = [s for s in state.shards if not can_hold(needed[s.index], s.slab_bytes)]
         # A lone layer's figure is an upper bound, exact for one training micro-batch in almost all layers. A larger
         # number of micro-batches changes bits, so the device itself has to say, unless it would say so too late.
         wide = [s for s in wide if s.last - s.first > 1 or (state.draws and batch.training)]
@@ -85,7 +87,7 @@ def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
     with apart:
         try:
             if batch.training:
-                return profile_shapes(task.model, inputs, target, task.loss_fn, task.precision)
+                return profile_shapes(task.model, inputs, target, task.loss_fn, task.precision, state.place)
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision, may_run=False)
         except Exception:  # the layer's own mistake shows when the step runs

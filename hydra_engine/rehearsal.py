@@ -104,11 +104,15 @@ class _Stage:
         largest = max(shard.slab_bytes for shard in state.shards)
         opened = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, opened, trace, self._events.put)
-        state.open()
-        originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
-        self._worker.admit(state, lambda: _OriginalsGuard(storages))
-        self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
+        try:
+            state.open()
+            originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
+            storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
+            self._worker.admit(state, lambda: _OriginalsGuard(storages))
+            self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._worker.close()

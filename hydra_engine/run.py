@@ -379,6 +379,9 @@ class EngineRun:
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
 
+    def _can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+        return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self._workers)
+
     def _is_resident(self, device: int, task: str, shard: int) -> bool:
         return self._workers[device].holds(self._tasks[task].state, shard)
 
@@ -469,7 +472,7 @@ class EngineRun:
             state,
             training.planned.reader,
             batch,
-            min(spec.memory_bytes for spec in self._specs),
+            self._can_hold,
             misfit=None if was_part else instruction.unit,
             error=training.to_begin_again,
             may_split=not training.layers_moved_reader,

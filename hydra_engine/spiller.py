@@ -87,7 +87,10 @@ class Spiller:
         return DeviceStep(
             masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
             states={
-                index: {k: self._bring_state(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+                index: {
+                    k: self._bring_state(v, is_read=not stepper.counts_on_device) if isinstance(v, Tensor) else v
+                    for k, v in state.items()
+                }
                 for index, state in host.states.items()
             },
         )
@@ -261,8 +264,12 @@ class Spiller:
         if found is None:
             return self._bring_some(tensors)
         kept, is_held = found
+        if not is_held:
+            return [None if each is None else _alias(each) for each in kept]
         # A layer may work in place on what it gets: what others hold as well is copied for it.
-        return [None if each is None else copy_of(each) if is_held else _alias(each) for each in kept]
+        copies = [None if each is None else copy_of(each) for each in kept]
+        self._device.finish()  # before those others let it go
+        return copies
 
     def _bring_all(self, value: Boundary) -> Boundary:
         return value.around([self._bring(tensor) for tensor in value.tensors])
@@ -270,9 +277,9 @@ class Spiller:
     def _bring_some(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if gradient is None else self._bring(gradient) for gradient in gradients]
 
-    def _bring_state(self, tensor: Tensor) -> Tensor:
-        # A count of steps, a scalar, is what the optimizer reads on the host: on a device it would wait for it.
-        return self._bring(tensor) if tensor.dim() else tensor.clone()
+    def _bring_state(self, tensor: Tensor, *, is_read: bool) -> Tensor:
+        # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
+        return tensor.clone() if is_read and not tensor.dim() else self._bring(tensor)
 
     def _bring(self, tensor: Tensor) -> Tensor:
         place = place_for(tensor, self._device.torch_device)
@@ -280,7 +287,7 @@ class Spiller:
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        place = self._device.place(tensor)
+        place = self._device.place(tensor, lasts=False)
         self._send(place, tensor)
         return place
 

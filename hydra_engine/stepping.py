@@ -22,6 +22,10 @@ class DeviceStepper(Protocol):
 
     commits: bool  # False: a rehearsal, whose weights and states nobody keeps
 
+    @property
+    def counts_on_device(self) -> bool:
+        """Whether scalars of its state, a count of steps, are where the parameters are."""
+
     def host_step(self, shard: Shard) -> DeviceStep:
         """What is in DRAM."""
 

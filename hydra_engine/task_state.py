@@ -68,6 +68,7 @@ class TaskState:
         self.staging = StepStaging()
         self.boundaries: list[int] = []
         self.shards: list[Shard] = []
+        self.place = torch.device("cpu")  # a device of the kind that it is planned for
         self.locked: set[int] = set()  # shards that draw from process-wide generators
         self.drawing: set[int] = set()  # shards with layers that draw random numbers, or may
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
@@ -314,7 +315,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN; a view where no gaps lie between the elements, which may hold anything."""
     is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
-    return (flat(tensor) if is_dense else tensor.detach().reshape(-1)).view(torch.uint8).cpu()
+    return (flat(tensor) if is_dense else tensor.detach()).reshape(-1).view(torch.uint8).cpu()
 
 
 def _no_larger(signature: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

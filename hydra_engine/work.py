@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -108,5 +109,24 @@ class Work:
         return self.beside_bytes + self.known.total(self.num_micro_batches) if self.known else None
 
     def fail(self, error: BaseException, where: str = "") -> None:
+        forget_frames(error)
         if self.error is None:
             self.error, self.where = error, where
+
+    def forget(self) -> None:
+        """It has failed, and its error may refer to it for as long as somebody reads that: nothing on a device does."""
+        self.saved, self.graphs, self.step, self.inputs, self.stores = None, (), None, [], []
+        self.views, self.buffers, self.so_far, self.entered = {}, {}, {}, []
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of what the functions that an error came through had in their hands: a unit's activations.
+
+    Its text stays as it is. Functions that are still at work are left alone.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -62,6 +62,7 @@ class Worker:
         self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
         self.timing = Timing(0.0, 0.0)  # of all units, where launching is not computing
         self._computing: Unit | None = None
+        self._struck: Unit | None = None  # after which the device did not finish any more
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -408,12 +409,15 @@ class Worker:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         try:
             self.device.finish()  # before anything that it works with is given back
+            if timer is not None and work.error is None:
+                self._note(work, timer.timing())
         except BaseException as error:
+            self._struck = self._struck or work.unit
             work.fail(error, "a kernel")
         work.taken.clear()
-        if timer is not None and work.error is None:
-            self._note(work, timer.timing())
         work.so_far = {}  # what became of them is in the output
+        if output is None or not output.buffers:
+            work.buffers = {}
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
         executor.current = ""
@@ -534,13 +538,14 @@ class Worker:
             if not work.left.passed.is_done:
                 work.left.passed.give_up(work.error)
             work.left.stored.give_up(work.error)
+            work.forget()
 
     def _failed(self, work: Work) -> Failed:
         """A unit has failed, or the whole device under it: then what was computed is to blame, whoever noticed."""
         assert work.error is not None
-        error, struck = self.device.explained(work.error), self._computing or work.unit
+        error = self.device.explained(work.error)
         if isinstance(error, DeviceLost):
-            error.task = struck.task
+            error.task = (self._struck or self._computing or work.unit).task
         return Failed(work.unit.task, error, work.where, work.unit)
 
     def _note(self, work: Work, timing: Timing) -> None:

@@ -84,12 +84,16 @@ def profile_shapes(
     target: Any,
     loss_fn: Callable[[Any, Any], torch.Tensor],
     precision: str = "float32",
+    device: torch.device | str | None = None,
 ) -> list[LayerCost]:
     """What `profile` counts on fake tensors, and no more: for use while other threads compute and draw.
 
+    device: whose kernels, as `profile` has it.
+
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
-    profiler = _Profiler(torch.device("cpu"), precision, STATED_RATES["cpu", precision])
+    place = _place(device)
+    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision])
     with torch.enable_grad():
         return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
 
