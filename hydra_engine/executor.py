@@ -409,7 +409,7 @@ class _Drawing:
             if not self._generator.same_seed(before, after):
                 raise RuntimeError(
                     "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
-                    "those of all devices; in what runs meanwhile (loaders, callbacks), use a torch.Generator of your own"
+                    "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
                 )
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)

@@ -29,9 +29,9 @@ def refit(
     """Cut the task so that this batch fits a device; returns the batch, split as it then has to be.
 
     `can_hold`: whether devices have room for (bytes beside a slab, bytes of the slab) at the same time. Shapes are
-    measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`. `may_split`: whether
-    the number of micro-batches may still change for this batch. That of training batches changes for good: for those to
-    come as well. An evaluation batch is split for itself.
+    measured on fake tensors. `misfit`: a unit in which a device ran out of memory, raising `error`. `may_split`:
+    whether the number of micro-batches may still change for this batch. That of training batches changes for good: for
+    those to come as well. An evaluation batch is split for itself.
 
     Raises ShardDoesNotFit when one layer is too large for one sample, or the batch cannot be split.
     """
