@@ -476,6 +476,10 @@ class _PageLocked(HostMemory):
         if unlock is not None:
             unlock()
 
+    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+        if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
+            super().discard(storage, start, num_bytes)
+
     def _clear_error(self) -> None:
         """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
         with suppress(torch.AcceleratorError):

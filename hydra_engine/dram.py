@@ -47,6 +47,10 @@ class HostMemory:
     def let_go(self, storage: torch.UntypedStorage) -> None:
         """No device copies from it or to it any more, so that its pages can be given back one by one."""
 
+    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+        """Give the pages of a part of it back to the system, where they are not held; that loses what they hold."""
+        discard(storage, start, num_bytes)
+
 
 def return_free_memory() -> None:
     """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
