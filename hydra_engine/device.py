@@ -294,9 +294,16 @@ class OpenCudaDevice(OpenDevice):
         event.synchronize()
 
     def _queued(self) -> Callable[[], None]:
+        # Neither may raise, or a lane would end: where the device is lost, the job's own `finish` says so.
         event = _blocking_event()
-        event.record()
-        return event.synchronize
+        with suppress(torch.AcceleratorError):
+            event.record()
+
+        def wait() -> None:
+            with suppress(torch.AcceleratorError):
+                event.synchronize()
+
+        return wait
 
     def timer(self) -> CudaTimer:
         return CudaTimer()
