@@ -408,11 +408,11 @@ class Worker:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         try:
             self.device.finish()  # before anything that it works with is given back
+            if timer is not None and work.error is None:
+                self._note(work, timer.timing())
         except BaseException as error:
             work.fail(error, "a kernel")
         work.taken.clear()
-        if timer is not None and work.error is None:
-            self._note(work, timer.timing())
         work.so_far = {}  # what became of them is in the output
         if executing:
             self._trace.add(self.device.name, COMPUTE, work.label, start_s)
