@@ -62,6 +62,7 @@ class Worker:
         self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
         self.timing = Timing(0.0, 0.0)  # of all units, where launching is not computing
         self._computing: Unit | None = None
+        self._struck: Unit | None = None  # that was computing as the device was lost
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
@@ -412,6 +413,8 @@ class Worker:
                 self._note(work, timer.timing())
         except BaseException as error:
             work.fail(error, "a kernel")
+        if self._struck is None and isinstance(self._explained(work), DeviceLost):
+            self._struck = work.unit
         work.taken.clear()
         work.so_far = {}  # what became of them is in the output
         if executing:
@@ -537,11 +540,16 @@ class Worker:
 
     def _failed(self, work: Work) -> Failed:
         """A unit has failed, or the whole device under it: then what was computed is to blame, whoever noticed."""
-        assert work.error is not None
-        error, struck = self.device.explained(work.error), self._computing or work.unit
+        # Before it is explained: meanwhile the compute lane may find out, and go on to the next unit.
+        struck = self._computing or work.unit
+        error = self._explained(work)
+        assert error is not None
         if isinstance(error, DeviceLost):
-            error.task = struck.task
+            error.task = (self._struck or struck).task
         return Failed(work.unit.task, error, work.where, work.unit)
+
+    def _explained(self, work: Work) -> BaseException | None:
+        return None if work.error is None else self.device.explained(work.error)
 
     def _note(self, work: Work, timing: Timing) -> None:
         """What a unit took of the interpreter and of the device."""
