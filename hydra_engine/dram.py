@@ -75,8 +75,10 @@ class Freed:
             self._num_bytes = 0
 
 
-def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_shared: bool = False) -> None:
     """Give the pages of a part of a storage back to the system, and lose what they hold.
+
+    is_shared: it lies in a mapping that processes may share, which keeps its pages when one of them needs them no more.
 
     https://man7.org/linux/man-pages/man2/madvise.2.html
     """
@@ -84,7 +86,8 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
     begin = -(-(storage.data_ptr() + start) // page) * page
     end = (storage.data_ptr() + start + num_bytes) // page * page
     if sys.platform == "linux" and end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:
