@@ -5,10 +5,10 @@
         ...                              # train on CudaDevice(0) and CudaDevice(1)
     cuda.check_all_left_as_found()
 
-Tensors are the CPU's. What is put off, as on a device, are copies with `non_blocking=True`: until somebody waits for the
-stream that they are queued on, their target holds -1 or NaN. Kernels run at once. A wrong use raises `Misuse`, and is
-kept in `misuses` as well, since a lane may take the error for a task's. What a stand-in cannot tell: whether a kernel
-follows what it needs, whether anything is quick, and all that this file has got wrong about CUDA.
+Tensors are the CPU's. What is put off, as on a device, are copies with `non_blocking=True`: until somebody waits for
+the stream that they are queued on, their target holds -1 or NaN. Kernels run at once. A wrong use raises `Misuse`, and
+is kept in `misuses` as well, since a lane may take the error for a task's. What a stand-in cannot tell: whether a
+kernel follows what it needs, whether anything is quick, and all that this file has got wrong about CUDA.
 """
 
 import ctypes
@@ -97,9 +97,9 @@ class FakeCuda:
         assert not self._holders, "copies that nobody has waited for"
         for card in self.cards:
             assert not card.entered, "a pool is still entered"
-            assert card.allocated_bytes == 0, f"cuda:{card.index}: {card.allocated_bytes} bytes are still allocated"
         if all(card.lost is None for card in self.cards):  # or the process is about to end
             for card in self.cards:
+                assert card.allocated_bytes == 0, f"cuda:{card.index}: {card.allocated_bytes} bytes are still allocated"
                 assert card.fraction == 1.0, f"memory fraction of cuda:{card.index} is left at {card.fraction}"
                 assert card.reserved_bytes == 0, f"cuda:{card.index}: {card.reserved_bytes} bytes are still cached"
             assert not self.registered, f"page-locked for ever: {self.registered}"
