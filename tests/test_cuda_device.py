@@ -348,7 +348,7 @@ class TestHostMemory:
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_of_the_zoo_gives_the_bits_of_plain_pytorch(cuda, name, num_devices):
-    options = {"optimizer": "adamw", "accumulation_steps": 3 if num_devices == 2 else 1}
+    options = {"optimizer": "adamw", "accumulation_steps": 3 if num_devices == 2 else 1, "epochs": 1}
     task, model = exact.task_of(name, partition="each" if num_devices == 2 else "three", **options)
     report = trained(cuda, [task], num_devices=num_devices)
     exact.assert_as_expected(report, name, model, exact.expected(name, **options))
@@ -359,6 +359,7 @@ def test_every_model_of_the_zoo_gives_the_bits_of_plain_pytorch(cuda, name, num_
 @pytest.mark.parametrize("double_buffer", [True, False])
 def test_several_tasks_on_two_devices(cuda, double_buffer):
     settings = {"gpt": {"optimizer": "adam"}, "cnn": {"optimizer": "momentum"}, "dropout": {"accumulation_steps": 3}}
+    settings = {name: {"epochs": 1, **each} for name, each in settings.items()}
     tasks, models = zip(*(exact.task_of(name, **each) for name, each in settings.items()), strict=True)
     report = trained(cuda, tasks, num_devices=2, double_buffer=double_buffer)
     for name, model in zip(settings, models, strict=True):
@@ -388,7 +389,7 @@ def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_kept_graphs(cuda, accumulation_steps):
-    options = {"optimizer": "adam", "accumulation_steps": accumulation_steps}
+    options = {"optimizer": "adam", "accumulation_steps": accumulation_steps, "epochs": 1}
     task, model = exact.task_of("gpt", **options)
     orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB))
     with everything_kept():
@@ -401,9 +402,9 @@ def test_kept_graphs(cuda, accumulation_steps):
 
 @pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=["early", "device"])
 def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
-    task, model = exact.task_of("gpt", optimizer="adam", **options)
+    task, model = exact.task_of("gpt", optimizer="adam", epochs=1, **options)
     report = trained(cuda, [task])
-    exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", optimizer="adam"))
+    exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", optimizer="adam", epochs=1))
 
 
 @pytest.mark.parametrize("optimizer_device", ["host", "device"])
@@ -468,7 +469,7 @@ def drawing_task(cuda, ends, **options):
 
     _, loss_fn, loader = zoo.mlp()
     model = drawing_model(generator)
-    return ModelTask(model, loss_fn, loader, LR, 2, seed=SEED, partitioner=Presharded(ends), **options), model
+    return ModelTask(model, loss_fn, loader, LR, 1, seed=SEED, partitioner=Presharded(ends), **options), model
 
 
 def test_draws_of_a_device_go_on_from_step_to_step_as_in_one_resident_model(cuda):
@@ -477,7 +478,7 @@ def test_draws_of_a_device_go_on_from_step_to_step_as_in_one_resident_model(cuda
     own = torch.Generator().manual_seed(SEED)
     _, loss_fn, loader = zoo.mlp()
     plain = drawing_model(lambda: own)
-    expected = reference.train(plain, loss_fn, loader, seed=SEED, lr=LR, epochs=2)
+    expected = reference.train(plain, loss_fn, loader, seed=SEED, lr=LR)
     assert report.tasks["drawn"].losses == expected.losses
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
 
