@@ -33,7 +33,7 @@ from torch import Tensor
 from hydra_engine.arena import Arena
 from hydra_engine.boundary import extent_bytes
 from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
-from hydra_engine.dram import HostMemory
+from hydra_engine.dram import HostMemory, discard
 from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
@@ -476,8 +476,9 @@ class _PageLocked(HostMemory):
     def new(self, num_bytes: int) -> torch.UntypedStorage:
         if num_bytes == 0:
             return super().new(0)
-        # Pages of its own: two locked regions must not share one. Touched here, by several threads; locking would touch
-        # them one by one.
+        # Pages of its own: two locked regions must not share one. They are shared with processes that are forked off,
+        # a loader's workers: private ones might be copied as they are written to, and devices go on with the old ones.
+        # Touched here, by several threads; locking would touch them one by one.
         flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).zero_()
         storage, address = flat.untyped_storage(), flat.data_ptr()
         locked = self._lock(address, num_bytes)
@@ -520,6 +521,10 @@ class _PageLocked(HostMemory):
         with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
             for piece in pieces:
                 _runtime().cudaHostUnregister(piece)
+
+    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+        if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
+            discard(storage, start, num_bytes, is_shared=True)
 
     def _clear_error(self) -> None:
         """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""

@@ -47,6 +47,10 @@ class HostMemory:
     def let_go(self, storage: torch.UntypedStorage) -> None:
         """No device copies from it or to it any more, so that its pages can be given back one by one."""
 
+    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+        """Give the pages of a part of it back to the system, where they are not held; that loses what they hold."""
+        discard(storage, start, num_bytes)
+
 
 def return_free_memory() -> None:
     """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
@@ -71,8 +75,10 @@ class Freed:
             self._num_bytes = 0
 
 
-def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_shared: bool = False) -> None:
     """Give the pages of a part of a storage back to the system, and lose what they hold.
+
+    is_shared: it lies in a mapping that processes may share, which keeps its pages when one of them needs them no more.
 
     https://man7.org/linux/man-pages/man2/madvise.2.html
     """
@@ -80,10 +86,8 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
     begin = -(-(storage.data_ptr() + start) // page) * page
     end = (storage.data_ptr() + start + num_bytes) // page * page
     if sys.platform == "linux" and end > begin:
-        advise = ctypes.CDLL(None).madvise
-        # Pages that a mapping could share go only so; others refuse it.
-        if advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_REMOVE) != 0:
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:

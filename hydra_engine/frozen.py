@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_engine.boundary import copy_of
-from hydra_engine.dram import Freed, HostMemory, discard, is_alone
+from hydra_engine.dram import Freed, HostMemory, is_alone
 from hydra_engine.shard import ModelLayout, Slot
 
 Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
@@ -26,8 +26,8 @@ class Block:
     serial: int  # never used twice, so that a device can tell blocks apart
     slot: Slot  # of the layout that brought it
     storage: torch.UntypedStorage
+    host: HostMemory  # which the storage is of
     offset: int
-    host: HostMemory  # whose the storage is
     links: dict[torch.dtype, Link] = field(default_factory=dict)
     parameters: list[nn.Parameter] = field(default_factory=list)  # bound to it
     num_users: int = 0
@@ -128,7 +128,7 @@ class FrozenBlocks:
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, offset=offset, host=host)
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=offset)
                 block.links[slot.dtype] = (storage, offset)
                 block.weight.copy_(slot.parameter.data)
                 self._blocks[group] = block
@@ -193,9 +193,8 @@ class FrozenBlocks:
                 if id(block.storage) not in alone:
                     inside = [b for b in self._blocks.values() if b.storage is block.storage]
                     alone[id(block.storage)] = is_alone(block.storage, [p for b in inside for p in b.parameters])
-            for block in over:
-                if not any(each.num_users for each in self._blocks.values() if each.storage is block.storage):
-                    block.host.let_go(block.storage)
+                    if not any(each.num_users for each in inside):
+                        block.host.let_go(block.storage)
             for block in over:
                 own = copy_of(block.weight)
                 for parameter in block.parameters:
@@ -204,7 +203,7 @@ class FrozenBlocks:
                         parameter.data = own.detach()
                         self._moved(parameter)
                 if alone[id(block.storage)]:  # or all weights would be there twice
-                    discard(block.storage, block.offset, block.slot.num_bytes)
+                    block.host.discard(block.storage, block.offset, block.slot.num_bytes)
             self._blocks = {group: block for group, block in self._blocks.items() if block.num_users}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.boundary import Boundary, copy_of, place_in_dram
-from hydra_engine.dram import Freed, HostMemory, discard, is_alone, return_free_memory
+from hydra_engine.dram import Freed, HostMemory, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
@@ -106,7 +106,7 @@ class HostPool:
             slot.parameter.grad = None
             slot.parameter.data = copy_of(slot.parameter.data)
             if alone:  # or all weights would be there twice
-                discard(self._weights, slot.offset, slot.num_bytes)
+                self._host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
         self._give_buffers_back()
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent

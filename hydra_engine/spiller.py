@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,15 +29,17 @@ LEAST_KEPT_BYTES = 2**12
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
-    def __init__(self, device: OpenDevice, residents: Residents) -> None:
+    def __init__(self, device: OpenDevice, residents: Residents, make_room: Callable[[], bool]) -> None:
+        """`make_room`: makes some in the arena, in the load lane; False: there is nothing that could."""
         self._device = device
         self._residents = residents
+        self._make_room = make_room
 
     def load_slab(self, state: TaskState, shard: Shard, trainable: bool) -> Slab:
         """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece."""
         base = 0 if trainable else shard.own_bytes
         num_bytes = shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes
-        slab = self._device.take_slab(num_bytes, self._residents.give_up_slab)
+        slab = self._device.take_slab(num_bytes, self._make_room)
         try:
             try:
                 pairs = []

@@ -78,6 +78,7 @@ class Work:
         # From here on known when it runs.
         self.after: Left | None = None  # by the unit before it, where that is still on its way to DRAM
         self.left = Left()
+        self.at_work: Promise[None] = Promise()  # kept once its slabs are let go
         self.signature: tuple[Any, ...] = ()
         self.known: UnitBytes | None = None
         self.is_metered = False

@@ -56,12 +56,13 @@ class Worker:
         self._trace = trace
         self._report = report
         self._residents = Residents(device.ledger)
-        self._spiller = Spiller(device, self._residents)
+        self._spiller = Spiller(device, self._residents, self._make_room)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[Work, Ticket]] = {}
         self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
         self.timing = Timing(0.0, 0.0)  # of all units, where launching is not computing
         self._computing: Unit | None = None
+        self._at_work: set[Work] = set()  # run, and not through with their slabs
         self._struck: Unit | None = None  # after which the device did not finish any more
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
@@ -179,6 +180,8 @@ class Worker:
     def run(self, unit: Unit) -> None:
         """Compute a claim, as soon as its bytes are granted and its load is through."""
         work, _ = self._claims.pop(unit)
+        with self._changed:
+            self._at_work.add(work)
         before = self._left.get((unit.task, unit.part))
         work.after = before if before is not None and not before.stored.is_done else None
         self._left[unit.task, unit.part] = work.left
@@ -414,6 +417,8 @@ class Worker:
         except BaseException as error:
             self._struck = self._struck or work.unit
             work.fail(error, "a kernel")
+        if self._struck is None and isinstance(self._explained(work), DeviceLost):
+            self._struck = work.unit
         work.taken.clear()
         work.so_far = {}  # what became of them is in the output
         if output is None or not output.buffers:
@@ -491,6 +496,18 @@ class Worker:
             work.held_bytes -= work.graph_bytes
         work.saved = None
 
+    def _make_room(self) -> bool:
+        """Give up a slab, for another one's place in the arena; or wait for a unit to let go of its own.
+
+        In the load lane, so not for a unit that waits for it: one whose slabs are all there.
+        """
+        if self._residents.give_up_slab():
+            return True
+        with self._changed:
+            granted = [work for work in self._at_work if work.slab_granted]
+            loaded = [work for work in granted if all(each.slab.is_done for each in list(work.slabs.values()))]
+        return bool(loaded) and loaded[0].at_work.is_kept()
+
     def _let_go(self, work: Work) -> None:
         """Leave a unit's shard to the next one that needs it, or give its slabs back."""
         work.views = {}
@@ -499,6 +516,10 @@ class Worker:
             # After an error the load may still be under way: into a region that is then nobody else's yet.
             is_whole = loading.settle()
             self._residents.unpin(region.key, is_whole=is_whole and work.error is None)
+        with self._changed:
+            self._at_work.discard(work)
+        if not work.at_work.is_done:
+            work.at_work.keep(None)
 
     def _store(self, work: Work, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
@@ -542,11 +563,16 @@ class Worker:
 
     def _failed(self, work: Work) -> Failed:
         """A unit has failed, or the whole device under it: then what was computed is to blame, whoever noticed."""
-        assert work.error is not None
-        error = self.device.explained(work.error)
+        # Before it is explained: meanwhile the compute lane may find out, and go on to the next unit.
+        struck = self._computing or work.unit
+        error = self._explained(work)
+        assert error is not None
         if isinstance(error, DeviceLost):
-            error.task = (self._struck or self._computing or work.unit).task
+            error.task = (self._struck or struck).task
         return Failed(work.unit.task, error, work.where, work.unit)
+
+    def _explained(self, work: Work) -> BaseException | None:
+        return None if work.error is None else self.device.explained(work.error)
 
     def _note(self, work: Work, timing: Timing) -> None:
         """What a unit took of the interpreter and of the device."""

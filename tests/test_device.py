@@ -12,7 +12,7 @@ from hydra_engine.arena import Arena
 from hydra_engine.device import COMPUTE, LANES, LOAD, STORE, EmulatedDevice
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.lanes import Lane
-from hydra_engine.ledger import Ledger, Ticket
+from hydra_engine.ledger import SLABS, WORK, Ledger, Ticket
 from hydra_engine.trace import Trace
 
 # Far above anything these tests wait for: a thread that should have come is then a failure, not a hang.
@@ -430,9 +430,11 @@ class DeviceContract:
     """What every device holds to. A subclass says how to make one; `make(memory, **options)` returns its description.
 
     Written for any device: tensors are made on `opened.torch_device`, and read back after the copies are through.
+    Where slabs have an arena of their own, `ARENA_BYTES` of the memory are for them.
     """
 
     MEMORY = 4096
+    ARENA_BYTES = None
 
     def make(self, memory, **options):
         raise NotImplementedError
@@ -443,9 +445,12 @@ class DeviceContract:
 
     @pytest.fixture
     def opened(self, trace):
-        device = self.make(self.MEMORY).open(0, trace, 1)
+        device = self.open(0, trace)
         yield device
         device.close()
+
+    def open(self, index, trace):
+        return self.make(self.MEMORY).open(index, trace, 1, self.ARENA_BYTES)
 
     def finish(self, opened, lane, job):
         """Run a job in a lane and wait for it; its result."""
@@ -467,7 +472,7 @@ class DeviceContract:
         assert opened.ledger.used_bytes == opened.ledger.peak_bytes == 0
 
     def test_two_devices_have_two_names(self, trace):
-        first, second = self.make(self.MEMORY).open(0, trace, 1), self.make(self.MEMORY).open(1, trace, 1)
+        first, second = self.open(0, trace), self.open(1, trace)
         first.close()
         second.close()
         assert first.name != second.name
@@ -488,7 +493,7 @@ class DeviceContract:
 
     def test_close_finishes_what_is_queued_and_leaves_no_thread(self, trace):
         before = set(threading.enumerate())
-        device, done = self.make(self.MEMORY).open(0, trace, 1), []
+        device, done = self.open(0, trace), []
         for lane in LANES:
             for _ in range(5):
                 device.submit(lane, "job", lambda lane=lane: done.append(lane))
@@ -519,19 +524,23 @@ class DeviceContract:
         span = trace.spans()[0]
         assert (span.device, span.lane, span.label) == (opened.name, LOAD, "job")
 
-    def test_slab_of_the_whole_memory_can_be_had(self, opened):
-        slab = opened.take_slab(self.MEMORY)
-        assert slab.bytes(0, self.MEMORY).numel() == self.MEMORY
+    def test_slab_of_all_that_slabs_may_have_can_be_had(self, opened):
+        most = opened.ledger.limit_bytes(SLABS)
+        assert most == (self.MEMORY if self.ARENA_BYTES is None else self.ARENA_BYTES)
+        slab = opened.take_slab(most)
+        assert slab.bytes(0, most).numel() == most
         opened.give_slab_back(slab)
-        assert opened.take_slab(self.MEMORY).num_bytes == self.MEMORY
+        assert opened.take_slab(most).num_bytes == most
 
     def test_more_than_the_memory_is_out_of_memory(self, opened):
         with pytest.raises(DeviceOutOfMemory):
-            opened.take_slab(self.MEMORY + 1)
-        refused = ask(opened.ledger, self.MEMORY + 1)
+            opened.take_slab(opened.ledger.limit_bytes(SLABS) + 1)
+        most = opened.ledger.limit_bytes(WORK)
+        assert most == self.MEMORY - (self.ARENA_BYTES or 0)
+        refused = ask(opened.ledger, most + 1)
         [error] = refused.refusals
         assert opened.name in str(error)
-        assert (error.needed_bytes, error.free_bytes) == (self.MEMORY + 1, self.MEMORY)
+        assert (error.needed_bytes, error.free_bytes) == (most + 1, most)
 
 
 class TestEmulatedDevice(DeviceContract):
@@ -582,3 +591,12 @@ class TestEmulatedDeviceInChaos(DeviceContract):
 
     def make(self, memory, **options):
         return EmulatedDevice(memory, chaos=7, **options)
+
+
+class TestEmulatedDeviceWithArena(DeviceContract):
+    """Slabs and work have their shares, as on a GPU."""
+
+    ARENA_BYTES = 1024
+
+    def make(self, memory, **options):
+        return EmulatedDevice(memory, has_arena=True, **options)

@@ -161,7 +161,8 @@ def test_discarded_pages_are_given_back_whatever_they_are_mapped_as(flags):
     num_bytes = 8 * mmap.PAGESIZE
     memory = mmap.mmap(-1, num_bytes, flags=flags | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(memory, dtype=torch.uint8).fill_(7)
-    discard(flat.untyped_storage(), mmap.PAGESIZE, 2 * mmap.PAGESIZE)
+    is_shared = flags == mmap.MAP_SHARED
+    discard(flat.untyped_storage(), mmap.PAGESIZE, 2 * mmap.PAGESIZE, is_shared=is_shared)
     assert not flat[mmap.PAGESIZE : 3 * mmap.PAGESIZE].any()  # pages anew
     assert (flat[: mmap.PAGESIZE] == 7).all()
     assert (flat[3 * mmap.PAGESIZE :] == 7).all()

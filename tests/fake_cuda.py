@@ -1,0 +1,629 @@
+"""A stand-in for CUDA that runs on the CPU and judges how it is used: hydra_engine/device.py works on it as it is.
+
+    cuda = FakeCuda(num_devices=2)
+    with cuda.installed():
+        ...                              # train on CudaDevice(0) and CudaDevice(1)
+    cuda.check_all_left_as_found()
+
+Tensors are the CPU's. What is put off, as on a device, are copies with `non_blocking=True`: until somebody waits for
+the stream that they are queued on, their target holds -1 or NaN. Kernels run at once. A wrong use raises `Misuse`, and
+is kept in `misuses` as well, since a lane may take the error for a task's. What a stand-in cannot tell: whether a
+kernel follows what it needs, whether anything is quick, and all that this file has got wrong about CUDA.
+"""
+
+import ctypes
+import gc
+import mmap
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hydra_engine import device, dram
+
+MIB = 2**20
+NUM_STREAMS = 32  # of a device and a priority; torch then begins again with the first
+ASSERT_CODE, INVALID_CODE, NO_MEMORY_CODE, REGISTERED_CODE, NOT_REGISTERED_CODE = 710, 1, 2, 712, 713
+COPY = torch.Tensor.copy_
+DEFAULT_SETTINGS = {"expandable_segments": "False"}
+
+
+class Misuse(AssertionError):
+    """Something that CUDA or torch forbids, or that would go wrong at times."""
+
+
+class FakeCuda:
+    """The CUDA of one process.
+
+    Args:
+        num_devices: equal cards.
+        total_bytes: of each card's memory. context_bytes: of these, that this process's context takes once there is
+            one. other_bytes: that other processes have.
+        settings: of torch's allocator, as they are found.
+    """
+
+    def __init__(self, num_devices=1, total_bytes=256 * MIB, context_bytes=4 * MIB, other_bytes=0, settings=""):
+        self.cards = [_Card(self, index, total_bytes, context_bytes, other_bytes) for index in range(num_devices)]
+        self.context_bytes = context_bytes
+        self.misuses = []
+        self.settings = self.settings_before = settings
+        self.registered = {}  # address: (bytes, device)
+        self.num_registered_bytes = 0  # ever
+        self.refused_registers = 0  # so many calls from now on fail for want of memory
+        self.num_checks = 0  # checked calls so far
+        self.strike_at = None  # the device is struck at this one
+        self.fail_at = None  # this one fails, and nothing else
+        self.num_copies = Counter()  # by kind
+        self.here = _Thread()
+        self._holders = Counter()  # by address of a storage: queued copies that refer to it
+        self._lock = threading.RLock()
+        self.is_initialised = False
+        self.generators = [torch.Generator().manual_seed(100 + index) for index in range(num_devices)]
+        self._states_before = [generator.get_state() for generator in self.generators]
+        self.torch = _Torch(self)
+
+    # -- for tests
+
+    @contextmanager
+    def installed(self, **constants):
+        """Let hydra_engine/device.py work on it; `constants` of that module are replaced, some are made smaller."""
+        small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
+        small |= {"LEAST_LOCKED_BYTES": 2**12, "MOST_LOCKED_BYTES": 2**14}
+        patch = pytest.MonkeyPatch()
+        device._streams.cache_clear()
+        for name, value in (small | constants).items():
+            patch.setattr(device, name, value)
+        patch.setattr(device, "torch", self.torch)
+        patch.setattr(device, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
+        patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
+        patch.setattr(dram, "discard", self._discard(dram.discard))
+        patch.setattr(device, "discard", dram.discard)
+        try:
+            yield self
+        finally:
+            patch.undo()
+            device._streams.cache_clear()
+
+    def check_all_left_as_found(self):
+        """What holds once everything that used it is closed."""
+        if self._holders or self.registered or any(card.allocated_bytes for card in self.cards):
+            gc.collect()
+        assert not self.misuses, self.misuses
+        assert not self._holders, "copies that nobody has waited for"
+        if all(card.lost is None for card in self.cards):  # or the process is about to end
+            for card in self.cards:
+                assert card.allocated_bytes == 0, f"cuda:{card.index}: {card.allocated_bytes} bytes are still allocated"
+                assert card.fraction == 1.0, f"memory fraction of cuda:{card.index} is left at {card.fraction}"
+                assert card.reserved_bytes == 0, f"cuda:{card.index}: {card.reserved_bytes} bytes are still cached"
+            assert not self.registered, f"page-locked for ever: {self.registered}"
+            assert _parsed(self.settings) == _parsed(self.settings_before), "settings of the allocator"
+            for index, (generator, before) in enumerate(zip(self.generators, self._states_before, strict=True)):
+                assert torch.equal(generator.get_state(), before), f"generator of cuda:{index}"
+
+    def strike(self):
+        """A kernel on the current device fails for good, as by an index out of range; noticed at the next call."""
+        card = self.cards[self.here.device]
+        if card.lost is None:
+            card.lost = "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"
+            for stream in (card.default_stream, *card.streams):
+                stream.abandon()
+
+    def generator_here(self):
+        """What a kernel of the current device draws from."""
+        return self.generators[self.here.device]
+
+    # -- judging
+
+    def misuse(self, text):
+        error = Misuse(f"{text} (thread {threading.current_thread().name})")
+        self.misuses.append(str(error))
+        raise error
+
+    def check(self, index=None):
+        """What every checked call begins with: errors of the device, or left by this thread, come up."""
+        here = self.here
+        self.is_initialised = True
+        index = here.device if index is None else index
+        if index not in range(len(self.cards)):
+            raise _error("CUDA error: invalid device ordinal", 101)
+        self.cards[index].has_context = True
+        self.num_checks += 1
+        if self.num_checks == self.strike_at:
+            self.strike()
+        if self.num_checks == self.fail_at:
+            raise _error("CUDA error: the call that was to fail", INVALID_CODE)
+        if self.cards[index].lost is not None:
+            raise _error(self.cards[index].lost, ASSERT_CODE)
+        if here.pending is not None:
+            pending, here.pending = here.pending, None
+            raise _error(f"CUDA error: left by an earlier call, code {pending}", pending)
+
+    def index_of(self, which):
+        """Of a device, however it is named; None: the current one."""
+        if which is None:
+            return self.here.device
+        if isinstance(which, torch.device):
+            return self.here.device if which.index is None else which.index
+        return which
+
+    def stream_here(self):
+        index = self.here.device
+        return self.here.streams.get(index, self.cards[index].default_stream)
+
+    # -- copies
+
+    def _copy_(self, target, source, non_blocking=None):
+        if non_blocking is None:
+            return COPY(target, source)
+        self.check()
+        stream = self.stream_here()
+        for tensor in (target, source):
+            owner = self._owner(tensor)
+            if owner not in (None, self.here.device):
+                self.misuse(f"a copy with memory of cuda:{owner} while cuda:{self.here.device} is current")
+        if not non_blocking:
+            self.num_copies["waited for"] += 1
+            stream.drain()
+            return COPY(target, source)
+        dense = all(tensor.nbytes == _extent_bytes(tensor) for tensor in (target, source))
+        if (target.dtype, target.shape, target.stride()) != (source.dtype, source.shape, source.stride()) or not dense:
+            self.misuse(f"not a plain copy, and nobody waits: {_kind(source)} to {_kind(target)}")
+        self.num_copies["put off"] += 1
+        if target.numel():
+            target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype == torch.uint8 else -1)
+            stream.put(self._late(_alias(target), _alias(source)))
+        return target
+
+    def _late(self, target, source):
+        """A copy that is put off; not `done` where its device was lost."""
+        with self._lock:
+            for tensor in (target, source):
+                self._holders[tensor.untyped_storage().data_ptr()] += 1
+
+        def copy(done=True):
+            with self._lock:
+                for what, tensor in (("target", target), ("source", source)):
+                    if done and _num_others(tensor, self._holders[tensor.untyped_storage().data_ptr()]) <= 0:
+                        self.misuse(f"the {what} of a copy was freed before anybody waited for the copy")
+                for tensor in (target, source):
+                    address = tensor.untyped_storage().data_ptr()
+                    self._holders[address] -= 1
+                    if not self._holders[address]:
+                        del self._holders[address]
+            if done:
+                COPY(target, source)
+
+        return copy
+
+    def _owner(self, tensor):
+        """The device whose memory a tensor lies in, where that is known."""
+        address = tensor.untyped_storage().data_ptr()
+        return next((card.index for card in self.cards if address in card.blocks), None)
+
+    # -- memory
+
+    def _allocated(self, num_bytes, which):
+        index = self.index_of(which)
+        self.check(index)
+        card = self.cards[index]
+        with self._lock:
+            reserved = max(card.reserved_bytes, card.allocated_bytes + num_bytes)
+            if reserved > card.fraction * card.total_bytes or reserved > card.most_bytes:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
+            storage = torch.UntypedStorage(num_bytes)
+            if num_bytes:
+                card.num_device_allocs += reserved > card.reserved_bytes
+                card.allocated_bytes += num_bytes
+                card.reserved_bytes = reserved
+                card.most_reserved_bytes = max(card.most_reserved_bytes, reserved)
+                card.blocks.add(storage.data_ptr())
+                weakref.finalize(storage, card.freed, storage.data_ptr(), num_bytes).atexit = False
+        return storage
+
+    def register(self, address, num_bytes, flags):
+        """cudaHostRegister: gives a code, and leaves an error to the next call where that is not 0."""
+        if self.cards[self.here.device].lost is not None:
+            return ASSERT_CODE
+        if address % mmap.PAGESIZE:
+            self.misuse(f"cudaHostRegister: {address:#x} is not the start of a page")
+        if flags != 1:
+            self.misuse(f"cudaHostRegister: flags {flags}; 1 makes it locked for every device")
+        if not self.cards[self.here.device].has_context:
+            self.misuse(f"cudaHostRegister makes a context on cuda:{self.here.device}, which nobody uses")
+        with self._lock:
+            if self.refused_registers:
+                self.refused_registers -= 1
+                self.here.pending = NO_MEMORY_CODE
+                return NO_MEMORY_CODE
+            if num_bytes <= 0:
+                self.here.pending = INVALID_CODE
+                return INVALID_CODE
+            if self._locked_in(address, num_bytes):
+                self.here.pending = REGISTERED_CODE
+                self.misuse(f"cudaHostRegister: a page of {num_bytes} bytes from {address:#x} on is registered already")
+            self.registered[address] = (num_bytes, self.here.device)
+            self.num_registered_bytes += num_bytes
+        return 0
+
+    def unregister(self, address):
+        """cudaHostUnregister."""
+        if self.cards[self.here.device].lost is not None:
+            return ASSERT_CODE
+        with self._lock:
+            if address not in self.registered:
+                self.here.pending = NOT_REGISTERED_CODE
+                self.misuse(f"cudaHostUnregister: {address:#x} is not registered")
+            num_bytes, index = self.registered.pop(address)
+        if index != self.here.device:
+            self.misuse(f"cudaHostUnregister: registered for cuda:{index}, and cuda:{self.here.device} is current")
+        if any(address <= each < address + num_bytes for each in list(self._holders)):
+            self.misuse("cudaHostUnregister: a copy of it is on its way")
+        return 0
+
+    def _locked_in(self, address, num_bytes):
+        """Whether a page of a region is registered."""
+        first, end = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
+        return any(
+            start // mmap.PAGESIZE < end and first < -(-(start + size) // mmap.PAGESIZE)
+            for start, (size, _) in self.registered.items()
+        )
+
+    def _map(self, fileno, num_bytes):
+        mapping = _Mapping(fileno, num_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        weakref.finalize(mapping, self._unmapped, address, num_bytes).atexit = False
+        return mapping
+
+    def _unmapped(self, address, num_bytes):
+        if self._locked_in(address, num_bytes) and all(card.lost is None for card in self.cards):
+            self.misuses.append(f"{num_bytes} bytes at {address:#x} were unmapped while they were page-locked")
+
+    def _discard(self, original):
+        def discard(storage, start, num_bytes, **options):
+            if self._locked_in(storage.data_ptr() + start, num_bytes) and all(c.lost is None for c in self.cards):
+                self.misuse("pages are given back while they are page-locked")
+            original(storage, start, num_bytes, **options)
+
+        return discard
+
+
+class _Thread(threading.local):
+    """What CUDA and torch keep for each thread apart."""
+
+    def __init__(self):
+        self.device = 0
+        self.streams = {}  # by device; else its default stream
+        self.pending = None  # the code of a call that failed unseen
+
+
+class _Card:
+    """One device."""
+
+    def __init__(self, cuda, index, total_bytes, context_bytes, other_bytes):
+        self.cuda, self.index, self.total_bytes = cuda, index, total_bytes
+        self.context_bytes, self.other_bytes = context_bytes, other_bytes
+        self.has_context = False
+        self.lost = None
+        self.fraction = 1.0
+        self.allocated_bytes = self.reserved_bytes = self.most_reserved_bytes = self.num_device_allocs = 0
+        self.blocks = set()  # addresses
+        self.streams = []
+        self.default_stream = _Stream(self)
+
+    @property
+    def most_bytes(self):
+        """That the allocator could take."""
+        return self.total_bytes - self.context_bytes - self.other_bytes
+
+    def freed(self, address, num_bytes):
+        self.blocks.discard(address)
+        self.allocated_bytes -= num_bytes
+
+    def new_stream(self):
+        if len(self.streams) == NUM_STREAMS:
+            self.cuda.misuse(f"more than {NUM_STREAMS} streams: from here on two of them are the same")
+        self.streams.append(_Stream(self))
+        return self.streams[-1]
+
+
+class _Stream:
+    """Copies in order, which happen as somebody waits for them."""
+
+    def __init__(self, card):
+        self.card = card
+        self.device = torch.device("cpu", card.index)
+        self._jobs, self.num_put, self._num_done = deque(), 0, 0
+        self._lock = threading.RLock()
+
+    def put(self, job):
+        with self._lock:
+            self._jobs.append(job)
+            self.num_put += 1
+        if self.card.lost is not None:
+            self.abandon()
+
+    def abandon(self):
+        """The device is lost: nothing that was put off will be done."""
+        with self._lock:
+            while self._jobs:
+                self._num_done += 1
+                self._jobs.popleft()(done=False)
+
+    def drain(self, end=None):
+        """Do what was put before so many."""
+        with self._lock:
+            while self._num_done < (self.num_put if end is None else end):
+                self._num_done += 1
+                self._jobs.popleft()()
+
+
+class _Event:
+    """A place in a stream."""
+
+    def __init__(self, cuda, enable_timing=False, blocking=False):
+        self._cuda, self._enable_timing, self._blocking = cuda, enable_timing, blocking
+        self._card = self._stream = None
+        self._end = 0
+        self._time_s = None
+        self._num_waiting = 0
+
+    def record(self, stream=None):
+        cuda = self._cuda
+        stream = cuda.stream_here() if stream is None else stream
+        cuda.check(stream.card.index)
+        if self._card not in (None, stream.card):
+            cuda.misuse(f"an event of cuda:{self._card.index} is recorded on cuda:{stream.card.index}")
+        if stream.card.index != cuda.here.device:
+            cuda.misuse(f"an event is recorded on cuda:{stream.card.index} while cuda:{cuda.here.device} is current")
+        if self._num_waiting:
+            cuda.misuse("an event is recorded again that somebody waits for")
+        self._card, self._stream, self._end, self._time_s = stream.card, stream, stream.num_put, time.perf_counter()
+
+    def synchronize(self):
+        cuda = self._cuda
+        if self._stream is None:
+            return  # as CUDA does; who relies on it is wrong
+        cuda.check(self._card.index)
+        if not self._blocking:
+            cuda.misuse("a thread waits for an event in a loop; blocking=True lets it sleep")
+        self._num_waiting += 1
+        try:
+            self._stream.drain(self._end)
+        finally:
+            self._num_waiting -= 1
+        cuda.check(self._card.index)
+
+    def query(self):
+        return self._stream is None or self._stream._num_done >= self._end
+
+    def elapsed_time(self, end):
+        if not (self._enable_timing and end._enable_timing) or None in (self._time_s, end._time_s):
+            raise ValueError("Both events must be created with argument 'enable_timing=True', and recorded")
+        if not (self.query() and end.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self._card is not end._card:
+            self._cuda.misuse("time between events of two devices")
+        self._cuda.check(self._card.index)
+        return (end._time_s - self._time_s) * 1e3
+
+
+class _Mapping(mmap.mmap):
+    """Which can be referred to weakly."""
+
+
+class _CudaModule:
+    """torch.cuda; what is not here is not stood in for."""
+
+    def __init__(self, cuda):
+        self._cuda = cuda
+
+    def is_available(self):
+        return True
+
+    def device_count(self):
+        return len(self._cuda.cards)
+
+    def init(self):
+        self._cuda.check()
+
+    @property
+    def default_generators(self):
+        return tuple(self._cuda.generators) if self._cuda.is_initialised else ()
+
+    def get_device_properties(self, which):
+        card = self._cuda.cards[self._cuda.index_of(which)]
+        return SimpleNamespace(name="Fake", total_memory=card.total_bytes)
+
+    def current_device(self):
+        return self._cuda.here.device
+
+    def current_stream(self):
+        return self._cuda.stream_here()
+
+    @contextmanager
+    def device(self, which):
+        here, index = self._cuda.here, self._cuda.index_of(which)
+        before, thread = here.device, threading.current_thread()
+        if index not in range(len(self._cuda.cards)):
+            raise _error("CUDA error: invalid device ordinal", 101)
+        here.device, self._cuda.cards[index].has_context = index, True
+        try:
+            yield
+        finally:
+            if threading.current_thread() is not thread:
+                self._cuda.misuse("a thread leaves what another one has entered")
+            here.device = before
+
+    @contextmanager
+    def stream(self, stream):
+        here = self._cuda.here
+        device_before, before = here.device, here.streams.get(stream.card.index)
+        here.device = stream.card.index
+        here.streams[here.device] = stream
+        try:
+            yield
+        finally:
+            here.streams[stream.card.index] = stream.card.default_stream if before is None else before
+            here.device = device_before
+
+    def Stream(self, which=None):
+        index = self._cuda.index_of(which)
+        self._cuda.check(index)
+        return self._cuda.cards[index].new_stream()
+
+    def Event(self, enable_timing=False, blocking=False):
+        return _Event(self._cuda, enable_timing, blocking)
+
+    def synchronize(self, which=None):
+        index = self._cuda.index_of(which)
+        self._cuda.check(index)
+        for stream in (self._cuda.cards[index].default_stream, *self._cuda.cards[index].streams):
+            stream.drain()
+
+    def empty_cache(self):
+        for card in self._cuda.cards:
+            if card.has_context:
+                self._cuda.check(card.index)
+                card.reserved_bytes = card.allocated_bytes
+
+    def mem_get_info(self, which=None):
+        card = self._cuda.cards[self._cuda.index_of(which)]
+        self._cuda.check(card.index)
+        return card.total_bytes - card.context_bytes - card.other_bytes - card.reserved_bytes, card.total_bytes
+
+    def memory_allocated(self, which=None):
+        return self._cuda.cards[self._cuda.index_of(which)].allocated_bytes
+
+    def memory_reserved(self, which=None):
+        return self._cuda.cards[self._cuda.index_of(which)].reserved_bytes
+
+    def max_memory_reserved(self, which=None):
+        return self._cuda.cards[self._cuda.index_of(which)].most_reserved_bytes
+
+    def reset_peak_memory_stats(self, which=None):
+        card = self._cuda.cards[self._cuda.index_of(which)]
+        card.most_reserved_bytes = card.reserved_bytes
+
+    def memory_stats(self, which=None):
+        card = self._cuda.cards[self._cuda.index_of(which)]
+        return {"num_device_alloc": card.num_device_allocs, "num_alloc_retries": 0, "num_ooms": 0}
+
+    def get_per_process_memory_fraction(self, which=None):
+        return self._cuda.cards[self._cuda.index_of(which)].fraction
+
+    def set_per_process_memory_fraction(self, fraction, which=None):
+        if not isinstance(fraction, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        self._cuda.cards[self._cuda.index_of(which)].fraction = fraction
+
+    def manual_seed_all(self, seed):
+        for generator in self._cuda.generators:
+            generator.manual_seed(seed)
+
+    def cudart(self):
+        self._cuda.check()
+        return SimpleNamespace(cudaHostRegister=self._cuda.register, cudaHostUnregister=self._cuda.unregister)
+
+
+class _C:
+    """torch._C, as a build with CUDA has it."""
+
+    def __init__(self, cuda):
+        self._cuda = cuda
+
+    def __getattr__(self, name):
+        return getattr(torch._C, name)
+
+    def _cuda_clearCublasWorkspaces(self):
+        pass
+
+    def _accelerator_getAllocatorSettings(self):
+        return self._cuda.settings
+
+    def _accelerator_setAllocatorSettings(self, settings):
+        _parsed(settings)
+        self._cuda.settings = settings
+
+
+class _Torch:
+    """torch, whose CUDA devices are the stand-in's: "cpu:1" there is cuda:1."""
+
+    def __init__(self, cuda):
+        self._cuda = cuda
+        self.cuda = _CudaModule(cuda)
+        self._C = _C(cuda)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def device(self, kind, index=None):
+        kind, _, number = kind.partition(":")
+        return torch.device("cpu" if kind == "cuda" else kind, int(number) if number else index)
+
+    def UntypedStorage(self, num_bytes, device=None):
+        return torch.UntypedStorage(num_bytes) if device is None else self._cuda._allocated(num_bytes, device)
+
+    def empty(self, *args, pin_memory=False, **kwargs):
+        if pin_memory:
+            self._cuda.check()
+        return torch.empty(*args, **kwargs)
+
+    def ones(self, *args, device=None, **kwargs):
+        with nullcontext() if device is None else self.cuda.device(device):
+            self._cuda.check()
+            return torch.ones(*args, **kwargs)
+
+    def mm(self, *args):
+        self._cuda.check()
+        return torch.mm(*args)
+
+
+def _error(text, code):
+    error = torch.AcceleratorError(text)
+    error.error_code = code
+    return error
+
+
+def _parsed(settings):
+    """Settings of the allocator; raises ValueError for text that is none."""
+    pairs = (pair.split(":") for pair in settings.split(",") if pair)
+    return DEFAULT_SETTINGS | {name.strip(): value.strip() for name, value in pairs}
+
+
+def _extent_bytes(tensor):
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()
+
+
+def _kind(tensor):
+    return f"{tensor.dtype} {tuple(tensor.shape)} in strides {tensor.stride()}"
+
+
+def _alias(tensor):
+    """The same memory, without its version counter."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _num_holders(tensor):
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+# Of a tensor that nobody else knows.
+ALONE = _num_holders(torch.empty(1))
+
+
+def _num_others(tensor, num_aliases):
+    """How many hold a tensor's memory beside so many aliases."""
+    return _num_holders(tensor) - ALONE - (num_aliases - 1)
