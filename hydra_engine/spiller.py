@@ -29,17 +29,18 @@ LEAST_KEPT_BYTES = 2**12
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
-    def __init__(self, device: OpenDevice, residents: Residents, make_room: Callable[[], bool]) -> None:
-        """`make_room`: makes some in the arena, in the load lane; False: there is nothing that could."""
+    def __init__(self, device: OpenDevice, residents: Residents) -> None:
         self._device = device
         self._residents = residents
-        self._make_room = make_room
 
-    def load_slab(self, state: TaskState, shard: Shard, trainable: bool) -> Slab:
-        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece."""
+    def load_slab(self, state: TaskState, shard: Shard, trainable: bool, make_room: Callable[[], bool]) -> Slab:
+        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece.
+
+        make_room: makes some in the arena; False: there is nothing that could.
+        """
         base = 0 if trainable else shard.own_bytes
         num_bytes = shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes
-        slab = self._device.take_slab(num_bytes, self._make_room)
+        slab = self._device.take_slab(num_bytes, make_room)
         try:
             try:
                 pairs = []

@@ -56,7 +56,7 @@ class Worker:
         self._trace = trace
         self._report = report
         self._residents = Residents(device.ledger)
-        self._spiller = Spiller(device, self._residents, self._make_room)
+        self._spiller = Spiller(device, self._residents)
         self._executors: dict[str, Executor] = {}
         self._claims: dict[Unit, tuple[Work, Ticket]] = {}
         self._left: dict[tuple[str, int], Left] = {}  # by (task, part), of the last unit that was run here
@@ -143,7 +143,9 @@ class Worker:
         if found is not None:
             return found
         is_late = self.device.copies_at_once(sum(each.num_bytes for each in work.regions))
-        loading = Loading(partial(self._spiller.load_slab, state, shard, region.trainable), late=is_late)
+        loading = Loading(
+            partial(self._spiller.load_slab, state, shard, region.trainable, self._make_room), late=is_late
+        )
 
         def dispose() -> None:
             if loading.is_whole:
