@@ -1,6 +1,7 @@
 """The resident set of a process that trains one task is what the plan says."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,10 @@ import pytest
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
 def test_a_fresh_process_grows_by_what_the_plan_says():
     run = [sys.executable, "-m", "tests.resident_set", "half"]
-    figures = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    # What the C library keeps of freed blocks depends on when threads come by, and was up to 6 % on a busy machine: none.
+    # https://man7.org/linux/man-pages/man3/mallopt.3.html
+    own = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "131072"}
+    figures = json.loads(subprocess.run(run, check=True, capture_output=True, text=True, env=own).stdout)
     assert figures["plan"] >= 2**29
     # A GiB comes within 5 % (`python -m tests.resident_set adamw`); here the device's own 20 MiB are 4 % more.
     assert figures["growth"] == pytest.approx(figures["plan"], rel=0.1)
