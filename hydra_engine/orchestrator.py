@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from hydra_engine import dram
 from hydra_engine.device import DeviceSpec, active_autocast, resolve_devices
-from hydra_engine.errors import DeviceLost
+from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.host import HostThreads, bound, host_threads
@@ -27,7 +26,7 @@ from hydra_engine.rescue import commit_of, save_commits
 from hydra_engine.run import EngineRun
 from hydra_engine.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
-from partitioners import Budget, Partitioner, parse_bytes
+from partitioners import Budget, Partitioner, format_bytes, parse_bytes
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
@@ -134,6 +133,7 @@ class ModelOrchestrator:
                 # Not its helpers: what begins meanwhile may be the run's.
                 with bound(run.host.bound_cores, with_helpers=False):
                     self._plan_one([*beside, planned], planned, run.host)
+                self._check_arenas(run, planned)
             self._planned.append(planned)
             if run is not None and run.add(planned):
                 self._training.append(planned)
@@ -315,8 +315,7 @@ class ModelOrchestrator:
             for k, each in enumerate(pending):
                 if not fits_arena(each, pending, smallest.memory_bytes):
                     most = smallest.memory_bytes - max(other.work_bytes for other in pending)
-                    smaller = replace(budget, memory_bytes=most)
-                    plans[k] = each.make_plan(smallest, smaller, num_threads, self._devices, number)
+                    plans[k] = each.make_plan(smallest, budget, num_threads, self._devices, number, most)
             check_arena(pending, smallest.memory_bytes)
         check_shared_buffers(pending)
         self.plan = self._as_plan(plans, host)
@@ -380,6 +379,18 @@ class ModelOrchestrator:
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
+
+    def _check_arenas(self, run: EngineRun, planned: PlannedTask) -> None:
+        """Refuse a task for which the devices of a run, whose arenas were made for others, have no room."""
+        if run.can_hold(planned.work_bytes, planned.largest_slab_bytes):
+            return
+        planned.leave()
+        planned.reader.close()
+        raise ShardDoesNotFit(
+            f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters and "
+            f"{format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that train; "
+            f"cut it smaller, or add it before train_models()"
+        )
 
     def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
         """Save what tasks have committed, and exit: in this process, nothing can be done on the device any more.

@@ -63,6 +63,7 @@ class _Machine(NamedTuple):
     num_threads: int
     devices: Sequence[DeviceSpec]  # that a step may be spread over
     share: int  # of them, that the task has to itself while all tasks train
+    most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
 
 
 class PlannedTask:
@@ -100,10 +101,12 @@ class PlannedTask:
         num_threads: int,
         devices: Sequence[DeviceSpec] = (),
         num_tasks: int = 1,
+        most_slab_bytes: int | None = None,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
+        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
         """
         batch = self._sample()
         self._ceilings, self.state.place = None, device.torch_device
@@ -121,7 +124,8 @@ class PlannedTask:
                     number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
         if self._should_step_on_device(device):
             self.state.step_on_device()
-        machine = _Machine(device, budget, num_threads, devices or [device], max(1, len(devices) // num_tasks))
+        share = max(1, len(devices) // num_tasks)
+        machine = _Machine(device, budget, num_threads, devices or [device], share, most_slab_bytes)
         while True:
             try:
                 self._cut(number, machine)
@@ -180,7 +184,12 @@ class PlannedTask:
 
     @property
     def work_bytes(self) -> int:
-        """What its largest unit takes beside its slab; where a step is spread, with the sums of other parts."""
+        """What its largest unit takes beside its slab."""
+        return max(map(self.state.work_bytes, self.state.shards))
+
+    @property
+    def part_bytes(self) -> int:
+        """The same where a step is spread: with the sums of other parts."""
         state, is_spread = self.state, len(self.spreads) > 1
         return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.shards)
 
@@ -353,11 +362,18 @@ class PlannedTask:
                 for each in (batch, evaluation):
                     if each is not None:
                         state.note_fitting(each.training, each.signature)
-                return
+                if machine.most_slab_bytes is None or self.largest_slab_bytes <= machine.most_slab_bytes:
+                    return
+                finer = self._with_smaller_slabs(boundaries, costs)
+                if finer is None:
+                    return  # check_arena says why not
+                boundaries = finer
             except TooLarge as error:
                 if refused is not None:
                     raise refused from error
                 finer = self.task.partitioner.revise(boundaries, error.shard, costs)
+                if finer is None and machine.device.has_arena:  # another shard's slab takes the room
+                    finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
                     first, last = state.shards[error.shard].first, state.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
@@ -369,6 +385,11 @@ class PlannedTask:
                         f"does), {fewer}, or use a device with more memory"
                     ) from error
                 boundaries = finer
+
+    def _with_smaller_slabs(self, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
+        """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
+        widest = max(self.state.shards, key=lambda shard: shard.slab_bytes)
+        return self.task.partitioner.revise(boundaries, widest.index, costs)
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""
@@ -502,9 +523,11 @@ def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
     All of them, if there is room beside the largest unit, larger batches than the sample, and what plans keep of
     forwards; else as many as there is, but two of the largest, one that computes and one that is loaded.
     """
-    work = max(each.work_bytes for each in planned)
+    work, largest = max(each.part_bytes for each in planned), max(each.largest_slab_bytes for each in planned)
+    if largest > memory_bytes - work:  # a part that does not fit is found out as it runs, and then none is spread
+        work = max(each.work_bytes for each in planned)
     kept = sum(each.kept_bytes for each in planned)
-    total, two = sum(each.slab_bytes for each in planned), 2 * max(each.largest_slab_bytes for each in planned)
+    total, two = sum(each.slab_bytes for each in planned), 2 * largest
     wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
     return min(wanted, memory_bytes - work)
 

@@ -169,6 +169,7 @@ class Residents:
     def _drop(self, key: Hashable) -> None:
         resident = self._found.pop(key)
         resident.dispose()
+        resident.value = None  # nobody here holds it when its bytes are given back
         self._ledger.release(resident.num_bytes, kind=resident.kind)
 
     def _serves(self, resident: _Resident, kind: str) -> bool:

@@ -379,7 +379,8 @@ class EngineRun:
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
 
-    def _can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+    def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+        """Whether its devices have so much memory for a unit and its shard's parameters."""
         return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self._workers)
 
     def _is_resident(self, device: int, task: str, shard: int) -> bool:
@@ -472,7 +473,7 @@ class EngineRun:
             state,
             training.planned.reader,
             batch,
-            self._can_hold,
+            self.can_hold,
             misfit=None if was_part else instruction.unit,
             error=training.to_begin_again,
             may_split=not training.layers_moved_reader,

@@ -185,7 +185,9 @@ class Worker:
         with self._changed:
             self._at_work.add(work)
         before = self._left.get((unit.task, unit.part))
-        work.after = before if before is not None and not before.stored.is_done else None
+        # Of one that has failed, it finds that out: its caller may not have heard of it yet.
+        is_there = before is None or (before.stored.is_done and before.stored.is_kept())
+        work.after = None if is_there else before
         self._left[unit.task, unit.part] = work.left
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
@@ -329,7 +331,8 @@ class Worker:
             return
         stored: Promise[None] = Promise()
         work.stores.append(stored)
-        self._submit(STORE, work, stored, lambda: self._store_micro(work, m, out))
+        held = [out]  # not by the lane, once it is stored
+        self._submit(STORE, work, stored, lambda: self._store_micro(work, m, held.pop()))
         if work.is_metered:
             # What is stored counts apart: a metered run must not find it in one run and miss it in another.
             stored.result()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.ledger import SLABS, WORK, Ledger, Ticket
 from hydra_engine.planner import arena_bytes
@@ -196,3 +196,42 @@ def test_what_cannot_be_cut_finer_is_refused_with_both_names():
     heavy, busy = task_of("heavy", 2, [12]), task_of("busy", 256, model=Model(model_of(2)))
     with pytest.raises(ShardDoesNotFit, match="heavy"):
         orchestra_of([heavy, busy], 28 * layer_bytes).generate()
+
+
+class Adds(Callback):
+    """Adds a task after the first step, and keeps what that raised."""
+
+    def __init__(self, task):
+        self.task, self.error = task, None
+
+    def on_step(self, report):
+        if report.steps == 1:
+            with pytest.raises(ShardDoesNotFit) as raised:
+                self.orchestra.add_task(self.task)
+            self.error = raised.value
+
+
+def test_a_task_that_arenas_were_not_made_for_is_refused_as_it_comes():
+    torch.manual_seed(0)
+    large = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH))
+    adds = Adds(task_of("large", 4, model=large))
+    small = task_of("small", 4, model=model_of(1))
+    small.callbacks = [adds]
+    adds.orchestra = orchestra_of([small], "1MiB")
+    report = adds.orchestra.train_models()
+    assert "'large' needs" in str(adds.error)
+    assert "the devices' arenas were made for the tasks that train" in str(adds.error)
+    assert list(report.tasks) == ["small"]
+    assert report.tasks["small"].status == "finished"
+
+
+def test_sums_of_parts_refuse_no_plan():
+    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    for num_devices in (1, 3):
+        task = ModelTask(
+            model_of(), F.mse_loss, data(6), 0.1, accumulation_steps=3, partitioner=Presharded([12]), seed=1
+        )
+        devices = [EmulatedDevice(int(14.5 * layer_bytes), has_arena=True) for _ in range(num_devices)]
+        orchestra = ModelOrchestrator([task], devices=devices)
+        orchestra.verbose = 0
+        assert orchestra.generate().tasks["task-0"].boundaries == [12]

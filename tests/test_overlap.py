@@ -1,6 +1,7 @@
 """A device goes on while what it has computed is on its way to DRAM; whatever becomes of that."""
 
 import threading
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -9,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.events import Computed
 from hydra_engine.executor import Executor
+from hydra_engine.run import EngineRun
 from hydra_engine.spiller import Spiller
 from hydra_engine.worker import Worker
 from partitioners import Presharded
@@ -143,3 +147,31 @@ def test_gradients_that_fail_after_the_next_unit_was_computed_end_their_task():
     assert waited == [True]
     same, _ = plain(1)
     assert all(map(torch.equal, model.parameters(), same.parameters())), "the last commit"
+
+
+def test_a_unit_whose_input_failed_on_its_way_down_begins_again_with_it():
+    """The store has failed, the deciding thread has not heard of it yet, and begins the next unit."""
+    stored, heard = [], threading.Event()
+    store_micro, handle = Spiller.store_micro, EngineRun._handle
+
+    def fails_once(self, state, kind, shard, m, out):
+        stored.append((kind, shard.index))
+        if stored.count(("f", 1)) == 1 and stored[-1] == ("f", 1):
+            raise DeviceOutOfMemory("device", 1, 0, 0)
+        store_micro(self, state, kind, shard, m, out)
+
+    def hears_late(self, event):
+        if isinstance(event, Computed) and (event.unit.kind, event.unit.shard) == ("f", 1) and not heard.is_set():
+            heard.set()
+            left = self._workers[0]._left["a", 0]
+            with suppress(DeviceOutOfMemory):
+                left.stored.result()  # given up by now
+        handle(self, event)
+
+    orchestra = orchestrator([task_of(model_of(), 2)])
+    orchestra.generate()
+    with mock.patch.object(Spiller, "store_micro", fails_once), mock.patch.object(EngineRun, "_handle", hears_late):
+        report = orchestra.train_models().tasks["a"]
+    assert heard.is_set()
+    assert report.status == "finished", report.error
+    assert len(report.losses) == 2
