@@ -349,7 +349,10 @@ class Worker:
             self._spiller.keep_input(work.state, work.shard, m, [tensor for tensor, _ in entered], is_held=out.is_held)
 
     def _store_micro(self, work: Work, m: int, out: MicroOutput) -> None:
-        self._spiller.store_micro(work.state, work.unit.kind, work.shard, m, out)
+        try:
+            self._spiller.store_micro(work.state, work.unit.kind, work.shard, m, out)
+        finally:
+            self.device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(work.state, work.shard, m, out)
 
     @contextmanager
