@@ -2,8 +2,8 @@
 
     instruction      ledger, in order            lanes
     load(unit)       slab                        load     parameters into the slab; a few: compute, when the unit runs
-    run(unit)        work, inputs, outputs       compute  buffers and input of micro-batch 0
-                                                 load     inputs of micro-batches 1, ...
+    run(unit)        work, buffers, inputs,      compute  buffers and input of micro-batch 0
+                     outputs                     input    inputs of micro-batches 1, ...
                      slab, work given back       compute  micro-batch 0, 1, ...; reports Computed
                      outputs given back          store    outputs of 0, 1, ...; gradients; reports Stored or Failed
     drop(unit)       slab given back
