@@ -91,8 +91,8 @@ class CudaDevice:
     Args:
         index: of the device among those that this process sees.
         memory: the most that the process takes of the card, in bytes or as a string ("16GiB"), context and libraries
-            included; None: all that is free when this is made. Of that, a sixteenth stays unused: torch's allocator
-            rounds up and leaves holes.
+            included; None: all that is free when this is made. Of that, a sixteenth, and 128 MiB at least, stays
+            unused: torch's allocator rounds up and leaves holes.
 
     Raises ValueError where the card has less than `memory`, RuntimeError where there is no such device. That so much is
     free is checked when a plan is made, and again as training begins.
@@ -100,7 +100,6 @@ class CudaDevice:
 
     has_arena = True
     alignment_bytes = ALIGNMENT_BYTES
-    meter_every_unit = False
     has_room_for_planning = False  # while others train, a rehearsal would need the memory that they have
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
@@ -137,8 +136,13 @@ class CudaDevice:
         reserved = max(int(self.allowed_bytes * RESERVED_SHARE), LEAST_RESERVED_BYTES)
         self.memory_bytes = (self.allowed_bytes - reserved) // PAGE_BYTES * PAGE_BYTES
         if self.memory_bytes <= 0:
+            if asked is None:
+                raise RuntimeError(
+                    f"device 'cuda:{index}': {format_bytes(free + cached)} ({free + cached} bytes) free, limit: more "
+                    f"than the {format_bytes(reserved)} that stay so; end what else uses the card"
+                )
             raise ValueError(
-                f"memory: {format_bytes(asked or 0)} ({asked} bytes) for 'cuda:{index}', limit: more than the "
+                f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: more than the "
                 f"{format_bytes(context)} ({context} bytes) of its context and libraries and the "
                 f"{format_bytes(reserved)} that stay free; ask for more"
             )

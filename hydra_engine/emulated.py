@@ -14,7 +14,7 @@ from hydra_engine.arena import Arena, Slab
 from hydra_engine.ceilings import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.lanes import LOAD, STORE, Link, open_lanes
 from hydra_engine.ledger import Ledger
-from hydra_engine.opened import OpenDevice, measured_copy_bytes_per_s
+from hydra_engine.opened import OpenDevice
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 
@@ -77,7 +77,7 @@ class EmulatedDevice:
         found = stored(self.ceilings_name)
         if found is not None:
             return found
-        bytes_per_s = measured_copy_bytes_per_s(PROBE_BYTES, NUM_PROBES)
+        bytes_per_s = _copy_bytes_per_s()
         return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
 
     def numa_node(self) -> int | None:
@@ -94,6 +94,15 @@ class EmulatedDevice:
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
         """Start its lanes for one run; `arena_bytes`: of its memory, for slabs alone, where it has an arena."""
         return OpenEmulatedDevice(self, f"emulated:{index}", trace, num_threads, arena_bytes)
+
+
+def _copy_bytes_per_s() -> float:
+    """Speed of copies in memory, measured now."""
+    source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    start_s = time.perf_counter()
+    for _ in range(NUM_PROBES):
+        target.copy_(source)
+    return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
 
 
 class OpenEmulatedDevice(OpenDevice):

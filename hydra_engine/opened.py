@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -157,12 +156,3 @@ class OpenDevice(ABC):
         for lane in QUEUES:
             self._lanes[lane].close()
         self.arena.close()
-
-
-def measured_copy_bytes_per_s(num_bytes: int, times: int) -> float:
-    """Speed of copies in memory, measured now."""
-    source, target = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    start_s = time.perf_counter()
-    for _ in range(times):
-        target.copy_(source)
-    return times * num_bytes / (time.perf_counter() - start_s)

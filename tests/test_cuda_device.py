@@ -157,6 +157,14 @@ class TestBudget:
             assert device.allowed_bytes == cuda.cards[0].total_bytes - cuda.context_bytes - 64 * MIB
             device.check_free()
 
+    def test_a_card_that_is_full_is_refused_in_its_own_words(self, monkeypatch):
+        cuda = FakeCuda(total_bytes=256 * MIB, other_bytes=151 * MIB)
+        with cuda.installed():
+            monkeypatch.setattr("hydra_engine.device.LEAST_RESERVED_BYTES", 128 * MIB)
+            text = r"device 'cuda:0': 101 MiB \(105906176 bytes\) free, limit: more than the 128 MiB"
+            with pytest.raises(RuntimeError, match=text):
+                CudaDevice()
+
     def test_what_other_processes_have_is_not_taken_for_the_context(self):
         cuda = FakeCuda(total_bytes=4096 * MIB, other_bytes=2048 * MIB)
         with cuda.installed():

@@ -16,5 +16,5 @@ def test_a_fresh_process_grows_by_what_the_plan_says():
     own = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "131072"}
     figures = json.loads(subprocess.run(run, check=True, capture_output=True, text=True, env=own).stdout)
     assert figures["plan"] >= 2**29
-    # A GiB comes within 5 % (`python -m tests.resident_set adamw`); here the device's own 20 MiB are 4 % more.
-    assert figures["growth"] == pytest.approx(figures["plan"], rel=0.1)
+    # The device's own 20 MiB, which the plan leaves out, are 4 % of it.
+    assert figures["growth"] == pytest.approx(figures["plan"], rel=0.05)
