@@ -43,3 +43,7 @@ class StopTask(Exception):
 
 class HostOutOfMemory(RuntimeError):
     """The machine's DRAM cannot hold the training state of the tasks."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or there are some and none can be used."""

@@ -1,0 +1,207 @@
+"""Checkpoints on disk: each one whole or not there at all, whatever ends the process, and never believed unverified.
+
+    directory/
+        LATEST                              the newest checkpoint's name
+        LOCK                                held by the run that writes here
+        checkpoint-00000012-4f1c9a2e/       its number, and the run that wrote it: no name is ever used twice
+            manifest.json                   every file's size and digest, and its own SHA-256
+            0-bert/weights.safetensors      a task's weights by name
+            0-bert/state.json               its other state, which names the tensors in
+            0-bert/state.safetensors
+        .tmp-...                            of a save or a removal that was cut off; gone with the next one
+
+A save writes into .tmp-..., renames it, replaces LATEST, and only then removes older ones; each is on the medium before
+the next begins. A reader goes by the numbers, so that it needs no LATEST.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hydra_engine import manifest as manifests
+from hydra_engine.errors import CheckpointError
+from hydra_engine.hashed_file import NUM_THREADS, Fingerprint, OldFile, fingerprint
+from hydra_engine.manifest import Damaged, Manifest
+from hydra_engine.nested import unflatten
+from hydra_engine.tensor_file import read_tensors
+
+LATEST = "LATEST"
+WEIGHTS = "weights.safetensors"
+STATE = "state.json"
+STATE_TENSORS = "state.safetensors"
+
+_NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskContent:
+    """One task in a checkpoint.
+
+    weights: by name, for anyone who reads safetensors; the values of each, also where memory is shared.
+    state: all else, as `hydra_engine.nested.flatten` takes it.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    state: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint that was whole when it was opened.
+
+    path: its folder. data: the caller's. messages: what is wrong with newer ones, and what lies there unasked.
+    """
+
+    path: Path
+    data: Any
+    messages: tuple[str, ...]
+    manifest: Manifest
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """In the order they were given in."""
+        return tuple(self.manifest.folders)
+
+    def read(self, name: str) -> TaskContent:
+        """One task's content, in new memory; one at a time, so that DRAM need not hold all of them twice.
+
+        It is verified again while it is read: raises CheckpointError if it changed, or was removed by a later save.
+        """
+        folder = self.manifest.folders[name]
+        try:
+            with self._opened(f"{folder}/{WEIGHTS}") as file:
+                weights = read_tensors(file)
+            with self._opened(f"{folder}/{STATE_TENSORS}") as file:
+                tensors = read_tensors(file)
+            with self._opened(f"{folder}/{STATE}") as file:
+                tree = json.loads(file.read())
+        except (OSError, EOFError, Damaged) as error:
+            raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
+        return TaskContent(weights=weights, state=unflatten(tree, tensors))
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[OldFile]:
+        with OldFile(self.path / path) as file:
+            yield file
+            _compare(path, self.manifest.files[path], file.finish())
+
+
+def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest checkpoint that is whole, every byte of it verified; None where nothing was saved yet.
+
+    Raises CheckpointError where there are checkpoints and none is whole, or the newest is of a newer format.
+    """
+    directory = Path(directory).absolute()
+    messages = []
+    try:
+        found = newest_first(directory)
+        latest = latest_name(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}; give the directory of a run") from error
+    if latest is not None and latest not in [path.name for path in found]:
+        messages.append(f"{directory / LATEST} names {latest!r}, which is not there")
+    for path in found:
+        try:
+            manifest = _read_manifest(path)
+            _verify(path, manifest)
+        except Damaged as damage:
+            messages.append(f"{path} is damaged, and not used: {damage}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        else:
+            messages += [f"{path / each} is no part of the checkpoint" for each in _unexpected(path, manifest)]
+            return Checkpoint(path=path, data=manifest.data, messages=tuple(messages), manifest=manifest)
+    if found:
+        raise CheckpointError(
+            f"no checkpoint is whole, of {len(found)} in {directory}:\n  "
+            + "\n  ".join(messages)
+            + "\nrestore one from a backup, or train from the beginning in another directory"
+        )
+    return None
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        return Manifest.decode((path / manifests.NAME).read_bytes())
+    except OSError as error:
+        raise Damaged(f"{manifests.NAME}: {error}") from error
+
+
+def _verify(path: Path, manifest: Manifest) -> None:
+    """Raises Damaged, at the first file that is not as it was written."""
+    _check_sizes(path, manifest)  # before gigabytes are read
+    with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
+        for name, expected in manifest.files.items():
+            try:
+                found = fingerprint(path / name, threads)
+            except OSError as error:
+                raise Damaged(f"{name}: {error}") from error
+            _compare(name, expected, found)
+
+
+def _check_sizes(path: Path, manifest: Manifest) -> None:
+    for name, expected in manifest.files.items():
+        try:
+            num_bytes = (path / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{name}: {error}") from error
+        if num_bytes != expected.num_bytes:
+            raise Damaged(f"{name}: found {num_bytes} bytes, expected {expected.num_bytes}")
+
+
+def _compare(name: str, expected: Fingerprint, found: Fingerprint) -> None:
+    if found != expected:
+        raise Damaged(
+            f"{name}: found {found.num_bytes} bytes of digest {found.digest}, expected {expected.num_bytes} of "
+            f"{expected.digest}"
+        )
+
+
+def looks_whole(path: Path) -> bool:
+    """By sizes alone: for what is read at every save."""
+    try:
+        _check_sizes(path, _read_manifest(path))
+    except (Damaged, CheckpointError):
+        return False
+    return True
+
+
+def _unexpected(path: Path, manifest: Manifest) -> list[str]:
+    expected = {manifests.NAME, *manifest.files, *manifest.folders.values()}
+    return sorted(
+        str(each.relative_to(path)) for each in path.rglob("*") if str(each.relative_to(path)) not in expected
+    )
+
+
+def newest_first(directory: Path) -> list[Path]:
+    """The checkpoints of a directory, whole or not; none where there is no such directory."""
+    try:
+        found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=lambda path: (number(path), path.name), reverse=True)
+
+
+def number(path: Path) -> int:
+    """A checkpoint's."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def latest_name(directory: Path) -> str | None:
+    """What LATEST names; None without it."""
+    try:
+        return (directory / LATEST).read_text(encoding="utf-8", errors="replace").rstrip("\n")
+    except FileNotFoundError:
+        return None

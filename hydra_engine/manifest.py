@@ -1,0 +1,69 @@
+"""What belongs to a checkpoint: every file's size and hash, and the manifest's own, so that no byte changes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hydra_engine.errors import CheckpointError
+from hydra_engine.hashed_file import Fingerprint
+
+NAME = "manifest.json"
+FORMAT = "hydra_engine checkpoint"
+VERSION = 1
+
+# A manifest of any version begins with the hash of all that follows it, in so many characters.
+_HEAD = b'{"sha256": "'
+_NUM_DIGITS = hashlib.sha256().digest_size * 2
+_DATA_RULE = (
+    "give None, bool, int, finite float, str, lists, and dicts with str keys, and put all else into a task's state"
+)
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint, of which an older one may take the place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """files: by path within the checkpoint. folders: each task's, by its name. data: the caller's, JSON."""
+
+    files: dict[str, Fingerprint]
+    folders: dict[str, str]
+    data: Any
+
+    def encode(self) -> bytes:
+        """A JSON object."""
+        files = {path: fingerprint._asdict() for path, fingerprint in self.files.items()}
+        content = {"format": FORMAT, "version": VERSION, "tasks": self.folders, "data": self.data, "files": files}
+        body = b'",\n' + json.dumps(content, indent=1).removeprefix("{\n").encode() + b"\n"
+        return _HEAD + hashlib.sha256(body).hexdigest().encode() + body
+
+    @classmethod
+    def decode(cls, text: bytes) -> Manifest:
+        """Raises Damaged where any byte is not as it was written, and CheckpointError at a version not known here."""
+        start = len(_HEAD) + _NUM_DIGITS
+        expected, found = text[len(_HEAD) : start], hashlib.sha256(text[start:]).hexdigest().encode()
+        if not text.startswith(_HEAD) or expected != found:
+            written = expected.decode("ascii", "replace")
+            raise Damaged(f"{NAME}: found {len(text)} bytes of SHA-256 {found.decode()}, expected {written}")
+        content = json.loads(text)
+        if content["format"] != FORMAT or content["version"] > VERSION:
+            raise CheckpointError(
+                f"format {content['format']!r} of version {content['version']}, limit: {FORMAT!r} up to version "
+                f"{VERSION}; read it with the hydra_engine that wrote it, or a newer one"
+            )
+        files = {path: Fingerprint(**fields) for path, fields in content["files"].items()}
+        return cls(files=files, folders=content["tasks"], data=content["data"])
+
+
+def check_data(data: Any) -> None:
+    """Raises TypeError where a caller's data would come back as something else."""
+    try:
+        is_same = json.loads(json.dumps(data, allow_nan=False)) == data
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"data: {error}; {_DATA_RULE}") from error
+    if not is_same:
+        raise TypeError(f"data changes on its way through JSON; {_DATA_RULE}")

@@ -1,0 +1,97 @@
+"""Tensors by name in a safetensors file, written from where they lie in memory and hashed on the way.
+
+The format is https://github.com/huggingface/safetensors#format, and any of its readers reads these files. Its library
+writes a file in one call from memory of its own, so the bytes would have to be read again to be hashed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hydra_engine.hashed_file import NewFile, OldFile
+
+_CODES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_METADATA = "__metadata__"
+_HEADER_ALIGNMENT = 8  # of the data behind it, for who maps the file
+
+
+def check_tensor(where: str, value: Any) -> None:
+    """Raises TypeError unless it is a tensor whose values lie in DRAM, one after the other or strided."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{where} is a {type(value).__name__}, not a tensor")
+    if value.device.type != "cpu":
+        raise TypeError(f"{where} is on {value.device}; checkpoints are written from DRAM, give its .cpu()")
+    if value.layout != torch.strided or value.is_quantized:
+        kind = "quantized" if value.is_quantized else value.layout
+        raise TypeError(f"{where} is {kind}; only dense tensors are saved, give the tensors it consists of")
+
+
+def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, each in full, also if they share memory. At most one is copied at a time: if it is not contiguous.
+
+    A dtype that the format lacks is written as bytes, one dimension more, and named in the file's metadata.
+    """
+    # Widest first, so that each begins at a multiple of its element's size without holes, which the format forbids.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
+        if code is None:
+            code, shape = "U8", [*shape, tensor.element_size()]
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    if _METADATA in header:
+        raise ValueError(f"a tensor is named {_METADATA!r}, which the safetensors format keeps for itself; rename it")
+    text = json.dumps({_METADATA: {"format": "pt", **dtypes}, **header}).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        if tensors[name].numel():
+            whole = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
+            file.write(_bytes_of(whole), is_copy=whole.data_ptr() != tensors[name].data_ptr())
+
+
+def read_tensors(file: OldFile) -> dict[str, torch.Tensor]:
+    """What `write_tensors` wrote, each tensor in memory of its own, in the file's order."""
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    dtypes = header.pop(_METADATA)
+    tensors = {}
+    for name, entry in header.items():
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        if name in dtypes:
+            dtype, shape = getattr(torch, dtypes[name]), shape[:-1]
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        if tensors[name].numel():
+            file.read_into(_bytes_of(tensors[name]))
+    return tensors
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous tensor: its memory, not a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

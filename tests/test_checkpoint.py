@@ -1,0 +1,615 @@
+"""A checkpoint comes back bit for bit or not at all, and the newest whole one survives whatever ends a save."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_engine import manifest
+from hydra_engine.checkpoint import LATEST, TaskContent, load_newest, newest_first
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.disk import Disk
+from hydra_engine.errors import CheckpointError
+from hydra_engine.hashed_file import PORTION_BYTES
+
+
+def bits(value):
+    """A nested value with types, and all that is in its tensors."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        return ("tensor", value.dtype, tuple(value.shape), value.stride() if value.numel() > 1 else (), raw)
+    if isinstance(value, np.ndarray):
+        return ("array", value.dtype, value.shape, value.tobytes())
+    if isinstance(value, float) and type(value) is float:
+        return ("float", struct.pack("d", value))
+    if isinstance(value, dict):
+        return (type(value), [(bits(key), bits(each)) for key, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value), [bits(each) for each in value])
+    return (type(value), value)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(4, 3, generator=generator)
+    return {
+        "float32": floats,
+        "float64": floats.double(),
+        "float16": floats.half(),
+        "bfloat16": floats.bfloat16(),
+        "float8": floats.to(torch.float8_e4m3fn),
+        "complex64": torch.complex(floats, -floats),
+        "complex128": torch.complex(floats.double(), -floats.double()),
+        "int64": torch.tensor([2**63 - 1, -(2**63)]),
+        "uint8": torch.get_rng_state(),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(0.1, dtype=torch.float64),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "nan": torch.tensor([math.nan, -math.inf, -0.0]),
+        "parameter": torch.nn.Parameter(floats[0].clone()),
+    }
+
+
+def nested():
+    return {
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2)}, 1: {}}, "lr": 0.1},
+        "tensors": tensors(),
+        "losses": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
+        "odd NaN": struct.unpack("d", b"\x01\x02\x00\x00\x00\x00\xf8\xff")[0],
+        "numpy": np.random.RandomState(1).get_state(),
+        "random": random.Random(1).getstate(),
+        "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
+        "big": 2**200,
+        "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),
+        "milestones": Counter({30: 1, 60: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        1: {True: "bool", None: "none", (1, "a"): "tuple", 2.5: "float"},
+        "tensor": {"tensor": "a key that looks like what the format uses"},
+    }
+
+
+def save_and_read(folder, content, name="bert", data=None):
+    with CheckpointDirectory(folder) as store:
+        store.save({name: content}, data)
+        found = store.load_newest()
+    assert found.messages == ()
+    assert found.task_names == (name,)
+    return found.read(name)
+
+
+# -- what comes back
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    found = save_and_read(tmp_path / "a", TaskContent(weights=tensors(), state=nested()))
+    assert bits(found.state) == bits(nested())
+    assert {name: bits(each) for name, each in found.weights.items()} == {n: bits(t) for n, t in tensors().items()}
+    for value in (None, 1.5, [], torch.tensor(1), "text"):
+        shutil.rmtree(tmp_path / "a")
+        assert bits(save_and_read(tmp_path / "a", TaskContent(weights={}, state=value)).state) == bits(value)
+
+
+def test_tensors_that_share_memory_or_are_strided(tmp_path):
+    base = torch.arange(48.0)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {
+        "whole": base,
+        "again": base,
+        "part": base[3:9],
+        "every other": base[::2],
+        "turned": base.view(6, 8).t(),
+        "expanded": torch.tensor([1.0]).expand(4),
+        "conjugate": torch.complex(base, base).conj(),
+        "image": image,
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "__metadata__": torch.zeros(2),
+    }
+    weights = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and name[0] != "_"}
+    found = save_and_read(tmp_path, TaskContent(weights=weights, state=state))
+    for name, value in weights.items():
+        assert torch.equal(found.weights[name], value), name
+        assert found.weights[name].is_contiguous()
+        assert torch.equal(found.state[name], value), name
+    assert found.state["again"] is found.state["whole"]
+    assert found.weights["again"].data_ptr() != found.weights["whole"].data_ptr()
+    assert found.state["image"].is_contiguous(memory_format=torch.channels_last)
+    assert found.state["turned"].stride() == (1, 8)
+    assert found.state["a"]["b"] == 1
+    assert found.state["a.b"] == 0
+    assert found.state["__metadata__"].shape == (2,)
+
+
+def test_tensors_that_cross_portions(tmp_path):
+    sizes = (PORTION_BYTES - 7, 3, 2 * PORTION_BYTES + 1, 70_000, 5, 65_536)
+    weights = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
+    weights["strided"] = torch.randint(256, (1000, 200), dtype=torch.uint8).t()
+    found = save_and_read(tmp_path, TaskContent(weights=weights))
+    assert all(torch.equal(found.weights[name], value) for name, value in weights.items())
+
+
+def test_a_digest_is_as_documented(tmp_path):
+    weights = {"w": torch.randint(256, (PORTION_BYTES + 1000,), dtype=torch.uint8)}
+    with CheckpointDirectory(tmp_path) as store:
+        path = store.save({"bert": TaskContent(weights=weights)}).path
+    content = (path / "0-bert/weights.safetensors").read_bytes()
+    checksums = [zlib.crc32(content[start : start + PORTION_BYTES]) for start in range(0, len(content), PORTION_BYTES)]
+    digest = hashlib.sha256(b"".join(struct.pack("<I", each) for each in checksums)).hexdigest()
+    listed = json.loads((path / manifest.NAME).read_bytes())["files"]["0-bert/weights.safetensors"]
+    assert listed == {"num_bytes": len(content), "digest": digest}
+
+
+def test_weights_are_read_by_the_safetensors_library(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    weights = {name: each for name, each in tensors().items() if name != "complex128"}  # which it lacks
+    weights["turned"] = torch.arange(6.0).view(2, 3).t()
+    with CheckpointDirectory(tmp_path) as store:
+        path = store.save({"bert": TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})}).path
+    found = library.load_file(path / "0-bert/weights.safetensors")
+    assert found.pop("c").dtype == torch.uint8
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        assert bits(found[name]) == bits(value.contiguous()), name
+
+
+def test_tasks_of_any_name_and_data(tmp_path):
+    names = ("a/b", "..", "x" * 300, "é", "", "A", "a", "0-a")
+    data = {"step": 3, "losses": [0.1, None, True], "plan": {"a": "b\n"}}
+    with CheckpointDirectory(tmp_path) as store:
+        store.save({name: TaskContent(weights={}, state=name) for name in names}, data)
+        found = store.load_newest()
+    assert found.data == data
+    assert found.task_names == names
+    assert [found.read(name).state for name in names] == list(names)
+
+
+class Own(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "message"),
+    [
+        (TaskContent(weights={"w": 1}), None, "weight 'w' of task 't' is a int, not a tensor"),
+        (TaskContent(weights={1: torch.ones(1)}), None, "weight 1 of task 't': its name is a int"),
+        (TaskContent(weights={"w": torch.ones(1, device="meta")}), None, "is on meta"),
+        (TaskContent(weights={"w": torch.eye(2).to_sparse()}), None, "only dense tensors"),
+        (TaskContent(weights={}, state={"a": [1, len]}), None, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
+        (TaskContent(weights={}, state=Own()), None, "Own, which cannot be saved; give dicts"),
+        (TaskContent(weights={}, state=np.array([None])), None, "ndarray, which cannot be saved"),
+        (TaskContent(weights={}), {1: 2}, "data changes on its way through JSON"),
+        (TaskContent(weights={}), (1, 2), "data changes on its way through JSON"),
+        (TaskContent(weights={}), math.inf, "data: "),
+        (TaskContent(weights={}), {"a": {1}}, "data: "),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, content, data, message):
+    with CheckpointDirectory(tmp_path) as store:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(TypeError, match=message):
+            store.save({"t": content}, data)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_the_format_keeps_for_itself(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        with pytest.raises(ValueError, match="keeps for itself; rename it"):
+            store.save({"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
+        assert load_newest(tmp_path) is None
+        assert_nothing_temporary(tmp_path)
+
+
+# -- which one comes back
+
+
+def content(k):
+    """Small, and each number's own."""
+    return {"bert": TaskContent(weights={"w": torch.full((5,), float(k))}, state={"step": k, "m": torch.arange(3) + k})}
+
+
+def assert_holds(found, k):
+    assert found.data == {"k": k}
+    read = found.read("bert")
+    assert torch.equal(read.weights["w"], torch.full((5,), float(k)))
+    assert read.state["step"] == k
+    assert torch.equal(read.state["m"], torch.arange(3) + k)
+
+
+def save(store, k):
+    return store.save(content(k), {"k": k})
+
+
+def assert_nothing_temporary(folder):
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def saved_twice(folder):
+    with CheckpointDirectory(folder) as store:
+        save(store, 0)
+        return save(store, 1).path
+
+
+def test_nothing_saved_yet(tmp_path):
+    assert load_newest(tmp_path / "not there") is None
+    assert load_newest(tmp_path) is None
+    with CheckpointDirectory(tmp_path / "a" / "b") as store:
+        assert store.load_newest() is None
+
+
+def test_the_last_are_kept(tmp_path):
+    (tmp_path / "mine.txt").write_text("a user's")
+    with CheckpointDirectory(tmp_path, keep=2) as store:
+        paths = [save(store, k).path for k in range(5)]
+        assert newest_first(tmp_path) == [paths[4], paths[3]]
+        assert_holds(store.load_newest(), 4)
+    assert (tmp_path / LATEST).read_text() == paths[4].name + "\n"
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        assert_holds(store.load_newest(), 4)
+        path = save(store, 5).path
+    assert path.name.startswith("checkpoint-00000006-")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "LOCK", path.name, "mine.txt"]
+    with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
+        CheckpointDirectory(tmp_path, keep=0)
+
+
+def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
+    newest = saved_twice(tmp_path)
+    flip(newest / "0-bert/state.json", 3)
+    with CheckpointDirectory(tmp_path, keep=2) as store:
+        assert_holds(store.load_newest(), 0)
+        save(store, 2)
+        assert len(newest_first(tmp_path)) == 3
+        save(store, 3)
+        assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
+
+
+def flip(path, offset, mask=1):
+    with path.open("r+b") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+def test_every_altered_byte_of_a_manifest_is_noticed(tmp_path):
+    path = saved_twice(tmp_path) / manifest.NAME
+    generator = random.Random(0)
+    for offset in range(path.stat().st_size):
+        for mask in (1, 0x20, generator.randrange(1, 256)):  # 0x20: of a hexadecimal digit, the other case
+            flip(path, offset, mask)
+            found = load_newest(tmp_path)
+            assert found.data == {"k": 0}, (offset, mask)
+            assert "manifest.json: found" in found.messages[0]
+            flip(path, offset, mask)
+    assert_holds(load_newest(tmp_path), 1)
+    for text in (path.read_bytes() + b"\n", b" " + path.read_bytes(), b""):
+        path.write_bytes(text)
+        assert load_newest(tmp_path).data == {"k": 0}
+
+
+def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
+    newest = saved_twice(tmp_path)
+    files = sorted((newest / "0-bert").iterdir())
+    places = [(path, offset) for path in files for offset in range(path.stat().st_size)]
+    generator = random.Random(0)
+    for _ in range(1000):
+        path, offset = generator.choice(places)
+        mask = generator.randrange(1, 256)
+        flip(path, offset, mask)
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}, (path, offset, mask)
+        [message] = found.messages
+        assert f"0-bert/{path.name}: found" in message
+        assert "expected" in message
+        assert newest.name in message
+        flip(path, offset, mask)
+    assert_holds(load_newest(tmp_path), 1)
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "0-bert/weights.safetensors", "0-bert/state.json"])
+def test_a_file_cut_at_any_length_is_noticed(tmp_path, name):
+    path = saved_twice(tmp_path) / name
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}
+        assert f"{name}: found {length} bytes" in found.messages[0]
+    path.write_bytes(content + b" ")
+    assert load_newest(tmp_path).data == {"k": 0}
+    path.unlink()
+    assert "No such file" in load_newest(tmp_path).messages[0]
+    path.mkdir()
+    assert load_newest(tmp_path).data == {"k": 0}
+
+
+def test_what_is_no_part_of_it_is_named_and_ignored(tmp_path):
+    newest = saved_twice(tmp_path)
+    (newest / "0-bert/notes.txt").write_text("?")
+    found = load_newest(tmp_path)
+    assert_holds(found, 1)
+    assert found.messages == (f"{newest}/0-bert/notes.txt is no part of the checkpoint",)
+
+
+def test_latest_is_not_needed(tmp_path):
+    saved_twice(tmp_path)
+    (tmp_path / LATEST).write_bytes(b"checkpoint-\xff")
+    found = load_newest(tmp_path)
+    assert_holds(found, 1)
+    assert "LATEST names" in found.messages[0]
+    assert "not there" in found.messages[0]
+    (tmp_path / LATEST).unlink()
+    assert load_newest(tmp_path).messages == ()
+
+
+def test_none_is_whole(tmp_path):
+    saved_twice(tmp_path)
+    for path in newest_first(tmp_path):
+        flip(path / "0-bert/weights.safetensors", 20)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole, of 2 .*weights.*weights.*restore one from"):
+        load_newest(tmp_path)
+
+
+def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
+    with CheckpointDirectory(tmp_path) as store:
+        save(store, 0)
+        monkeypatch.setattr(manifest, "VERSION", 2)
+        save(store, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"version 2, limit: .* up to version 1; read it with"):
+        load_newest(tmp_path)
+
+
+def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
+    newest = saved_twice(tmp_path)
+    found = load_newest(tmp_path)
+    flip(newest / "0-bert/weights.safetensors", -1 + (newest / "0-bert/weights.safetensors").stat().st_size)
+    with pytest.raises(CheckpointError, match=r"changed after it was opened: 0-bert/weights.safetensors: found"):
+        found.read("bert")
+    os.truncate(newest / "0-bert/weights.safetensors", 150)
+    with pytest.raises(CheckpointError, match="changed after it was opened"):
+        found.read("bert")
+    shutil.rmtree(newest)
+    with pytest.raises(CheckpointError, match="changed after it was opened"):
+        found.read("bert")
+
+
+# -- saves that fail or are cut off
+
+
+class Killed(BaseException):
+    pass
+
+
+class FailingDisk(Disk):
+    """Stops at its `n`-th call: `fail` is what it does instead, before or after a part of the call."""
+
+    def __init__(self, n, fail):
+        self.num_left = n
+        self.fail = fail
+        self.failed = []
+
+
+def _failing(name):
+    method = getattr(Disk, name)
+
+    def call(self, *arguments):
+        self.num_left -= 1
+        if self.num_left <= 0 and self.fail(self, name):
+            self.failed.append(name)
+            if name == "write":
+                method(self, arguments[0], arguments[1][: len(arguments[1]) // 2])
+            raise self.error
+        return method(self, *arguments)
+
+    return call
+
+
+CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder")
+for _name in CALLS:
+    setattr(FailingDisk, _name, _failing(_name))
+
+
+def all_calls(self, name):
+    """The process is gone: nothing works from here on, not even what clears up."""
+    self.error = Killed()
+    return True
+
+
+def one_call(self, name):
+    self.error = OSError(errno.ENOSPC, "No space left on device")
+    return not self.failed
+
+
+def what_takes_room(self, name):
+    self.error = OSError(errno.ENOSPC, "No space left on device")
+    return name in ("create", "write", "make_folder", "sync")
+
+
+def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
+    outcomes = []
+    for n in range(2, 1000):  # the first call is made when the directory is opened
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder) as store:
+            save(store, 0)
+        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, all_calls))) as store:
+            disk.num_left = n - 1
+            with contextlib.suppress(Killed):
+                save(store, 1)
+        found = load_newest(folder)
+        assert_holds(found, found.data["k"])
+        assert found.messages == ()
+        outcomes.append(found.data["k"])
+        with CheckpointDirectory(folder, keep=1) as store:
+            assert_nothing_temporary(folder)
+            assert_holds(store.load_newest(), outcomes[-1])
+            path = save(store, 2).path
+            assert_holds(store.load_newest(), 2)
+        assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert outcomes == sorted(outcomes), "once there, it stays there"
+    assert {0, 1} == set(outcomes)
+    assert len(outcomes) > 30
+
+
+@pytest.mark.parametrize("fails", [one_call, what_takes_room])
+def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
+    errors = []
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder) as store:
+            save(store, 0)
+        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
+            disk.num_left = n
+            try:
+                saved = save(store, 1)
+                assert not disk.failed or "could not be removed: [Errno 28]" in saved.messages[0]
+                expected = 1
+            except CheckpointError as error:
+                errors.append(str(error))
+                assert_nothing_temporary(folder)
+                expected = 1 if len(newest_first(folder)) == 2 else 0  # LATEST named it already
+                assert expected == 0 or (folder / LATEST).read_text().startswith("checkpoint-00000002")
+            assert_holds(load_newest(folder), expected)
+            disk.num_left = 10**9
+            assert save(store, 2).messages == ()
+            assert_holds(store.load_newest(), 2)
+            assert len(newest_first(folder)) == 1
+            assert_nothing_temporary(folder)
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert len(errors) > 20
+    for text in ("did not take checkpoint-00000002", "No space left on device (", " free now)", "Make room there"):
+        assert all(text in error for error in errors)
+
+
+def test_writes_may_be_short(tmp_path):
+    class Halting(Disk):
+        def write(self, descriptor, data):
+            return super().write(descriptor, data[:7])
+
+    with CheckpointDirectory(tmp_path, disk=Halting()) as store:
+        save(store, 1)
+        assert_holds(store.load_newest(), 1)
+
+
+SAVE_ON = """
+import sys, torch
+from hydra_engine.checkpoint import TaskContent
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+store = CheckpointDirectory(sys.argv[1], keep=2)
+for k in range(10**6):
+    store.save({"bert": TaskContent(weights={"w": torch.full((300_000,), float(k))}, state=k)}, {"k": k})
+    print(k, flush=True)
+"""
+
+FORK_AND_DIE = """
+import os, signal, sys
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+store = CheckpointDirectory(sys.argv[1])
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(script, folder):
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_kill_9_while_saving(tmp_path):
+    last = -1
+    for num_saves in (1, 4):
+        with start(SAVE_ON, tmp_path) as process:
+            for _ in range(num_saves):
+                saved = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+            saved = int((process.stdout.read().split() or [saved])[-1])
+        found = load_newest(tmp_path)
+        assert found.messages == ()
+        k = found.data["k"]
+        assert k in (saved, saved + 1)
+        content = found.read("bert")
+        assert content.state == k
+        assert torch.equal(content.weights["w"], torch.full((300_000,), float(k)))
+        number = int(found.path.name.split("-")[1])
+        assert number > last
+        last = number
+    with CheckpointDirectory(tmp_path, keep=1):
+        assert_nothing_temporary(tmp_path)
+
+
+# -- directories that are of no use
+
+
+def test_one_run_at_a_time(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save(store, 0)
+        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*; end that one, or give"):
+            CheckpointDirectory(tmp_path)
+        assert_holds(load_newest(tmp_path), 0)  # reading is free
+        save(store, 1)
+    store.close()
+    with CheckpointDirectory(tmp_path) as store:
+        save(store, 2)
+
+
+def test_children_of_a_killed_run_do_not_hold_its_lock(tmp_path):
+    with start(FORK_AND_DIE, tmp_path) as process:
+        assert process.stdout.readline() == "forked\n"
+        assert process.wait() == -signal.SIGKILL
+        with CheckpointDirectory(tmp_path) as store:  # its child still waits for input
+            save(store, 0)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    for use in (CheckpointDirectory, load_newest):
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(CheckpointError, match="give"):
+                use(path)
+
+
+def test_a_directory_that_is_read_only_is_refused_at_once(tmp_path):
+    class ReadOnly(Disk):
+        def make_folder(self, path):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: .*Read-only file system"):
+        CheckpointDirectory(tmp_path, disk=ReadOnly())
+    CheckpointDirectory(tmp_path).close()  # and it is not locked
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not hold for root")
+def test_a_directory_without_permission_is_refused_at_once(tmp_path):
+    saved_twice(tmp_path)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            CheckpointDirectory(tmp_path)
+        assert_holds(load_newest(tmp_path), 1)
+    finally:
+        tmp_path.chmod(0o755)
