@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +21,7 @@ from hydra_engine.checkpoint import LATEST, STATE, STATE_TENSORS, WEIGHTS, Check
 from hydra_engine.disk import Disk
 from hydra_engine.errors import CheckpointError
 from hydra_engine.folder_lock import FolderLock
-from hydra_engine.hashed_file import NUM_THREADS, Fingerprint, NewFile
+from hydra_engine.hashed_file import Fingerprint, NewFile, WriteBehind
 from hydra_engine.manifest import Manifest
 from hydra_engine.nested import flatten
 from hydra_engine.tensor_file import check_tensor, write_tensors
@@ -132,23 +131,20 @@ class CheckpointDirectory:
     def _write(self, folder: Path, contents: Mapping[str, Mapping[str, _Content]], data: Any) -> None:
         folders = {name: _folder(k, name) for k, name in enumerate(contents)}
         files: dict[str, Fingerprint] = {}
-        threads = ThreadPoolExecutor(NUM_THREADS, "checkpoint-checksum")
-        try:
+        with WriteBehind() as behind:
             self._disk.make_folder(folder)
             for name, parts in contents.items():
                 self._disk.make_folder(folder / folders[name])
                 for file_name, content in parts.items():
                     path = f"{folders[name]}/{file_name}"
-                    files[path] = self._write_file(folder / path, content, threads)
+                    files[path] = self._write_file(folder / path, content, behind)
                 self._disk.sync_folder(folder / folders[name])
             text = Manifest(files=files, folders=folders, data=data).encode()
-            self._write_file(folder / manifest.NAME, text, threads)
+            self._write_file(folder / manifest.NAME, text, behind)
             self._disk.sync_folder(folder)
-        finally:
-            threads.shutdown(cancel_futures=True)
 
-    def _write_file(self, path: Path, content: _Content, threads: Executor) -> Fingerprint:
-        with NewFile(self._disk, path, threads) as file:
+    def _write_file(self, path: Path, content: _Content, behind: WriteBehind) -> Fingerprint:
+        with NewFile(self._disk, path, behind) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:

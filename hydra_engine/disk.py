@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,19 @@ class Disk:
     def create(self, path: Path) -> int:
         """Open a new file for writing; its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def set_direct(self, descriptor: int, is_direct: bool) -> bool:
+        """Whether writes go past the page cache from here on: in whole blocks, from whole pages.
+
+        https://man7.org/linux/man-pages/man2/open.2.html: O_DIRECT, which not every file system has.
+        """
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        direct = getattr(os, "O_DIRECT", 0)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct if is_direct else flags & ~direct)
+        except OSError:
+            return False
+        return is_direct
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of the bytes; how many."""

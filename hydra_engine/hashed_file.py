@@ -8,22 +8,28 @@ on a processor with instructions for SHA-256, and beside a disk of 1.2 GB/s).
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import os
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import Executor, Future
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from hydra_engine.disk import Disk
 
 # Part of the format. Large enough for full speed, small enough for a processor's cache.
 PORTION_BYTES = 2**22
-# What is smaller is gathered: a system call for each bias would cost more than its bytes.
-SMALL_BYTES = 2**16
-# Enough for a good disk; more would only take processors from those who train.
-NUM_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+# One is filled, one is written, and one is ready for when they take turns.
+_NUM_BUFFERS = 3
+# For reading what nobody wants but for its checksum.
+NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 class Fingerprint(NamedTuple):
@@ -45,63 +51,104 @@ def fingerprint(path: Path, threads: Executor) -> Fingerprint:
         os.close(descriptor)
 
 
-class NewFile:
-    """A file being written, whose checksums are taken in threads: they may lag behind, while the disk syncs."""
+class WriteBehind:
+    """A thread that writes one portion while the next is filled, for one file after the other."""
 
-    def __init__(self, disk: Disk, path: Path, threads: Executor) -> None:
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint-write")
+        self._buffers: deque[memoryview] = deque()
+        self._writes: deque[Future[None]] = deque()
+
+    def __enter__(self) -> WriteBehind:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def buffer(self) -> memoryview:
+        """Memory for a portion, not in use by those before it; raises what their writing raised."""
+        if len(self._buffers) < _NUM_BUFFERS:
+            self._buffers.append(memoryview(mmap.mmap(-1, PORTION_BYTES)))  # whole pages, as the disk wants them
+            return self._buffers[-1]
+        if len(self._writes) == _NUM_BUFFERS:
+            self._writes.popleft().result()
+        self._buffers.rotate(-1)
+        return self._buffers[-1]
+
+    def start(self, write: Callable[[memoryview], None], portion: memoryview) -> None:
+        """Write what a buffer was filled with."""
+        self._writes.append(self._thread.submit(write, portion))
+
+    def wait(self) -> None:
+        """Until all is written; raises what the writing raised."""
+        for each in self.settle():
+            each.result()
+
+    def settle(self) -> Iterable[Future[None]]:
+        """Wait until nothing is being written, whether it went well or not."""
+        writes, self._writes = self._writes, deque()
+        futures.wait(writes)
+        return writes
+
+
+class NewFile:
+    """A file being written. Its checksums are those of the very bytes that the disk is given."""
+
+    def __init__(self, disk: Disk, path: Path, behind: WriteBehind) -> None:
         self._disk = disk
-        self._threads = threads
-        self._checksums: list[Future[int]] = []
-        self._portion: list[memoryview | bytearray] = []
-        self._room_bytes = PORTION_BYTES  # in this portion
+        self._behind = behind
+        self._checksums: list[int] = []
+        self._buffer = behind.buffer()
+        self._filled_bytes = 0  # of the buffer
         self._descriptor = disk.create(path)
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._behind.settle()  # a descriptor that is closed in use may be another file's by then
         self._disk.close(self._descriptor)
 
-    def write(self, data: memoryview | bytes, *, is_copy: bool = False) -> None:
-        """Append bytes, which stay as they are until `finish`.
-
-        is_copy: nobody else holds them, so the checksum is waited for: copies must not pile up before a slow one.
-        """
+    def write(self, data: memoryview | bytes) -> None:
+        """Append bytes, which may change from then on."""
         left = memoryview(data)
         while left:
-            part, left = left[: self._room_bytes], left[self._room_bytes :]
-            self._add(part)
-            self._room_bytes -= len(part)
-            if self._room_bytes == 0:
+            part = left[: PORTION_BYTES - self._filled_bytes]
+            end = self._filled_bytes + len(part)
+            np.copyto(np.frombuffer(self._buffer[self._filled_bytes : end], np.uint8), np.frombuffer(part, np.uint8))
+            self._filled_bytes = end
+            left = left[len(part) :]
+            if end == PORTION_BYTES:
                 self._put()
-        if is_copy and self._checksums:
-            self._checksums[-1].result()
+                self._buffer = self._behind.buffer()
 
     def finish(self) -> Fingerprint:
-        """Wait until everything is on the medium, with its checksum taken."""
-        num_bytes = (len(self._checksums) + 1) * PORTION_BYTES - self._room_bytes
-        if self._portion:
+        """Wait until everything is on the medium."""
+        num_bytes = len(self._checksums) * PORTION_BYTES + self._filled_bytes
+        if self._filled_bytes:
             self._put()
+        self._behind.wait()
         self._disk.sync(self._descriptor)
-        return Fingerprint(num_bytes, _digest(each.result() for each in self._checksums))
-
-    def _add(self, part: memoryview) -> None:
-        if len(part) >= SMALL_BYTES:
-            self._portion.append(part)
-            return
-        gathered = self._portion[-1] if self._portion else None
-        if not isinstance(gathered, bytearray):
-            gathered = bytearray()
-            self._portion.append(gathered)
-        gathered += part
+        return Fingerprint(num_bytes, _digest(self._checksums))
 
     def _put(self) -> None:
-        portion, self._portion, self._room_bytes = self._portion, [], PORTION_BYTES
-        self._checksums.append(self._threads.submit(_crc, portion))
-        for part in portion:
-            left = memoryview(part)
-            while left:
+        portion, self._filled_bytes = self._buffer[: self._filled_bytes], 0
+        self._checksums.append(zlib.crc32(portion))
+        self._behind.start(self._write_out, portion)
+
+    def _write_out(self, portion: memoryview) -> None:
+        # A whole portion goes past the page cache: faster, and it takes no memory from those who train.
+        is_direct = len(portion) == PORTION_BYTES and self._disk.set_direct(self._descriptor, True)
+        left = portion
+        while left:
+            try:
                 left = left[self._disk.write(self._descriptor, left) :]
+            except OSError as error:
+                if not is_direct or error.errno != errno.EINVAL:
+                    raise
+                is_direct = self._disk.set_direct(self._descriptor, False)  # it wants other sizes: after a short write
+        if is_direct:
+            self._disk.set_direct(self._descriptor, False)
 
 
 class OldFile:
@@ -145,13 +192,6 @@ class OldFile:
         if self._num_bytes % PORTION_BYTES:
             self._checksums.append(self._checksum)
         return Fingerprint(self._num_bytes, _digest(self._checksums))
-
-
-def _crc(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return checksum
 
 
 def _digest(checksums: Iterable[int]) -> str:

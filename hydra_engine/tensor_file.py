@@ -74,7 +74,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
     for name in names:
         if tensors[name].numel():
             whole = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
-            file.write(_bytes_of(whole), is_copy=whole.data_ptr() != tensors[name].data_ptr())
+            file.write(_bytes_of(whole))
 
 
 def read_tensors(file: OldFile) -> dict[str, torch.Tensor]:
