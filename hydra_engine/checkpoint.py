@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ WEIGHTS = "weights.safetensors"
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 
+_NUM_TRIES = 10  # at finding one that a run does not remove just then
 _NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})")
 
 
@@ -77,31 +78,60 @@ class Checkpoint:
 
         It is verified again while it is read: raises CheckpointError if it changed, or was removed by a later save.
         """
-        folder = self.manifest.folders[name]
-        try:
-            with self._opened(f"{folder}/{WEIGHTS}") as file:
-                weights = read_tensors(file)
-            with self._opened(f"{folder}/{STATE_TENSORS}") as file:
-                tensors = read_tensors(file)
-            with self._opened(f"{folder}/{STATE}") as file:
-                tree = json.loads(file.read())
-        except (OSError, EOFError, Damaged) as error:
-            raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
-        return TaskContent(weights=weights, state=unflatten(tree, tensors))
+        return TaskContent(weights=self.read_weights(name), state=self.read_state(name))
+
+    def read_weights(self, name: str) -> dict[str, torch.Tensor]:
+        """The same, of the weights alone."""
+        with self._opened(name, WEIGHTS) as file:
+            weights = read_tensors(file)
+        return weights
+
+    def read_state(self, name: str) -> Any:
+        """The same, of all but the weights."""
+        with self._opened(name, STATE_TENSORS) as file:
+            tensors = read_tensors(file)
+        with self._opened(name, STATE) as file:
+            tree = json.loads(file.read())
+        return unflatten(tree, tensors)
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[OldFile]:
-        with OldFile(self.path / path) as file:
-            yield file
-            _compare(path, self.manifest.files[path], file.finish())
+    def _opened(self, task: str, file_name: str) -> Iterator[OldFile]:
+        if task not in self.manifest.folders:
+            raise CheckpointError(
+                f"{self.path} holds no task {task!r}, but {', '.join(map(repr, self.task_names)) or 'none'}; name the "
+                f"task as it was when it was saved"
+            )
+        path = f"{self.manifest.folders[task]}/{file_name}"
+        try:
+            with OldFile(self.path / path) as file:
+                try:
+                    yield file
+                except Exception:  # nobody can make sense of it: was it as it had been written?
+                    _compare(path, self.manifest.files[path], file.finish())
+                    raise
+                _compare(path, self.manifest.files[path], file.finish())
+        except (OSError, EOFError, Damaged) as error:
+            raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
+
+
+class _Removed(Exception):
+    """By a run that has saved a newer one."""
 
 
 def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint that is whole, every byte of it verified; None where nothing was saved yet.
 
-    Raises CheckpointError where there are checkpoints and none is whole, or the newest is of a newer format.
+    Raises CheckpointError where there are checkpoints and none is whole, or the newest is of a newer format. A run may
+    save there meanwhile.
     """
     directory = Path(directory).absolute()
+    for _ in range(_NUM_TRIES):
+        with suppress(_Removed):
+            return _load_newest(directory)
+    raise CheckpointError(f"{directory}: checkpoints are removed faster than they can be read; end the run that saves")
+
+
+def _load_newest(directory: Path) -> Checkpoint | None:
     messages = []
     try:
         found = newest_first(directory)
@@ -115,6 +145,8 @@ def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
             manifest = _read_manifest(path)
             _verify(path, manifest)
         except Damaged as damage:
+            if not path.exists():
+                raise _Removed from damage
             messages.append(f"{path} is damaged, and not used: {damage}")
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -24,13 +25,14 @@ from hydra_engine.folder_lock import FolderLock
 from hydra_engine.hashed_file import Fingerprint, NewFile, WriteBehind
 from hydra_engine.manifest import Manifest
 from hydra_engine.nested import flatten
-from hydra_engine.tensor_file import check_tensor, write_tensors
+from hydra_engine.tensor_file import METADATA, check_tensor, write_tensors
 from partitioners import format_bytes
 
 LOCK = "LOCK"
 _Content = Mapping[str, torch.Tensor] | bytes
 
 _TEMPORARY = ".tmp-"
+_LEFTOVER = re.compile(r"\.tmp-(checkpoint|LATEST|try)-.*")  # a user may have others
 _MAX_FOLDER_LENGTH = 80  # of the 255 that file systems take
 
 
@@ -56,13 +58,16 @@ class CheckpointDirectory:
         self._disk = disk or Disk()
         self._run = secrets.token_hex(4)
         self._damaged: set[str] = set()
+        self._saving = threading.Lock()
         with self._explained("cannot be used for checkpoints"):
+            new = [each for each in (self.directory, *self.directory.parents) if not each.exists()]
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.directory / LOCK)
-            with suppress(PermissionError):  # who may not list it still may write below it
-                self._disk.sync_folder(self.directory.parent)
         try:
             with self._explained("cannot be used for checkpoints"):
+                for each in new or [self.directory]:  # or another run made it, a moment ago
+                    with suppress(PermissionError):  # who may not list it still may write below it
+                        self._disk.sync_folder(each.parent)
                 self._disk.make_folder(self.directory / f"{_TEMPORARY}try-{self._run}")  # now, not after a day's work
                 for path in self._leftovers():
                     self._disk.remove_tree(path)
@@ -95,10 +100,17 @@ class CheckpointDirectory:
         """Write a checkpoint of some tasks and the caller's JSON data, and remove older ones.
 
         Tensors stay as they are until it returns. Raises CheckpointError where the disk does not take it, and TypeError
-        where the content cannot be saved; then nothing has changed, and the next save may succeed.
+        where the content cannot be saved; then nothing has changed, and the next save may succeed. One at a time: a
+        second thread waits.
         """
         contents = self._contents(tasks)
         manifest.check_data(data)
+        with self._saving:
+            return self._save(contents, data)
+
+    def _save(self, contents: Mapping[str, Mapping[str, _Content]], data: Any) -> Saved:
+        if not self._lock.is_held:
+            raise ValueError(f"{self.directory} was closed, or belongs to the process that this one was forked from")
         self._number += 1
         path = self.directory / f"checkpoint-{self._number:08d}-{self._run}"
         temporary = self.directory / (_TEMPORARY + path.name)
@@ -122,6 +134,11 @@ class CheckpointDirectory:
             for key, value in task.weights.items():
                 if not isinstance(key, str):
                     raise TypeError(f"weight {key!r} of task {name!r}: its name is a {type(key).__name__}, not a str")
+                if key == METADATA:
+                    raise ValueError(
+                        f"a weight of task {name!r} is named {key!r}, which the safetensors format keeps for itself; "
+                        f"rename it"
+                    )
                 check_tensor(f"weight {key!r} of task {name!r}", value)
             tree, tensors = flatten(task.state, f"task {name!r}: state")
             text = json.dumps(tree, allow_nan=False).encode()
@@ -175,15 +192,22 @@ class CheckpointDirectory:
 
     def _remove_old(self) -> Iterator[str]:
         """Remove what is older than the last `keep` whole ones; what could not be, in words."""
-        num_whole = 0
+        num_whole, has_removed = 0, False
         for path in checkpoint.newest_first(self.directory):
             if num_whole < self._keep:
                 num_whole += path.name not in self._damaged and checkpoint.looks_whole(path)
                 continue
             try:  # renamed first: one that is removed in part would be taken for a damaged one
                 self._disk.rename(path, self.directory / (_TEMPORARY + path.name))
+                has_removed = True
             except OSError as error:
                 yield f"{path} is not kept and could not be removed: {error}"
+        if has_removed:
+            try:
+                self._disk.sync_folder(self.directory)
+            except OSError as error:
+                yield f"{self.directory}: what is not kept could not be removed: {error}"
+                return
         for path in self._leftovers():
             try:
                 self._disk.remove_tree(path)
@@ -191,7 +215,7 @@ class CheckpointDirectory:
                 yield f"{path} is left over and could not be removed: {error}"
 
     def _leftovers(self) -> list[Path]:
-        return [path for path in self.directory.iterdir() if path.name.startswith(_TEMPORARY)]
+        return [path for path in self.directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:

@@ -34,6 +34,11 @@ class FolderLock:
         # A forked child (a loader's worker) has the lock too, and would hold it after its parent was killed.
         os.register_at_fork(after_in_child=partial(_release_inherited, weakref.ref(self)))
 
+    @property
+    def is_held(self) -> bool:
+        """Until `release`, and never in a forked child."""
+        return self._descriptor >= 0
+
     def release(self) -> None:
         """Once or more often."""
         if self._descriptor >= 0:

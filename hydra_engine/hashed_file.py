@@ -45,7 +45,7 @@ def fingerprint(path: Path, threads: Executor) -> Fingerprint:
     try:
         num_bytes = os.fstat(descriptor).st_size
         starts = range(0, num_bytes, PORTION_BYTES)
-        checksums = threads.map(lambda start: zlib.crc32(os.pread(descriptor, PORTION_BYTES, start)), starts)
+        checksums = threads.map(lambda start: _checksum(descriptor, start), starts)
         return Fingerprint(num_bytes, _digest(checksums))
     finally:
         os.close(descriptor)
@@ -68,7 +68,9 @@ class WriteBehind:
     def buffer(self) -> memoryview:
         """Memory for a portion, not in use by those before it; raises what their writing raised."""
         if len(self._buffers) < _NUM_BUFFERS:
-            self._buffers.append(memoryview(mmap.mmap(-1, PORTION_BYTES)))  # whole pages, as the disk wants them
+            # Whole pages, as the disk wants them; shared, since a fork during a write of private ones may corrupt it
+            # (https://man7.org/linux/man-pages/man2/open.2.html, O_DIRECT).
+            self._buffers.append(memoryview(mmap.mmap(-1, PORTION_BYTES, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)))
             return self._buffers[-1]
         if len(self._writes) == _NUM_BUFFERS:
             self._writes.popleft().result()
@@ -192,6 +194,16 @@ class OldFile:
         if self._num_bytes % PORTION_BYTES:
             self._checksums.append(self._checksum)
         return Fingerprint(self._num_bytes, _digest(self._checksums))
+
+
+def _checksum(descriptor: int, start: int) -> int:
+    """Of the portion that begins there; a read may be short before the end of a file."""
+    checksum, left_bytes = 0, PORTION_BYTES
+    while left_bytes and (data := os.pread(descriptor, left_bytes, start)):
+        checksum = zlib.crc32(data, checksum)
+        left_bytes -= len(data)
+        start += len(data)
+    return checksum
 
 
 def _digest(checksums: Iterable[int]) -> str:

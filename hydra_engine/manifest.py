@@ -63,7 +63,7 @@ def check_data(data: Any) -> None:
     """Raises TypeError where a caller's data would come back as something else."""
     try:
         is_same = json.loads(json.dumps(data, allow_nan=False)) == data
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"data: {error}; {_DATA_RULE}") from error
     if not is_same:
         raise TypeError(f"data changes on its way through JSON; {_DATA_RULE}")

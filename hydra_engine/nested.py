@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import struct
 from collections import Counter, OrderedDict
@@ -18,6 +19,9 @@ from hydra_engine.tensor_file import check_tensor
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KINDS = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
+# Each takes up to three levels of JSON, and readers have a limit; what contains itself ends here as well.
+_MAX_DEPTH = 100
+_MAX_BITS = 64  # of an int: JSON readers, and int(), take no longer ones for certain
 _NUMBER_KINDS = "biufc"  # numpy's letters for bool, integers, floats and complex numbers
 
 
@@ -45,6 +49,13 @@ class _Flattener:
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
+        if len(path) > _MAX_DEPTH:
+            raise TypeError(
+                f"{self._where} is nested {len(path)} levels deep, limit: {_MAX_DEPTH}; make it flatter, and let "
+                f"nothing contain itself"
+            )
+        if kind is int and value.bit_length() >= _MAX_BITS:
+            return {"int": hex(value)}
         if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
             return value
         if kind is float:
@@ -56,14 +67,19 @@ class _Flattener:
         if kind in _SEQUENCES.values():
             return {_KINDS[kind]: self._each(value, path)}
         if kind in _MAPPINGS.values():
-            items = [[self.encode(key, path), self.encode(each, (*path, str(key)))] for key, each in value.items()]
+            items = [
+                [self.encode(key, (*path, "key")), self.encode(each, (*path, str(key)))] for key, each in value.items()
+            ]
             return {_KINDS[kind]: items}
         if isinstance(value, torch.Tensor):
             check_tensor(self._place(path), value)
             return self._tensor(value, path)
         if kind is np.ndarray and value.dtype.kind in _NUMBER_KINDS:
             native = value.astype(value.dtype.newbyteorder("="))  # a copy, which torch may write to
-            return {"array": self._tensor(torch.from_numpy(native), path)}
+            try:
+                return {"array": self._tensor(torch.from_numpy(native), path)}
+            except TypeError as error:
+                raise TypeError(f"{self._place(path)} is a numpy array that torch does not take: {error}") from error
         if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
             return {"number": [value.dtype.str, value.tobytes().hex()]}
         raise TypeError(
@@ -82,8 +98,8 @@ class _Flattener:
         if memory in self._seen:
             return self._seen[memory]
         base = ".".join(path).lstrip("_") or "value"  # the format has a name of its own, with underscores
-        names = (base, *(f"{base}#{k}" for k in range(len(self.tensors))))  # keys may have dots: "a.b" and "a", "b"
-        name = next(name for name in names if name not in self.tensors)
+        others = (f"{base}#{k}" for k in itertools.count())  # keys may have dots: "a.b" and "a", "b"
+        name = next(name for name in itertools.chain([base], others) if name not in self.tensors)
         # Written as it lies in memory: nothing is copied, and what is channels-last comes back so.
         order = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
         self.tensors[name] = value.detach().permute(order)
@@ -106,6 +122,8 @@ class _Unflattener:
         [(kind, content), *_] = tree.items()
         if kind == "tensor":
             return self._tensor(content, tree.get("order"))
+        if kind == "int":
+            return int(content, 16)
         if kind == "float":
             return struct.unpack(">d", bytes.fromhex(content))[0]
         if kind == "bytes":

@@ -7,12 +7,12 @@ writes a file in one call from memory of its own, so the bytes would have to be 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from hydra_engine.hashed_file import NewFile, OldFile
+from hydra_engine.hashed_file import PORTION_BYTES, NewFile, OldFile
 
 _CODES = {
     torch.bool: "BOOL",
@@ -33,7 +33,8 @@ _CODES = {
     torch.complex64: "C64",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_METADATA = "__metadata__"
+METADATA = "__metadata__"  # no tensor's name
+_OWN_DTYPES = "dtypes"  # in it: JSON of those that the format lacks, by tensor
 _HEADER_ALIGNMENT = 8  # of the data behind it, for who maps the file
 
 
@@ -43,13 +44,17 @@ def check_tensor(where: str, value: Any) -> None:
         raise TypeError(f"{where} is a {type(value).__name__}, not a tensor")
     if value.device.type != "cpu":
         raise TypeError(f"{where} is on {value.device}; checkpoints are written from DRAM, give its .cpu()")
-    if value.layout != torch.strided or value.is_quantized:
-        kind = "quantized" if value.is_quantized else value.layout
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # one that has other memory than its own, or meaning
+        raise TypeError(
+            f"{where} is a {type(value).__qualname__}; only plain tensors are saved, give what it consists of"
+        )
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else value.layout
         raise TypeError(f"{where} is {kind}; only dense tensors are saved, give the tensors it consists of")
 
 
 def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, each in full, also if they share memory. At most one is copied at a time: if it is not contiguous.
+    """Write tensors, each in full, also if they share memory. One that is not contiguous is copied piece by piece.
 
     A dtype that the format lacks is written as bytes, one dimension more, and named in the file's metadata.
     """
@@ -66,21 +71,22 @@ def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
-    if _METADATA in header:
-        raise ValueError(f"a tensor is named {_METADATA!r}, which the safetensors format keeps for itself; rename it")
-    text = json.dumps({_METADATA: {"format": "pt", **dtypes}, **header}).encode()
+    assert METADATA not in header
+    metadata = {"format": "pt", **({_OWN_DTYPES: json.dumps(dtypes)} if dtypes else {})}
+    text = json.dumps({METADATA: metadata, **header}).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
+    scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8)  # takes memory where it is written to
     for name in names:
         if tensors[name].numel():
-            whole = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
-            file.write(_bytes_of(whole))
+            for piece in _pieces(tensors[name].detach(), scratch):
+                file.write(_bytes_of(piece))
 
 
 def read_tensors(file: OldFile) -> dict[str, torch.Tensor]:
     """What `write_tensors` wrote, each tensor in memory of its own, in the file's order."""
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    dtypes = header.pop(_METADATA)
+    dtypes = json.loads(header.pop(METADATA).get(_OWN_DTYPES, "{}"))
     tensors = {}
     for name, entry in header.items():
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
@@ -90,6 +96,20 @@ def read_tensors(file: OldFile) -> dict[str, torch.Tensor]:
         if tensors[name].numel():
             file.read_into(_bytes_of(tensors[name]))
     return tensors
+
+
+def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Contiguous ones that follow each other: the tensor itself, or one copy after the other in the same memory."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        yield tensor
+    elif tensor.nbytes <= scratch.nbytes:
+        yield scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    else:
+        row_bytes = tensor.nbytes // len(tensor)
+        num_rows = max(1, scratch.nbytes // row_bytes)
+        for start in range(0, len(tensor), num_rows):
+            rows = tensor[start : start + num_rows]
+            yield from _pieces(rows[0] if len(rows) == 1 else rows, scratch)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

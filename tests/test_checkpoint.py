@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import struct
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine import manifest
+from hydra_engine import checkpoint, manifest
 from hydra_engine.checkpoint import LATEST, TaskContent, load_newest, newest_first
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.disk import Disk
@@ -74,7 +75,7 @@ def nested():
         "numpy": np.random.RandomState(1).get_state(),
         "random": random.Random(1).getstate(),
         "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
-        "big": 2**200,
+        "big": [2**200, -(10**5000), 2**63 - 1, -(2**63), 2**64],
         "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),
         "milestones": Counter({30: 1, 60: 2}),
         "ordered": OrderedDict(b=1, a=2),
@@ -119,6 +120,8 @@ def test_tensors_that_share_memory_or_are_strided(tmp_path):
         "a.b": torch.zeros(1),
         "a": {"b": torch.ones(1)},
         "__metadata__": torch.zeros(2),
+        "format": torch.ones(3),
+        "dtypes": torch.ones(3, dtype=torch.complex128),
     }
     weights = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and name[0] != "_"}
     found = save_and_read(tmp_path, TaskContent(weights=weights, state=state))
@@ -128,6 +131,7 @@ def test_tensors_that_share_memory_or_are_strided(tmp_path):
         assert torch.equal(found.state[name], value), name
     assert found.state["again"] is found.state["whole"]
     assert found.weights["again"].data_ptr() != found.weights["whole"].data_ptr()
+    assert bits(found.weights["dtypes"]) == bits(found.state["dtypes"]) == bits(state["dtypes"])
     assert found.state["image"].is_contiguous(memory_format=torch.channels_last)
     assert found.state["turned"].stride() == (1, 8)
     assert found.state["a"]["b"] == 1
@@ -141,6 +145,51 @@ def test_tensors_that_cross_portions(tmp_path):
     weights["strided"] = torch.randint(256, (1000, 200), dtype=torch.uint8).t()
     found = save_and_read(tmp_path, TaskContent(weights=weights))
     assert all(torch.equal(found.weights[name], value) for name, value in weights.items())
+
+
+NO_VALUES = r"torch\.(q?u?int[1-7](x\d)?|quint.*|qint.*|complex32)"  # no kernel copies them; a warning comes with it
+DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+@pytest.mark.parametrize("dtype", sorted((d for d in DTYPES if not re.fullmatch(NO_VALUES, str(d))), key=str), ids=str)
+def test_every_dtype(tmp_path, dtype):
+    raw = torch.randint(2 if dtype == torch.bool else 256, (96,), dtype=torch.uint8)
+    values = {"flat": raw.view(dtype), "0-d": raw.view(dtype)[1], "empty": torch.empty(3, 0, dtype=dtype)}
+    values["turned"] = raw.view(dtype).reshape(2, -1).t()
+    found = save_and_read(tmp_path, TaskContent(weights=values, state=values))
+    for name, value in values.items():
+        assert bits(found.weights[name]) == bits(value.contiguous()), name
+        assert bits(found.state[name].contiguous()) == bits(value.contiguous()), name
+
+
+def test_weights_are_as_the_published_format_has_them(tmp_path):
+    """https://github.com/huggingface/safetensors#format, rule by rule."""
+    weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
+    with CheckpointDirectory(tmp_path) as store:
+        path = store.save({"bert": TaskContent(weights=weights)}).path
+    content = (path / "0-bert/weights.safetensors").read_bytes()
+    [size] = struct.unpack("<Q", content[:8])
+    text, buffer = content[8 : 8 + size], content[8 + size :]
+    assert text[:1] == b"{"
+    pairs = json.loads(text, object_pairs_hook=list)
+    assert len(dict(pairs)) == len(pairs), "no name twice"
+    metadata = dict(pairs)["__metadata__"]
+    assert all(isinstance(key, str) and isinstance(value, str) for key, value in metadata)
+    header = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
+    assert header.keys() == weights.keys()
+    at = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        assert start == at, "no holes, no overlaps"
+        assert entry.keys() == {"dtype", "shape", "data_offsets"}
+        assert start % weights[name].element_size() == 0
+        assert buffer[start:end] == bytes(bits(weights[name].contiguous())[-1]), "little-endian, C order"
+        shape = [*weights[name].shape, 16] if name == "complex128" else list(weights[name].shape)
+        assert entry["shape"] == shape
+        at = end
+    assert at == len(buffer)
+    codes = {name: header[name]["dtype"] for name in ("float32", "bfloat16", "bool", "int64", "complex128", "scalar")}
+    assert list(codes.values()) == ["F32", "BF16", "BOOL", "I64", "U8", "F64"]
 
 
 def test_a_digest_is_as_documented(tmp_path):
@@ -182,6 +231,23 @@ class Own(dict):
     pass
 
 
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def deep(levels):
+    found = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def endless():
+    found = {}
+    found["a"] = found
+    return found
+
+
 @pytest.mark.parametrize(
     ("content", "data", "message"),
     [
@@ -192,6 +258,11 @@ class Own(dict):
         (TaskContent(weights={}, state={"a": [1, len]}), None, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
         (TaskContent(weights={}, state=Own()), None, "Own, which cannot be saved; give dicts"),
         (TaskContent(weights={}, state=np.array([None])), None, "ndarray, which cannot be saved"),
+        (TaskContent(weights={}, state=np.ones(1, np.longdouble)), None, "state is a numpy array that torch does not"),
+        (TaskContent(weights={}, state=deep(101)), None, "is nested 101 levels deep, limit: 100"),
+        (TaskContent(weights={}, state=endless()), None, "let nothing contain itself"),
+        (TaskContent(weights={"w": torch.ones(1).as_subclass(OwnTensor)}), None, "is a OwnTensor; only plain tensors"),
+        (TaskContent(weights={}), deep(10_000), "data: "),
         (TaskContent(weights={}), {1: 2}, "data changes on its way through JSON"),
         (TaskContent(weights={}), (1, 2), "data changes on its way through JSON"),
         (TaskContent(weights={}), math.inf, "data: "),
@@ -212,6 +283,29 @@ def test_a_name_that_the_format_keeps_for_itself(tmp_path):
             store.save({"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
         assert load_newest(tmp_path) is None
         assert_nothing_temporary(tmp_path)
+
+
+def test_as_deep_as_may_be(tmp_path):
+    found = save_and_read(tmp_path / "list", TaskContent(weights={}, state=deep(100)))
+    assert found.state == deep(100)
+    value = {}
+    for _ in range(99):
+        value = OrderedDict(a=value)
+    assert save_and_read(tmp_path / "dict", TaskContent(weights={}, state=value)).state == value
+
+
+def test_one_task_of_several_is_read_alone(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        store.save({name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
+    found = load_newest(tmp_path)
+    shutil.rmtree(found.path / "1-b")
+    (found.path / "0-a/weights.safetensors").unlink()
+    assert found.read_state("a") == "a"
+    for read in (found.read, found.read_weights):
+        with pytest.raises(CheckpointError, match="changed after it was opened"):
+            read("a")
+    with pytest.raises(CheckpointError, match=r"holds no task 'c', but 'a', 'b'; name the task as it was"):
+        found.read("c")
 
 
 # -- which one comes back
@@ -253,6 +347,7 @@ def test_nothing_saved_yet(tmp_path):
 
 def test_the_last_are_kept(tmp_path):
     (tmp_path / "mine.txt").write_text("a user's")
+    (tmp_path / ".tmp-mine").write_text("a user's")
     with CheckpointDirectory(tmp_path, keep=2) as store:
         paths = [save(store, k).path for k in range(5)]
         assert newest_first(tmp_path) == [paths[4], paths[3]]
@@ -262,7 +357,7 @@ def test_the_last_are_kept(tmp_path):
         assert_holds(store.load_newest(), 4)
         path = save(store, 5).path
     assert path.name.startswith("checkpoint-00000006-")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "LOCK", path.name, "mine.txt"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".tmp-mine", "LATEST", "LOCK", path.name, "mine.txt"]
     with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
         CheckpointDirectory(tmp_path, keep=0)
 
@@ -389,6 +484,37 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
         found.read("bert")
 
 
+def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
+    found = load_newest(saved_twice(tmp_path).parent)
+    generator = random.Random(0)
+    for path in sorted((found.path / "0-bert").iterdir()):
+        for offset in range(path.stat().st_size):
+            mask = generator.randrange(1, 256)
+            flip(path, offset, mask)
+            with pytest.raises(CheckpointError, match=f"changed after it was opened: .*0-bert/{path.name}"):
+                found.read("bert")
+            flip(path, offset, mask)
+    assert_holds(found, 1)
+
+
+def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, monkeypatch):
+    listings = []
+
+    def slow(directory):
+        """Every other listing is old by the time it is used."""
+        listings.append(newest_first(directory))
+        if len(listings) % 2:
+            save(store, len(listings))
+        return listings[-1]
+
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        save(store, 0)
+        monkeypatch.setattr(checkpoint, "newest_first", slow)
+        found = load_newest(tmp_path)
+        assert_holds(found, 1)
+        assert found.messages == ()
+
+
 # -- saves that fail or are cut off
 
 
@@ -503,6 +629,95 @@ def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
         assert all(text in error for error in errors)
 
 
+class LosingDisk(Disk):
+    """Knows what would be there after a power failure: of a file or folder, what it was when it was last synced.
+
+    The least that POSIX promises; numbers of its own stand for files, as a file system uses its own again.
+    """
+
+    def __init__(self, root):
+        self.root = root
+        self.ids = {root: 0}
+        self.paths = {}  # by descriptor
+        self.kept = {}  # by id: bytes, or entries
+        self.moments = []
+
+    def _new(self, path):
+        self.ids[path] = len(self.ids) + len(self.moments) * 1000
+
+    def _moment(self):
+        self.moments.append(dict(self.kept))
+
+    def set_direct(self, descriptor, is_direct):
+        return False
+
+    def create(self, path):
+        self._new(path)
+        descriptor = super().create(path)
+        self.paths[descriptor] = path
+        self._moment()
+        return descriptor
+
+    def make_folder(self, path):
+        super().make_folder(path)
+        self._new(path)
+        self._moment()
+
+    def sync(self, descriptor):
+        if descriptor in self.paths:
+            self.kept[self.ids[self.paths[descriptor]]] = self.paths[descriptor].read_bytes()
+            self._moment()
+
+    def close(self, descriptor):
+        super().close(descriptor)
+        del self.paths[descriptor]
+
+    def sync_folder(self, path):
+        if path in self.ids:
+            self.kept[self.ids[path]] = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids}
+            self._moment()
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        for path in [path for path in self.ids if path == source or source in path.parents]:
+            self.ids[target / path.relative_to(source)] = self.ids.pop(path)
+        self._moment()
+
+    def remove_file(self, path):
+        super().remove_file(path)
+        self._moment()
+
+    def remove_folder(self, path):
+        super().remove_folder(path)
+        self._moment()
+
+
+def write_out(kept, number, path):
+    if isinstance(kept.get(number), dict):
+        path.mkdir(exist_ok=True)
+        for name, each in kept[number].items():
+            write_out(kept, each, path / name)
+    elif number in kept:
+        path.write_bytes(kept[number])
+
+
+def test_a_power_failure_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
+    disk = LosingDisk(tmp_path / "real")
+    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
+        returned = [(save(store, k), len(disk.moments))[1] for k in range(3)]
+    seen = []
+    for n, kept in enumerate(disk.moments, 1):
+        (folder := tmp_path / str(n)).mkdir()
+        write_out(kept, 0, folder)
+        found = load_newest(folder)
+        k = -1 if found is None else found.data["k"]
+        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
+        assert found is None or (assert_holds(found, k), found.messages)[1] == ()
+        seen.append(k)
+    assert seen == sorted(seen)
+    assert set(seen) == {-1, 0, 1, 2}
+
+
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_writes_may_be_short(tmp_path, is_direct):
     class Halting(Disk):
@@ -546,7 +761,8 @@ SAVE_LARGE = """
 import resource, sys, torch
 from hydra_engine.checkpoint import TaskContent
 from hydra_engine.checkpoint_directory import CheckpointDirectory
-weights = {"w": torch.zeros(2**24).fill_(1)}
+w = torch.zeros(2**24).fill_(1)
+weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2]}
 store = CheckpointDirectory(sys.argv[1])
 store.save({"small": TaskContent(weights={"w": torch.zeros(3)})})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -614,8 +830,10 @@ def test_one_run_at_a_time(tmp_path):
         assert_holds(load_newest(tmp_path), 0)  # reading is free
         save(store, 1)
     store.close()
-    with CheckpointDirectory(tmp_path) as store:
-        save(store, 2)
+    with CheckpointDirectory(tmp_path) as other:
+        with pytest.raises(ValueError, match="was closed, or belongs to the process"):
+            save(store, 2)
+        save(other, 2)
 
 
 def test_children_of_a_killed_run_do_not_hold_its_lock(tmp_path):
@@ -642,6 +860,27 @@ def test_a_directory_that_is_read_only_is_refused_at_once(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: .*Read-only file system"):
         CheckpointDirectory(tmp_path, disk=ReadOnly())
     CheckpointDirectory(tmp_path).close()  # and it is not locked
+
+
+def test_a_directory_that_is_refused_is_not_locked(tmp_path):
+    class NoSync(Disk):
+        def sync_folder(self, path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        CheckpointDirectory(tmp_path, disk=NoSync())
+    CheckpointDirectory(tmp_path).close()
+
+
+def test_every_new_folder_above_is_synced(tmp_path):
+    class Watched(Disk):
+        def sync_folder(self, path):
+            synced.append(path)
+            super().sync_folder(path)
+
+    synced = []
+    CheckpointDirectory(tmp_path / "a" / "b" / "c", disk=Watched()).close()
+    assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not hold for root")
