@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +47,24 @@ class LossScale:
             scaler.get_growth_interval(),
             scaler.state_dict()["_growth_tracker"],
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.amp.GradScaler` has it, which can load it."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._num_finite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as that one stood."""
+        self.scale = state["scale"]
+        self._growth_factor = state["growth_factor"]
+        self._backoff_factor = state["backoff_factor"]
+        self._growth_interval = state["growth_interval"]
+        self._num_finite = state["_growth_tracker"]
 
     def update(self, is_finite: bool) -> None:
         """Take in whether all of a step's gradients were finite."""

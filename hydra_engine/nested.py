@@ -16,7 +16,7 @@ import torch
 from hydra_engine.tensor_file import check_tensor
 
 # What JSON has as it is: None, bool, int, str, finite floats and lists. All else is an object of one key, its kind.
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KINDS = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
 # Each takes up to three levels of JSON, and readers have a limit; what contains itself ends here as well.
@@ -28,9 +28,10 @@ _NUMBER_KINDS = "biufc"  # numpy's letters for bool, integers, floats and comple
 def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
     """JSON data that stands for a nested state, and its tensors by name.
 
-    Dicts (also OrderedDict, Counter), lists, tuples, sets; tensors, numpy arrays and numbers; int, float, bool, None,
-    str, bytes. Tensors keep dtype and the order of their strides; one memory at two places is one tensor. `where`: what
-    errors call the state. Raises TypeError at anything else, subclasses included: they would come back as another type.
+    Dicts (also OrderedDict, Counter), lists, tuples, sets; tensors, numpy arrays and numbers; int, float, complex,
+    bool, None, str, bytes; torch's dtypes, devices and sizes. Tensors keep dtype and the order of their strides; one
+    memory at two places is one tensor. `where`: what errors call the state. Raises TypeError at anything else,
+    subclasses included: they would come back as another type.
     """
     flattener = _Flattener(where)
     return flattener.encode(state, ()), flattener.tensors
@@ -60,6 +61,10 @@ class _Flattener:
             return value
         if kind is float:
             return {"float": struct.pack(">d", value).hex()}  # a NaN has bits of its own
+        if kind is complex:
+            return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+        if kind in (torch.dtype, torch.device):
+            return {kind.__name__: str(value).removeprefix("torch.")}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if kind is list:
@@ -126,6 +131,12 @@ class _Unflattener:
             return int(content, 16)
         if kind == "float":
             return struct.unpack(">d", bytes.fromhex(content))[0]
+        if kind == "complex":
+            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
+        if kind == "dtype":
+            return getattr(torch, content)
+        if kind == "device":
+            return torch.device(content)
         if kind == "bytes":
             return base64.b64decode(content)
         if kind in _SEQUENCES:

@@ -35,7 +35,9 @@ def bits(value):
         return ("tensor", value.dtype, tuple(value.shape), value.stride() if value.numel() > 1 else (), raw)
     if isinstance(value, np.ndarray):
         return ("array", value.dtype, value.shape, value.tobytes())
-    if isinstance(value, float) and type(value) is float:
+    if type(value) is complex:
+        return ("complex", struct.pack("dd", value.real, value.imag))
+    if type(value) is float:
         return ("float", struct.pack("d", value))
     if isinstance(value, dict):
         return (type(value), [(bits(key), bits(each)) for key, each in value.items()])
@@ -76,6 +78,8 @@ def nested():
         "random": random.Random(1).getstate(),
         "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
         "big": [2**200, -(10**5000), 2**63 - 1, -(2**63), 2**64],
+        "torch": [torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cpu"), torch.device("meta:0")],
+        "complex": [1j, complex(math.nan, -0.0), complex(-math.inf, 5e-324)],
         "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),
         "milestones": Counter({30: 1, 60: 2}),
         "ordered": OrderedDict(b=1, a=2),

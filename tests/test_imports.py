@@ -43,7 +43,7 @@ GROUPS = (
         "report",
         "sample",
     ),
-    ("callbacks", "indices", "manifest", "means", "opened", "tensor_file"),
+    ("callbacks", "indices", "manifest", "means", "opened", "task_snapshot", "tensor_file"),
     ("emulated",),
     ("device", "drawing", "events", "nested", "plan_ahead", "progress", "shard", "task"),
     ("checkpoint", "frozen", "probe"),
