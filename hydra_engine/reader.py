@@ -6,18 +6,16 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
+from hydra_engine.loader_generators import putting_back
 from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
 from partitioners.precision import DTYPES, cast
@@ -118,15 +116,14 @@ class Reader:
         """
         loader = self._task.dataloader
         largest, most = None, -1
-        restore = [keep(found) for found in _generators(loader) for kind, keep in _KEEP if isinstance(found, kind)]
+        put_back = putting_back(loader)
         try:
             for inputs, target in self._iterate(loader, Stream(self._stream.state)):
                 if (size := _num_bytes(inputs, target)) > most:
                     kept = _own_pair(inputs, target)  # the loader may read on into the same memory
                     largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
         finally:
-            for put_back in restore:
-                put_back()
+            put_back()
         return largest
 
     @property
@@ -270,50 +267,6 @@ def _built(boundary: Boundary) -> Any:
 
 def _num_bytes(inputs: Any, target: Any) -> int:
     return sum(each.num_bytes for each in (Boundary.of(inputs, "a batch"), Boundary.of(target, "a target")))
-
-
-def _generators(loader: Any) -> list[Any]:
-    """The random generators that a loader, its samplers and its data set hold."""
-    seen: dict[int, Any] = {}
-    wanted = tuple(kind for kind, _ in _KEEP)
-
-    def walk(holder: Any, depth: int) -> None:
-        for value in vars(holder).values() if hasattr(holder, "__dict__") else ():
-            if id(value) in seen or isinstance(value, Tensor):
-                continue
-            if isinstance(value, wanted):
-                seen[id(value)] = value
-            elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
-                seen[id(value)] = None
-                walk(value, depth - 1)
-
-    walk(loader, 4)  # loader, batch sampler, sampler, a sampler inside that
-    return [value for value in seen.values() if value is not None]
-
-
-def _keep_torch(generator: torch.Generator) -> Callable[[], object]:
-    return partial(generator.set_state, generator.get_state())
-
-
-def _keep_numpy(generator: np.random.Generator) -> Callable[[], object]:
-    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-
-
-def _keep_legacy_numpy(generator: np.random.RandomState) -> Callable[[], object]:
-    return partial(generator.set_state, generator.get_state())
-
-
-def _keep_python(generator: random.Random) -> Callable[[], object]:
-    return partial(generator.setstate, generator.getstate())
-
-
-# How to put each kind of generator back where it stood.
-_KEEP: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
-    (torch.Generator, _keep_torch),
-    (np.random.Generator, _keep_numpy),
-    (np.random.RandomState, _keep_legacy_numpy),
-    (random.Random, _keep_python),
-)
 
 
 def _own_pair(inputs: Any, target: Any) -> tuple[Boundary, Boundary]:

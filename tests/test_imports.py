@@ -44,8 +44,8 @@ GROUPS = (
         "sample",
     ),
     ("callbacks", "indices", "manifest", "means", "opened", "task_snapshot", "tensor_file"),
-    ("emulated",),
-    ("device", "drawing", "events", "nested", "plan_ahead", "progress", "shard", "task"),
+    ("emulated", "loader_generators"),
+    ("device", "drawing", "events", "loader_position", "nested", "plan_ahead", "progress", "shard", "task"),
     ("checkpoint", "frozen", "probe"),
     (
         "blocked",
