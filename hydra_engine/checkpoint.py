@@ -80,10 +80,14 @@ class Checkpoint:
         """
         return TaskContent(weights=self.read_weights(name), state=self.read_state(name))
 
-    def read_weights(self, name: str) -> dict[str, torch.Tensor]:
-        """The same, of the weights alone."""
+    def read_weights(self, name: str, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The same, of the weights alone.
+
+        into: tensors in DRAM that take them, so that no second copy is there; raises ValueError, before one is written
+        to, where names, types or shapes differ. After a CheckpointError they hold anything.
+        """
         with self._opened(name, WEIGHTS) as file:
-            weights = read_tensors(file)
+            weights = read_tensors(file, into)
         return weights
 
     def read_state(self, name: str) -> Any:

@@ -83,19 +83,39 @@ def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
                 file.write(_bytes_of(piece))
 
 
-def read_tensors(file: OldFile) -> dict[str, torch.Tensor]:
-    """What `write_tensors` wrote, each tensor in memory of its own, in the file's order."""
+def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """What `write_tensors` wrote, each tensor in memory of its own, in the file's order.
+
+    into: tensors of the same names, types and shapes, in DRAM, that take the values instead; raises ValueError, before
+    one is written to, where they are others.
+    """
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     dtypes = json.loads(header.pop(METADATA).get(_OWN_DTYPES, "{}"))
-    tensors = {}
+    kinds = {}
     for name, entry in header.items():
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        kinds[name] = (_DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if name in dtypes:
-            dtype, shape = getattr(torch, dtypes[name]), shape[:-1]
-        tensors[name] = torch.empty(shape, dtype=dtype)
-        if tensors[name].numel():
-            file.read_into(_bytes_of(tensors[name]))
+            kinds[name] = (getattr(torch, dtypes[name]), tuple(entry["shape"][:-1]))
+    if into is not None:
+        _check_same(kinds, {name: (each.dtype, tuple(each.shape)) for name, each in into.items()})
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():
+        target = tensors[name] = torch.empty(shape, dtype=dtype) if into is None else into[name].detach()
+        if target.numel():
+            place = target if target.is_contiguous() else torch.empty(shape, dtype=dtype)
+            file.read_into(_bytes_of(place))
+            if place is not target:
+                target.copy_(place)
     return tensors
+
+
+def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            kinds = [f"of {kind[0]} {kind[1]}" if kind else "missing" for kind in (wanted.get(name), saved.get(name))]
+            raise ValueError(
+                f"{name!r} is {kinds[0]} here, and was {kinds[1]} as it was saved; resume with the model that was saved"
+            )
 
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tensor]:

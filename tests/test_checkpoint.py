@@ -312,6 +312,32 @@ def test_one_task_of_several_is_read_alone(tmp_path):
         found.read("c")
 
 
+def test_weights_are_read_into_memory_that_is_there(tmp_path):
+    weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "tied": tensors()["float32"]}
+    with CheckpointDirectory(tmp_path) as store:
+        store.save({"bert": TaskContent(weights=weights)})
+    found = load_newest(tmp_path)
+    into = {name: torch.zeros_like(each) for name, each in weights.items()}
+    into["parameter"] = torch.nn.Parameter(into["parameter"])
+    into["tied"] = into["float32"]
+    assert into["turned"].stride() == (1, 3)
+    read = found.read_weights("bert", into)
+    assert {name: bits(each) for name, each in into.items()} == {name: bits(each) for name, each in weights.items()}
+    assert all(read[name].data_ptr() == into[name].data_ptr() for name in weights)
+    for others, message in (
+        (
+            into | {"scalar": torch.ones(1)},
+            r"'scalar' is of torch.float32 \(1,\) here, and was of torch.float64 \(\) as",
+        ),
+        (into | {"more": torch.ones(1)}, r"'more' is of torch.float32 \(1,\) here, and was missing as it was saved"),
+        ({"uint8": into["uint8"]}, "'bfloat16' is missing here, and was of torch.bfloat16"),
+    ):
+        others = {name: torch.zeros_like(each) for name, each in others.items()}
+        with pytest.raises(ValueError, match=message):
+            found.read_weights("bert", others)
+        assert not any(any(bits(each)[-1]) for each in others.values())
+
+
 # -- which one comes back
 
 
