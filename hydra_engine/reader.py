@@ -15,9 +15,11 @@ import torch
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
-from hydra_engine.loader_generators import putting_back
+from hydra_engine.loader_generators import putting_back, set_states, states_of
+from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
 from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
+from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
 
 # A user's loader that does not return is left behind: its thread is a daemon.
@@ -42,6 +44,7 @@ class Batch:
     weight: float  # of an evaluation batch among those of its evaluation
     whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
     accumulation_steps: int  # micro-batches asked for
+    position: TaskPosition | None = None  # right after it was read, where the reader keeps positions
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -58,6 +61,10 @@ class _Item(NamedTuple):
     epoch: int
     training: bool
     evaluation: int
+    position: TaskPosition | None = None
+
+
+_RESTART = object()
 
 
 class Reader:
@@ -66,17 +73,24 @@ class Reader:
     The first batch is also the sample that `generate()` profiles with: it is read once, whenever it is first needed.
     """
 
-    def __init__(self, task: ModelTask, name: str) -> None:
+    def __init__(
+        self, task: ModelTask, name: str, *, keeps_positions: bool = False, start: TaskPosition | None = None
+    ) -> None:
+        """`keeps_positions`: batches say where the task stands. `start`: it goes on from there."""
         self._task = task
         self._name = name
+        self._keeps_positions = keeps_positions
+        self._start = start
+        self.messages: list[str] = []  # why batches may be other ones than those of the run that was saved
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
-        self._items = self._sequence()
-        self._num_evaluations = 0  # that ended
-        self._num_evaluated = 0  # their batches, and those of the one in progress
+        self._items = self._sequence(start)
+        self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
+        self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
+        self._last = start  # the last position, where they are kept
         self._first: _Item | None = None
         self._largest: _Item | None = None
         self._broken: BaseException | None = None
-        self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[Any] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.accumulation_steps = 1
@@ -117,8 +131,9 @@ class Reader:
         loader = self._task.dataloader
         largest, most = None, -1
         put_back = putting_back(loader)
+        apart = Stream(self._stream.state)
         try:
-            for inputs, target in self._iterate(loader, Stream(self._stream.state)):
+            for inputs, target in self._iterate(self._opened(loader, apart), apart):
                 if (size := _num_bytes(inputs, target)) > most:
                     kept = _own_pair(inputs, target)  # the loader may read on into the same memory
                     largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
@@ -143,6 +158,10 @@ class Reader:
         """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it."""
         self._requests.put((main,))
 
+    def restart(self) -> None:
+        """Ask for the batch that failed once more, from a new iterator; where positions are kept."""
+        self._requests.put((_RESTART,))
+
     def take(self) -> Batch:
         """The batch that was reported ready."""
         return self._ready.get_nowait()
@@ -160,9 +179,13 @@ class Reader:
     def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         while (request := self._requests.get()) is not None:
-            if request[0] is not None:
-                self._stream.state = request[0]
             try:
+                if request[0] is _RESTART:
+                    self._begin_again()
+                elif request[0] is not None:
+                    self._stream.state = request[0]
+                if self._last is not None and self._last.num_evaluated == self._num_evaluated:
+                    self._last = self._last.with_random(self._stream.state)
                 item, self._first = self._first or next(self._items, None), None
                 if item is None:
                     report(DataEnded(self._name))
@@ -173,18 +196,67 @@ class Reader:
             except BaseException as error:
                 report(DataFailed(self._name, error, "its loader"))
 
-    def _sequence(self) -> Generator[_Item, None, None]:
+    def _begin_again(self) -> None:
+        """Go back to the last position, and past what was given since."""
+        assert self._last is not None, "positions are not kept"
+        num_given = self._num_evaluated - self._last.num_evaluated  # of the evaluation that follows it
+        self._num_evaluations, self._num_evaluated = self._last.num_evaluations, self._last.num_evaluated
+        self._items.close()
+        self._items = self._sequence(self._last)
+        for _ in range(num_given):
+            next(self._items)
+
+    def _sequence(self, start: TaskPosition | None) -> Generator[_Item, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
         interval = self._task.validation_interval
-        num_steps = 0
-        for epoch in range(self._task.epochs):
-            for inputs, target in self._iterate(self._task.dataloader):
-                yield _Item(inputs, target, num_steps, epoch, True, self._num_evaluations)
-                num_steps += 1
+        num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
+        for epoch in range(first_epoch, self._task.epochs):
+            began, iterator = self._begun(epoch, num_steps) if start is None else self._resumed(start)
+            num_batches = 0 if start is None else start.loader.num_batches
+            is_due = start is not None and isinstance(interval, int) and num_steps % interval == 0
+            if start is not None and is_due and not start.is_evaluated:
+                yield from self._evaluation(epoch)
+            start = None
+            for inputs, target in self._iterate(iterator, self._stream):
+                num_steps, num_batches = num_steps + 1, num_batches + 1
+                self._note(began, num_batches, epoch, num_steps)
+                yield _Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
                 if isinstance(interval, int) and num_steps % interval == 0:
                     yield from self._evaluation(epoch)
             if interval == "epoch":
                 yield from self._evaluation(epoch)
+
+    def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
+        """An epoch's iterator, and what it was opened with."""
+        loader = self._task.dataloader
+        began = epoch_start(loader, self._stream) if self._keeps_positions else None
+        self._note(began, 0, epoch, num_steps)
+        return began, self._opened(loader, self._stream)
+
+    def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
+        """The iterator of an epoch in progress, and what it was opened with."""
+        task = self._task
+        if task.validation is not None:
+            set_states(task.validation, start.validation)
+        restored = restore(task.dataloader, self._stream, start.loader)
+        if restored.message is not None:
+            self.messages.append(f"{self._name}: {restored.message}")
+        return start.loader.start, restored.iterator
+
+    def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
+        """Keep where the task stands, if positions are kept."""
+        if began is None:
+            return
+        task = self._task
+        self._last = TaskPosition(
+            num_steps=num_steps,
+            epoch=epoch,
+            loader=position_of(task.dataloader, self._stream, began, num_batches),
+            validation=() if task.validation is None else states_of(task.validation),
+            num_evaluations=self._num_evaluations,
+            num_evaluated=self._num_evaluated,
+            is_evaluated=num_batches == 0,
+        )
 
     def _evaluation(self, epoch: int) -> Generator[_Item, None, None]:
         """The batches of one evaluation, which may lie between two of an epoch, whose iterator stays open meanwhile.
@@ -194,16 +266,17 @@ class Reader:
         if self._task.validation is None:
             return
         outside = self._stream.state
-        for inputs, target in self._iterate(self._task.validation):
-            yield _Item(inputs, target, self._num_evaluated, epoch, False, self._num_evaluations)
+        for inputs, target in self._iterate(self._opened(self._task.validation, self._stream), self._stream):
             self._num_evaluated += 1
+            yield _Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
         self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
 
-    def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:
-        stream = self._stream if stream is None else stream
+    def _opened(self, loader: Any, stream: Stream) -> Iterator[Any]:
         with installed(stream):
-            iterator = iter(loader)
+            return iter(loader)
+
+    def _iterate(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
         while True:
             with installed(stream):
                 item = next(iterator, _END)
@@ -221,14 +294,14 @@ class Reader:
     def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
         """The same batch in another number of micro-batches."""
         inputs, target = map(_built, batch.whole)
-        item = _Item(inputs, target, batch.step, batch.epoch, batch.training, batch.evaluation)
+        item = _Item(inputs, target, batch.step, batch.epoch, batch.training, batch.evaluation, batch.position)
         return self._split(item, batch.main, accumulation_steps)
 
     def _batch(self, item: _Item) -> Batch:
         return self._split(item, self._stream.state, self.accumulation_steps if item.training else 1)
 
     def _split(self, item: _Item, main: RandomState, accumulation_steps: int) -> Batch:
-        inputs, target, step, epoch, training, evaluation = item
+        inputs, target, step, epoch, training, evaluation, position = item
         seed = self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
@@ -258,6 +331,7 @@ class Reader:
             weight=float(reduction(target)) if callable(reduction) else float(batch_size(inputs)),
             whole=whole,
             accumulation_steps=accumulation_steps,
+            position=position,
         )
 
 
