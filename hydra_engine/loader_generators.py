@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hydra_engine.task_snapshot import copied
+from hydra_engine.saved_state import copied
 
 _MAX_DEPTH = 4  # loader, batch sampler, sampler, a sampler inside that
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

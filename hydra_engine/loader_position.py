@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_engine.loader_generators import same_states, set_states, states_of
 from hydra_engine.randomness import RandomState, Stream, capture, install, installed
-from hydra_engine.task_snapshot import copied, random_from_state, random_to_state
+from hydra_engine.saved_state import copied, random_from_state, random_to_state
 
 _MISSING = object()
 _REMEDY = (

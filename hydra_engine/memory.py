@@ -108,7 +108,7 @@ class HostPool:
             if alone:  # or all weights would be there twice
                 self._host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
-        self._give_buffers_back()
+        self.layout.put_buffers(self.buffers)
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent
         del self._blocks, self._brought
 
@@ -147,17 +147,6 @@ class HostPool:
         if slot.trainable:
             return slot.link_view(self._link, slot.link_offset)
         return self._blocks[slot.index].cast(slot)
-
-    def _give_buffers_back(self) -> None:
-        for layer, bindings in zip(self.layout.layers, self.layout.buffer_bindings, strict=True):
-            for path, name, index in bindings:
-                module, value = layer.get_submodule(path), self.buffers[index]
-                own = self.layout.buffers[index]
-                if own.shape == value.shape and own.dtype == value.dtype:
-                    if not torch.equal(own, value):  # expanded ones cannot be written to
-                        own.copy_(value)
-                else:  # a forward bound a tensor of another kind
-                    module._buffers[name] = value
 
     def sources(self, piece: SlabPiece) -> list[tuple[int, Tensor]]:
         """Where the bytes of a shard's piece are: (start within it, bytes), in as few as there are."""

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.stepping import DeviceStep
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
+from hydra_engine.saved_state import restore_optimizer
 
 NUM_TIMED_STEPS = 5
 
@@ -305,6 +306,53 @@ class TaskOptimizer:
                 average.copy_(slot.parameter)
             else:
                 average.lerp_(slot.parameter, 1 - self._task.ema_decay)
+
+    def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
+        """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
+        for slot in self._slots:
+            if slot.index in self._averages:
+                yield slot.index, self._averages[slot.index]
+            for value in self.optimizer.state.get(slot.parameter, {}).values():
+                if isinstance(value, Tensor):
+                    yield slot.index, value
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint takes of the updates: the tensors themselves, which the next step changes."""
+        averages = {slot.name: self._averages[slot.index] for slot in self._slots if self._averages}
+        return {"optimizer": self.optimizer.state_dict(), "averages": averages if self._num_steps else {}}
+
+    def schedule(self) -> dict[str, Any]:
+        """What a checkpoint takes of all else."""
+        return {
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
+            "num_steps": self._num_steps,
+            "epoch": self._epoch,
+        }
+
+    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+        """Go on from what `state` and `schedule` gave, whose tensors are taken over.
+
+        Raises ValueError where the optimizer, its schedule or the precision are of another kind.
+        """
+        for what, own, saved in (
+            ("lr_scheduler", self.scheduler, schedule["scheduler"]),
+            ("a loss scale (precision 'float16')", self._loss_scale, schedule["loss_scale"]),
+        ):
+            if (own is None) != (saved is None):
+                kinds = ("has none", "was saved with one") if own is None else ("has one", "was saved with none")
+                raise ValueError(f"{what}: the task {kinds[0]}, and {kinds[1]}; resume with the task that was saved")
+        restore_optimizer(self.optimizer, state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(schedule["scheduler"])
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(schedule["loss_scale"])
+        self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
+        if self._averages and self._num_steps:
+            for slot in self._slots:
+                if slot.name not in state["averages"]:
+                    raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume with the ema_decay of then")
+                self._averages[slot.index] = state["averages"][slot.name]
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""

@@ -156,6 +156,28 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointReport:
+    """What a run has saved, and what that cost it."""
+
+    num_saved: int = 0
+    num_failed: int = 0
+    num_bytes: int = 0  # written; what was linked is not
+    write_s: float = 0.0  # in which they were written, beside all other work
+    copied_bytes: int = 0  # since they changed before they were written
+    held_s: float = 0.0  # that updates and commits waited for that, all threads together
+    path: str | None = None  # of the last one
+    messages: tuple[str, ...] = ()  # what went wrong
+
+    def __str__(self) -> str:
+        rate = format_bytes(int(self.num_bytes / self.write_s)) + "/s" if self.write_s else "-"
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return (
+            f"checkpoints: {self.num_saved} saved{failed}, {format_bytes(self.num_bytes)} at {rate}, "
+            f"{format_bytes(self.copied_bytes)} copied, which held up {self.held_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What became of a run; prints as two tables.
 
@@ -170,6 +192,8 @@ class Report:
     devices: list[DeviceReport]
     spans: Sequence[Span] = field(default=(), repr=False)
     host: HostThreads | None = None  # the run's threads and cores
+    checkpoints: CheckpointReport | None = None  # where a directory was given for them
+    messages: Sequence[str] = ()  # what a resume found, and what could not be saved
 
     @property
     def schedule(self) -> list[Placed]:
@@ -220,6 +244,7 @@ class Report:
             )
         revisions = [f"{task.name}: {revision}" for task in self.tasks.values() for revision in task.revisions]
         end = [str(self.host)] if self.host is not None else []
+        end += [str(self.checkpoints)] if self.checkpoints is not None else []
         end.append(f"makespan {self.makespan_s:.1f} s")
         return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), *launches, *end])
 

@@ -160,7 +160,7 @@ class ModelLayout:
             link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
             slot = Slot(
                 index=len(self.slots),
-                name=".".join(filter(None, (self.names[layer], path, name))),
+                name=self.full_name(layer, path, name),
                 parameter=parameter,
                 trainable=kind,
                 owner=min(layer, self.num_layers - 1),
@@ -185,6 +185,37 @@ class ModelLayout:
             numbers[id(buffer)] = len(self.buffers)
             self.buffers.append(buffer)
         return Binding(path, name, numbers[id(buffer)])
+
+    def full_name(self, layer: int, path: str, attribute: str) -> str:
+        """As a state dict of the model has it."""
+        return ".".join(filter(None, (self.names[layer], path, attribute)))
+
+    def persistent_buffers(self) -> dict[str, int]:
+        """Buffers that a state dict of the model has, by name, and their numbers."""
+        return {
+            self.full_name(k, path, attribute): number
+            for k, layer in enumerate(self.layers[: self.num_layers])
+            for path, attribute, number in self.buffer_bindings[k]
+            if attribute not in layer.get_submodule(path)._non_persistent_buffers_set
+        }
+
+    def named_slots(self) -> Iterator[tuple[str, Slot, bool]]:
+        """Parameters by every name that they have, and whether a loss holds it."""
+        for k, bindings in enumerate(self.parameters):
+            for path, attribute, number in bindings:
+                yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
+
+    def put_buffers(self, values: Sequence[Tensor]) -> None:
+        """Give the user's modules these values, by number."""
+        for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
+            for path, name, index in bindings:
+                module, value = layer.get_submodule(path), values[index]
+                own = self.buffers[index]
+                if own.shape == value.shape and own.dtype == value.dtype:
+                    if not torch.equal(own, value):  # expanded ones cannot be written to
+                        own.copy_(value)
+                else:  # a forward bound a tensor of another kind
+                    module._buffers[name] = value
 
     def aligned(self, num_bytes: int) -> int:
         """Rounded up to the alignment."""

@@ -43,7 +43,7 @@ GROUPS = (
         "report",
         "sample",
     ),
-    ("callbacks", "indices", "manifest", "means", "opened", "task_snapshot", "tensor_file"),
+    ("callbacks", "indices", "manifest", "means", "opened", "saved_state", "tensor_file"),
     ("emulated", "loader_generators"),
     ("device", "drawing", "events", "loader_position", "nested", "plan_ahead", "progress", "shard", "task"),
     ("checkpoint", "frozen", "probe"),

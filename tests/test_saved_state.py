@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler, swa_utils
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.nested import flatten, unflatten
 from hydra_engine.randomness import Stream, capture, installed
-from hydra_engine.task_snapshot import (
+from hydra_engine.saved_state import (
     copied,
     losses_from_state,
     losses_to_state,

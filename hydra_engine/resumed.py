@@ -1,0 +1,91 @@
+"""A task as a checkpoint has it, and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_engine.checkpoint import Checkpoint
+from hydra_engine.errors import CheckpointError
+from hydra_engine.optimizer import TaskOptimizer
+from hydra_engine.report import FAILED, FINISHED, STOPPED, Revision, TaskReport
+from hydra_engine.saved_state import losses_from_state
+from hydra_engine.shard import ModelLayout
+from hydra_engine.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
+from hydra_engine.task import ModelTask
+from hydra_engine.task_position import TaskPosition
+
+LOST = "lost"  # it struck a device
+
+
+class SavedTask:
+    """One task in a checkpoint: read at once but for weights and optimizer, which are read where they belong.
+
+    over: None, "finished", "failed", "stopped" or "lost". Raises CheckpointError where the checkpoint has changed.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._name = name
+        self._state: dict[str, Any] = checkpoint.read_nested(name, STATE)
+        self.over: str | None = self._state["over"]
+        self.steps: int = self._state["steps"]
+        self.seed: int = self._state["seed"]
+        self.accumulation_steps: int = self._state["accumulation_steps"]
+        self.position = TaskPosition.from_state(self._state["position"])
+
+    def goes_on(self, task: ModelTask) -> bool:
+        """Whether there is more to train: one that has failed is tried again, one that struck a device is not."""
+        if self.over == FINISHED:
+            return task.epochs > self.position.epoch + 1
+        return self.over in (None, FAILED)
+
+    def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
+        """Give the user's model the weights and buffers of then. Raises ValueError where it is another model."""
+        trainable: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor] = {}
+        other: dict[str, Tensor] = {}  # a loss's
+        for name, slot, is_of_loss in layout.named_slots():
+            (trainable if slot.trainable else other if is_of_loss else frozen)[name] = slot.parameter.data
+        buffers, of_loss = self._state["buffers"], self._state["loss_parameters"]
+        try:
+            if len(buffers) != len(layout.buffers):
+                raise ValueError(f"it has {len(layout.buffers)} buffers, and was saved with {len(buffers)}")
+            if {name: each.shape for name, each in other.items()} != {n: each.shape for n, each in of_loss.items()}:
+                raise ValueError("its loss holds other parameters")
+            own = {name: torch.empty_like(buffers[number]) for name, number in layout.persistent_buffers().items()}
+            if frozen or FROZEN in self._checkpoint.files(self._name):
+                self._checkpoint.read_tensors(self._name, FROZEN, into=frozen)
+            self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
+        except ValueError as error:
+            raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
+        for name, parameter in other.items():
+            parameter.copy_(of_loss[name])
+        layout.put_buffers(buffers)
+
+    def put_optimizer(self, optimizer: TaskOptimizer) -> None:
+        """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""
+        optimizer.restore(self._checkpoint.read_nested(self._name, OPTIMIZER), self._state["schedule"])
+
+    def report(self, *, goes_on: bool) -> TaskReport:
+        """What had become of it; where it goes on, without a validation that will run again, and what ended it."""
+        state, steps = self._state, self.steps
+        num = sum(not goes_on or step < steps for step in state["validation_steps"])
+        report = TaskReport(name=self._name, seed=self.seed, steps=steps)
+        report.losses = losses_from_state(state["losses"])
+        report.validation_losses = losses_from_state(state["validation_losses"])[:num]
+        report.validation_steps = list(state["validation_steps"])[:num]
+        report.validation_metrics = {
+            name: losses_from_state(values)[:num] for name, values in state["validation_metrics"].items()
+        }
+        report.loss_scales = losses_from_state(state["loss_scales"])
+        report.skipped_steps = list(state["skipped_steps"])
+        report.revisions = [Revision(**each) for each in state["revisions"]]
+        if not goes_on and self.over is not None:
+            report.status = {LOST: FAILED, None: STOPPED}.get(self.over, self.over)
+            report.error = state["error"]
+            if report.status == FAILED:
+                report.exception = CheckpointError(f"{self._name} had failed before: {state['error']}")
+        return report

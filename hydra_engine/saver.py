@@ -1,0 +1,241 @@
+"""Writes a run's checkpoints: when one is due, in a thread of its own, and what came of it.
+
+A round takes every task that trains; a task that is over is written once, at its end, before its memory is its user's
+again. What did not change since, of tasks that are over too, is linked from the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from hydra_engine.checkpoint_directory import CheckpointDirectory, NewCheckpoint
+from hydra_engine.report import CheckpointReport
+from hydra_engine.snapshot import FROZEN, SaveCost, Snapshot
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+class Every(NamedTuple):
+    """How often to save: after so many steps of any task, or so many seconds."""
+
+    steps: int | None
+    seconds: float | None
+
+    @classmethod
+    def parse(cls, value: object) -> Every:
+        """`checkpoint_every`, as the user gave it; raises TypeError or ValueError."""
+        rule = "give a number of steps, or a time such as '10min', '30s' or '2h'"
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise TypeError(f"checkpoint_every: {value!r} is a {type(value).__name__}; {rule}")
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"checkpoint_every: {value}, limit: at least 1 step; {rule}")
+            return cls(value, None)
+        match = _DURATION.fullmatch(value)
+        if match is None or float(match[1]) == 0:
+            raise ValueError(f"checkpoint_every: {value!r}, limit: a time above 0; {rule}")
+        return cls(None, float(match[1]) * _SECONDS[match[2]])
+
+
+class _Round(NamedTuple):
+    names: Collection[str]
+    given: SimpleQueue[tuple[str, Snapshot | None]]
+
+
+class Saver:
+    """Where and when a run saves. All but `give` belongs to the thread that decides.
+
+    about: what a checkpoint says of the run, asked for as one is written. tasks: what the newest one in the directory
+    says of its tasks: {name: {"steps", "over", "loss"}}.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        every: Every,
+        about: Callable[[], dict[str, Any]],
+        tasks: dict[str, dict[str, Any]],
+    ) -> None:
+        self.directory = directory
+        self._report = CheckpointReport()
+        self._every = every
+        self._about = about
+        self._tasks = dict(tasks)
+        self._saved_steps: dict[str, int] = {}
+        self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
+        self.cost = SaveCost()
+        self._begun_s = time.monotonic()  # of the last round
+        self._round: _Round | None = None
+        self._wanted: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "hydra-saver")
+        self._lock = threading.Lock()  # of what the writing thread tells
+        self._waited_s = 0.0  # of the save under way: for tasks to be captured
+        self._num_waiting = 0  # saves that were asked for and are not through
+
+    @property
+    def wanted(self) -> Collection[str]:
+        """Tasks that the round under way still waits for."""
+        return self._wanted
+
+    def is_due(self, task: str, steps: int) -> bool:
+        """Whether a round shall begin, now that a task has committed so many steps; none while one is under way."""
+        if self._num_waiting:
+            return False
+        if self._every.seconds is not None:
+            return time.monotonic() - self._begun_s >= self._every.seconds
+        assert self._every.steps is not None
+        return steps - self._saved_steps.get(task, 0) >= self._every.steps
+
+    def began_at(self, task: str, steps: int) -> None:
+        """A task goes on from so many steps, which are saved."""
+        self._saved_steps[task] = steps
+
+    def begin(self, tasks: Collection[str]) -> None:
+        """Begin a round of these tasks; each is given, or passed over, later."""
+        self._begun_s = time.monotonic()
+        self._wanted = set(tasks)
+        self._round = _Round(list(tasks), SimpleQueue())
+        self._submit(self._write_round, self._round)
+
+    def give(self, name: str, snapshot: Snapshot | None) -> Callable[[], None]:
+        """One of the round's tasks is at hand, or is not to be had: what its capturing thread shall call."""
+        self._wanted.discard(name)
+        assert self._round is not None
+        if snapshot is not None:
+            self._saved_steps[name] = snapshot.steps
+        given = self._round.given
+        return lambda: given.put((name, snapshot))
+
+    def save_end(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
+        """Save a task that is over; then call, whether it could be saved or not. From any thread."""
+        self._submit(self._write_end, snapshot, then)
+
+    @property
+    def report(self) -> CheckpointReport:
+        """What was saved, and what it cost."""
+        with self._lock:
+            return replace(self._report, copied_bytes=self.cost.copied_bytes, held_s=self.cost.held_s)
+
+    def give_up(self) -> None:
+        """Wait for no task any more."""
+        for name in list(self._wanted):
+            self.give(name, None)()
+
+    def close(self) -> None:
+        """Wait until all is written that was asked for."""
+        self.give_up()
+        self._thread.shutdown()
+
+    def _submit(self, job: Callable[..., None], *args: Any) -> None:
+        with self._lock:
+            self._num_waiting += 1
+        self._thread.submit(self._run, job, *args)
+
+    def _run(self, job: Callable[..., None], *args: Any) -> None:
+        try:
+            job(*args)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def _write_round(self, it: _Round) -> None:
+        snapshots: list[Snapshot] = []
+        left = list(it.names)
+
+        def next_one() -> Snapshot | None:
+            start_s = time.perf_counter()
+            name, snapshot = it.given.get()
+            self._waited_s += time.perf_counter() - start_s
+            left.remove(name)
+            if snapshot is not None:
+                snapshots.append(snapshot)
+            return snapshot
+
+        def add_all(new: NewCheckpoint) -> None:
+            while left:
+                snapshot = next_one()
+                if snapshot is not None and self._is_whole(snapshot):
+                    self._add(new, snapshot)
+
+        try:
+            self._save(add_all, snapshots, is_full=True)
+        finally:
+            while left:  # nobody shall wait for what is not written
+                next_one()
+            for each in snapshots:
+                each.done()
+
+    def _write_end(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
+        try:
+            if self._is_whole(snapshot):
+                self._save(lambda new: self._add(new, snapshot), [snapshot], is_full=False)
+        finally:
+            snapshot.done()
+            then()
+
+    def _is_whole(self, snapshot: Snapshot) -> bool:
+        if snapshot.error is not None:
+            self.tell(f"task {snapshot.name!r} could not be saved at step {snapshot.steps}: {snapshot.error}")
+        return snapshot.error is None
+
+    def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
+        files, linked = dict(snapshot.files), ()
+        if snapshot.name in self._has_frozen and FROZEN in self.directory.newest_files(snapshot.name):
+            del files[FROZEN]
+            linked = (FROZEN,)
+        new.add(snapshot.name, files, linked=linked)
+        snapshot.done()
+
+    def _save(self, add: Callable[[NewCheckpoint], None], snapshots: list[Snapshot], *, is_full: bool) -> None:
+        start_s, self._waited_s = time.perf_counter(), 0.0
+        try:
+            with self.directory.begin() as new:
+                add(new)
+                written = {each.name for each in snapshots if each.error is None}
+                if not written:
+                    return
+                tasks = dict(self._tasks)
+                for each in snapshots:
+                    if each.name in written:
+                        tasks[each.name] = {"steps": each.steps, "over": each.over, "loss": _finite(each.loss)}
+                for name in tasks.keys() - written:
+                    new.keep(name)
+                saved = new.commit({"tasks": tasks, **self._about()}, is_full=is_full)
+        except Exception as error:
+            with self._lock:
+                self._report = replace(self._report, num_failed=self._report.num_failed + 1)
+            self.tell(f"a checkpoint could not be saved, and training goes on without: {error}")
+            return
+        self._tasks = tasks
+        self._has_frozen |= written
+        with self._lock:
+            report = self._report
+            self._report = replace(
+                report,
+                num_saved=report.num_saved + 1,
+                num_bytes=report.num_bytes + saved.num_bytes,
+                write_s=report.write_s + time.perf_counter() - start_s - self._waited_s,
+                path=str(saved.path),
+            )
+        for message in saved.messages:
+            self.tell(message)
+
+    def tell(self, message: str) -> None:
+        """Say something that the user has to know: at once, and in the report."""
+        print(f"hydra_engine: {message}", file=sys.stderr)
+        with self._lock:
+            self._report = replace(self._report, messages=(*self._report.messages, message))
+
+
+def _finite(value: float) -> float | None:
+    """As JSON has it."""
+    return value if value - value == 0 else None
