@@ -76,7 +76,7 @@ class MovingTensor:
     def secure(self) -> int:
         """Call before the tensor is changed; how many bytes had to be copied.
 
-        Raises what torch raises where there is no memory for them; the tensor is then left alone, or `done` gives it up.
+        Raises what torch raises where there is no memory for them: leave the tensor as it is, or give up with `done`.
         """
         with self._lock:
             if self._values is None or self._is_own:
