@@ -5,13 +5,14 @@
         LOCK                                held by the run that writes here
         checkpoint-00000012-4f1c9a2e/       its number, and the run that wrote it: no name is ever used twice
             manifest.json                   every file's size and digest, and its own SHA-256
-            0-bert/weights.safetensors      a task's weights by name
+            0-bert/weights.safetensors      a task's files: its weights by name,
             0-bert/state.json               its other state, which names the tensors in
             0-bert/state.safetensors
         .tmp-...                            of a save or a removal that was cut off; gone with the next one
 
 A save writes into .tmp-..., renames it, replaces LATEST, and only then removes older ones; each is on the medium before
-the next begins. A reader goes by the numbers, so that it needs no LATEST.
+the next begins. A reader goes by the numbers, so that it needs no LATEST. A file that has not changed since the last
+checkpoint is one on the medium with a name in both. `checkpoint.md` has the format.
 """
 
 from __future__ import annotations
@@ -36,24 +37,9 @@ from hydra_engine.nested import unflatten
 from hydra_engine.tensor_file import read_tensors
 
 LATEST = "LATEST"
-WEIGHTS = "weights.safetensors"
-STATE = "state.json"
-STATE_TENSORS = "state.safetensors"
 
 _NUM_TRIES = 10  # at finding one that a run does not remove just then
 _NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskContent:
-    """One task in a checkpoint.
-
-    weights: by name, for anyone who reads safetensors; the values of each, also where memory is shared.
-    state: all else, as `hydra_engine.nested.flatten` takes it.
-    """
-
-    weights: Mapping[str, torch.Tensor]
-    state: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,37 +59,49 @@ class Checkpoint:
         """In the order they were given in."""
         return tuple(self.manifest.folders)
 
-    def read(self, name: str) -> TaskContent:
-        """One task's content, in new memory; one at a time, so that DRAM need not hold all of them twice.
+    def files(self, task: str) -> frozenset[str]:
+        """The names of a task's files; raises CheckpointError where it holds no such task."""
+        return frozenset(self._files(task))
 
-        It is verified again while it is read: raises CheckpointError if it changed, or was removed by a later save.
-        """
-        return TaskContent(weights=self.read_weights(name), state=self.read_state(name))
-
-    def read_weights(self, name: str, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """The same, of the weights alone.
+    def read_tensors(
+        self, task: str, file_name: str, into: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """A file of tensors by name, in new memory; verified again while it is read.
 
         into: tensors in DRAM that take them, so that no second copy is there; raises ValueError, before one is written
-        to, where names, types or shapes differ. After a CheckpointError they hold anything.
+        to, where names, types or shapes differ. Raises CheckpointError if it changed, was removed by a later save, or
+        was never there; after that they hold anything.
         """
-        with self._opened(name, WEIGHTS) as file:
-            weights = read_tensors(file, into)
-        return weights
+        with self._opened(task, file_name) as file:
+            found = read_tensors(file, into)
+        return found
 
-    def read_state(self, name: str) -> Any:
-        """The same, of all but the weights."""
-        with self._opened(name, STATE_TENSORS) as file:
-            tensors = read_tensors(file)
-        with self._opened(name, STATE) as file:
-            tree = json.loads(file.read())
-        return unflatten(tree, tensors)
+    def read_bytes(self, task: str, file_name: str) -> bytes:
+        """The same, of any file, as it is."""
+        with self._opened(task, file_name) as file:
+            found = file.read()
+        return found
 
-    @contextmanager
-    def _opened(self, task: str, file_name: str) -> Iterator[OldFile]:
+    def read_nested(self, task: str, stem: str) -> Any:
+        """The same, of what `hydra_engine.nested.nested_files` gave."""
+        tensors = self.read_tensors(task, f"{stem}.safetensors")
+        return unflatten(json.loads(self.read_bytes(task, f"{stem}.json")), tensors)
+
+    def _files(self, task: str) -> dict[str, Fingerprint]:
         if task not in self.manifest.folders:
             raise CheckpointError(
                 f"{self.path} holds no task {task!r}, but {', '.join(map(repr, self.task_names)) or 'none'}; name the "
                 f"task as it was when it was saved"
+            )
+        return self.manifest.folder_files(self.manifest.folders[task])
+
+    @contextmanager
+    def _opened(self, task: str, file_name: str) -> Iterator[OldFile]:
+        files = self._files(task)
+        if file_name not in files:
+            raise CheckpointError(
+                f"{self.path} holds no file {file_name!r} of task {task!r}, but "
+                f"{', '.join(map(repr, files)) or 'none'}; read one of those"
             )
         path = f"{self.manifest.folders[task]}/{file_name}"
         try:
@@ -111,9 +109,9 @@ class Checkpoint:
                 try:
                     yield file
                 except Exception:  # nobody can make sense of it: was it as it had been written?
-                    _compare(path, self.manifest.files[path], file.finish())
+                    check_same(path, files[file_name], file.finish())
                     raise
-                _compare(path, self.manifest.files[path], file.finish())
+                check_same(path, files[file_name], file.finish())
         except (OSError, EOFError, Damaged) as error:
             raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
 
@@ -182,7 +180,7 @@ def _verify(path: Path, manifest: Manifest) -> None:
                 found = fingerprint(path / name, threads)
             except OSError as error:
                 raise Damaged(f"{name}: {error}") from error
-            _compare(name, expected, found)
+            check_same(name, expected, found)
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
@@ -195,7 +193,8 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
             raise Damaged(f"{name}: found {num_bytes} bytes, expected {expected.num_bytes}")
 
 
-def _compare(name: str, expected: Fingerprint, found: Fingerprint) -> None:
+def check_same(name: str, expected: Fingerprint, found: Fingerprint) -> None:
+    """Raises Damaged where a file is not as it was written."""
     if found != expected:
         raise Damaged(
             f"{name}: found {found.num_bytes} bytes of digest {found.digest}, expected {expected.num_bytes} of "
@@ -203,13 +202,22 @@ def _compare(name: str, expected: Fingerprint, found: Fingerprint) -> None:
         )
 
 
-def looks_whole(path: Path) -> bool:
-    """By sizes alone: for what is read at every save."""
+def has_size(path: Path, expected: Fingerprint) -> bool:
+    """Whether a file is there as far as its size tells: for what is asked at every save."""
     try:
-        _check_sizes(path, _read_manifest(path))
-    except (Damaged, CheckpointError):
+        return path.stat().st_size == expected.num_bytes
+    except OSError:
         return False
-    return True
+
+
+def manifest_if_whole(path: Path) -> Manifest | None:
+    """A checkpoint's, where all of it is there by sizes alone."""
+    try:
+        manifest = _read_manifest(path)
+        _check_sizes(path, manifest)
+    except (Damaged, CheckpointError):
+        return None
+    return manifest
 
 
 def _unexpected(path: Path, manifest: Manifest) -> list[str]:

@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import secrets
-import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
-
-from hydra_engine import checkpoint, manifest
-from hydra_engine.checkpoint import LATEST, STATE, STATE_TENSORS, WEIGHTS, Checkpoint, TaskContent
+from hydra_engine import checkpoint
+from hydra_engine.checkpoint import LATEST, Checkpoint, has_size
 from hydra_engine.disk import Disk
-from hydra_engine.errors import CheckpointError
 from hydra_engine.folder_lock import FolderLock
-from hydra_engine.hashed_file import Fingerprint, NewFile, WriteBehind
+from hydra_engine.hashed_file import WriteBehind
 from hydra_engine.manifest import Manifest
-from hydra_engine.nested import flatten
-from hydra_engine.tensor_file import METADATA, check_tensor, write_tensors
-from partitioners import format_bytes
+from hydra_engine.new_checkpoint import NewCheckpoint, disk_errors
 
 LOCK = "LOCK"
-_Content = Mapping[str, torch.Tensor] | bytes
-
 _TEMPORARY = ".tmp-"
 _LEFTOVER = re.compile(r"\.tmp-(checkpoint|LATEST|try)-.*")  # a user may have others
-_MAX_FOLDER_LENGTH = 80  # of the 255 that file systems take
-
-
-class Saved(NamedTuple):
-    """A checkpoint that is on the medium."""
-
-    path: Path
-    messages: tuple[str, ...]  # what of older ones could not be removed
 
 
 class CheckpointDirectory:
@@ -58,13 +39,15 @@ class CheckpointDirectory:
         self._disk = disk or Disk()
         self._run = secrets.token_hex(4)
         self._damaged: set[str] = set()
+        self._newest: Checkpoint | None = None
+        self._spoilt: set[Path] = set()  # files of it that cannot be taken over
         self._saving = threading.Lock()
-        with self._explained("cannot be used for checkpoints"):
+        with disk_errors(self.directory, "cannot be used for checkpoints"):
             new = [each for each in (self.directory, *self.directory.parents) if not each.exists()]
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.directory / LOCK)
         try:
-            with self._explained("cannot be used for checkpoints"):
+            with disk_errors(self.directory, "cannot be used for checkpoints"):
                 for each in new or [self.directory]:  # or another run made it, a moment ago
                     with suppress(PermissionError):  # who may not list it still may write below it
                         self._disk.sync_folder(each.parent)
@@ -89,84 +72,67 @@ class CheckpointDirectory:
         self._lock.release()
 
     def load_newest(self) -> Checkpoint | None:
-        """As the function of that name; what it found damaged does not count among those to keep."""
+        """As the function of that name; what it found damaged does not count among those to keep.
+
+        New checkpoints may take over files of what it found.
+        """
         found = checkpoint.load_newest(self.directory)
         if found is not None:
             newer = takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory))
             self._damaged.update(path.name for path in newer)
+            self._newest, self._spoilt = found, set()
         return found
 
-    def save(self, tasks: Mapping[str, TaskContent], data: Any = None) -> Saved:
-        """Write a checkpoint of some tasks and the caller's JSON data, and remove older ones.
+    def newest_files(self, task: str) -> frozenset[str]:
+        """Files of a task that a new checkpoint could take over from the newest saved or loaded here; none without."""
+        base = self._newest
+        if base is None or task not in base.task_names:
+            return frozenset()
+        folder = base.manifest.folders[task]
+        return frozenset(
+            name
+            for name, expected in base.manifest.folder_files(folder).items()
+            if base.path / folder / name not in self._spoilt and has_size(base.path / folder / name, expected)
+        )
 
-        Tensors stay as they are until it returns. Raises CheckpointError where the disk does not take it, and TypeError
-        where the content cannot be saved; then nothing has changed, and the next save may succeed. One at a time: a
-        second thread waits.
+    @contextmanager
+    def begin(self) -> Iterator[NewCheckpoint]:
+        """A new checkpoint: it is there once it is committed, and nothing is left of it otherwise.
+
+        One at a time: a second thread waits until the first has left the block. Raises CheckpointError where the disk
+        does not take it; then nothing has changed, and the next may succeed.
         """
-        contents = self._contents(tasks)
-        manifest.check_data(data)
-        with self._saving:
-            return self._save(contents, data)
-
-    def _save(self, contents: Mapping[str, Mapping[str, _Content]], data: Any) -> Saved:
-        if not self._lock.is_held:
-            raise ValueError(f"{self.directory} was closed, or belongs to the process that this one was forked from")
-        self._number += 1
-        path = self.directory / f"checkpoint-{self._number:08d}-{self._run}"
-        temporary = self.directory / (_TEMPORARY + path.name)
-        num_bytes = sum(map(_num_bytes, (each for parts in contents.values() for each in parts.values())))
-        with self._explained(f"did not take {path.name} of {format_bytes(num_bytes)}"):
+        with self._saving, WriteBehind() as behind:
+            if not self._lock.is_held:
+                raise ValueError(
+                    f"{self.directory} was closed, or belongs to the process that this one was forked from"
+                )
+            self._number += 1
+            path = self.directory / f"checkpoint-{self._number:08d}-{self._run}"
             try:
-                self._write(temporary, contents, data)
-                self._disk.rename(temporary, path)
-                self._disk.sync_folder(self.directory)
-                self._point_to(path.name)
-            except BaseException:
-                self._undo(path)
-                raise
-        with self._explained(f"took {path.name}, but cannot be cleared of older ones"):
-            return Saved(path, tuple(self._remove_old()))
+                new = NewCheckpoint(
+                    path, self._temporary(path), self._newest, self._spoilt, self._disk, behind, self._publish
+                )
+                try:
+                    yield new
+                finally:
+                    new.close()
+            finally:
+                if self._newest is None or self._newest.path != path:
+                    self._undo(path)
 
-    def _contents(self, tasks: Mapping[str, TaskContent]) -> dict[str, dict[str, _Content]]:
-        """What is in each file of each task; raises TypeError before anything is written."""
-        contents: dict[str, dict[str, _Content]] = {}
-        for name, task in tasks.items():
-            for key, value in task.weights.items():
-                if not isinstance(key, str):
-                    raise TypeError(f"weight {key!r} of task {name!r}: its name is a {type(key).__name__}, not a str")
-                if key == METADATA:
-                    raise ValueError(
-                        f"a weight of task {name!r} is named {key!r}, which the safetensors format keeps for itself; "
-                        f"rename it"
-                    )
-                check_tensor(f"weight {key!r} of task {name!r}", value)
-            tree, tensors = flatten(task.state, f"task {name!r}: state")
-            text = json.dumps(tree, allow_nan=False).encode()
-            contents[name] = {WEIGHTS: task.weights, STATE_TENSORS: tensors, STATE: text}
-        return contents
+    def _publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
+        """Make it the newest one; what of older ones could not be removed."""
+        with disk_errors(self.directory, f"did not take {path.name}"):
+            self._disk.rename(self._temporary(path), path)
+            self._disk.sync_folder(self.directory)
+            self._point_to(path.name)
+        self._newest = Checkpoint(path=path, data=manifest.data, messages=(), manifest=manifest)
+        with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
+            return tuple(self._remove_old(path))
 
-    def _write(self, folder: Path, contents: Mapping[str, Mapping[str, _Content]], data: Any) -> None:
-        folders = {name: _folder(k, name) for k, name in enumerate(contents)}
-        files: dict[str, Fingerprint] = {}
-        with WriteBehind() as behind:
-            self._disk.make_folder(folder)
-            for name, parts in contents.items():
-                self._disk.make_folder(folder / folders[name])
-                for file_name, content in parts.items():
-                    path = f"{folders[name]}/{file_name}"
-                    files[path] = self._write_file(folder / path, content, behind)
-                self._disk.sync_folder(folder / folders[name])
-            text = Manifest(files=files, folders=folders, data=data).encode()
-            self._write_file(folder / manifest.NAME, text, behind)
-            self._disk.sync_folder(folder)
-
-    def _write_file(self, path: Path, content: _Content, behind: WriteBehind) -> Fingerprint:
-        with NewFile(self._disk, path, behind) as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                write_tensors(file, content)
-            return file.finish()
+    def _temporary(self, path: Path) -> Path:
+        return self.directory / (_TEMPORARY + path.name)
 
     def _point_to(self, name: str) -> None:
         temporary = self.directory / f"{_TEMPORARY}{LATEST}-{name}"
@@ -185,20 +151,25 @@ class CheckpointDirectory:
         """After a failure: nothing is left, unless LATEST names it already. What resists goes with the next save."""
         with suppress(OSError):
             if path.exists() and checkpoint.latest_name(self.directory) != path.name:
-                self._disk.rename(path, self.directory / (_TEMPORARY + path.name))
+                self._disk.rename(path, self._temporary(path))
         for each in self._leftovers():
             with suppress(OSError):
                 self._disk.remove_tree(each)
 
-    def _remove_old(self) -> Iterator[str]:
-        """Remove what is older than the last `keep` whole ones; what could not be, in words."""
-        num_whole, has_removed = 0, False
+    def _remove_old(self, newest: Path) -> Iterator[str]:
+        """Remove what is older than the last `keep` full ones, and what is older than the newest and not full.
+
+        One that is damaged may have been full: it goes when it is old enough. Gives what resists, in words.
+        """
+        num_full, has_removed = 0, False
         for path in checkpoint.newest_first(self.directory):
-            if num_whole < self._keep:
-                num_whole += path.name not in self._damaged and checkpoint.looks_whole(path)
+            whole = None if path.name in self._damaged else checkpoint.manifest_if_whole(path)
+            is_passing = whole is not None and not whole.is_full
+            if path == newest or (num_full < self._keep and not is_passing):
+                num_full += whole is not None and whole.is_full
                 continue
             try:  # renamed first: one that is removed in part would be taken for a damaged one
-                self._disk.rename(path, self.directory / (_TEMPORARY + path.name))
+                self._disk.rename(path, self._temporary(path))
                 has_removed = True
             except OSError as error:
                 yield f"{path} is not kept and could not be removed: {error}"
@@ -216,28 +187,3 @@ class CheckpointDirectory:
 
     def _leftovers(self) -> list[Path]:
         return [path for path in self.directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            room = ""
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                with suppress(OSError):
-                    room = f" ({format_bytes(shutil.disk_usage(self.directory).free)} free now)"
-            raise CheckpointError(
-                f"{self.directory} {what}: {error}{room}; earlier checkpoints are as they were. Make room there, make "
-                f"it a directory that can be written to, or give another one"
-            ) from error
-
-
-def _num_bytes(content: _Content) -> int:
-    if isinstance(content, bytes):
-        return len(content)
-    return sum(tensor.numel() * tensor.element_size() for tensor in content.values())
-
-
-def _folder(k: int, task: str) -> str:
-    """A task's folder: its name as far as every file system takes it."""
-    return f"{k}-{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}"[:_MAX_FOLDER_LENGTH]

@@ -45,6 +45,10 @@ class Disk:
         """A new folder."""
         path.mkdir()
 
+    def link(self, source: Path, target: Path) -> None:
+        """One more name for a file."""
+        os.link(source, target)
+
     def rename(self, source: Path, target: Path) -> None:
         """At once or not at all; a file that has the target's name is replaced."""
         os.replace(source, target)

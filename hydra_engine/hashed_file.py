@@ -113,13 +113,22 @@ class NewFile:
 
     def write(self, data: memoryview | bytes) -> None:
         """Append bytes, which may change from then on."""
-        left = memoryview(data)
-        while left:
-            part = left[: PORTION_BYTES - self._filled_bytes]
-            end = self._filled_bytes + len(part)
-            np.copyto(np.frombuffer(self._buffer[self._filled_bytes : end], np.uint8), np.frombuffer(part, np.uint8))
+        source = memoryview(data)
+
+        def copy_to(target: memoryview, start: int) -> None:
+            part = source[start : start + len(target)]
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))
+
+        self.fill(len(source), copy_to)
+
+    def fill(self, num_bytes: int, copy_to: Callable[[memoryview, int], None]) -> None:
+        """Append bytes that `copy_to` puts into a buffer, from the byte it is given on; it never waits for the disk."""
+        start = 0
+        while start < num_bytes:
+            end = min(PORTION_BYTES, self._filled_bytes + num_bytes - start)
+            copy_to(self._buffer[self._filled_bytes : end], start)
+            start += end - self._filled_bytes
             self._filled_bytes = end
-            left = left[len(part) :]
             if end == PORTION_BYTES:
                 self._put()
                 self._buffer = self._behind.buffer()

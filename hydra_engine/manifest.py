@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from hydra_engine._version import __version__
 from hydra_engine.errors import CheckpointError
 from hydra_engine.hashed_file import Fingerprint
 
@@ -26,18 +29,40 @@ class Damaged(Exception):
     """What is wrong with a checkpoint, of which an older one may take the place."""
 
 
+def _versions() -> dict[str, str]:
+    return {"hydra_engine": __version__, "torch": str(torch.__version__)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """files: by path within the checkpoint. folders: each task's, by its name. data: the caller's, JSON."""
+    """files: by path within the checkpoint. folders: each task's, by its name. data: the caller's, JSON.
+
+    is_full: whether it is one of the last that are kept. written_by: versions by what has them.
+    """
 
     files: dict[str, Fingerprint]
     folders: dict[str, str]
     data: Any
+    is_full: bool = True
+    written_by: dict[str, str] = field(default_factory=_versions)
+
+    def folder_files(self, folder: str) -> dict[str, Fingerprint]:
+        """The files of a folder, by their names in it."""
+        paths = {path.partition("/"): fingerprint for path, fingerprint in self.files.items()}
+        return {name: fingerprint for (head, _, name), fingerprint in paths.items() if head == folder}
 
     def encode(self) -> bytes:
         """A JSON object."""
         files = {path: fingerprint._asdict() for path, fingerprint in self.files.items()}
-        content = {"format": FORMAT, "version": VERSION, "tasks": self.folders, "data": self.data, "files": files}
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "written_by": self.written_by,
+            "is_full": self.is_full,
+            "tasks": self.folders,
+            "data": self.data,
+            "files": files,
+        }
         body = b'",\n' + json.dumps(content, indent=1).removeprefix("{\n").encode() + b"\n"
         return _HEAD + hashlib.sha256(body).hexdigest().encode() + body
 
@@ -56,7 +81,13 @@ class Manifest:
                 f"{VERSION}; read it with the hydra_engine that wrote it, or a newer one"
             )
         files = {path: Fingerprint(**fields) for path, fields in content["files"].items()}
-        return cls(files=files, folders=content["tasks"], data=content["data"])
+        return cls(
+            files=files,
+            folders=content["tasks"],
+            data=content["data"],
+            is_full=content["is_full"],
+            written_by=content["written_by"],
+        )
 
 
 def check_data(data: Any) -> None:

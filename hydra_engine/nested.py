@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import math
 import struct
 from collections import Counter, OrderedDict
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydra_engine.tensor_file import check_tensor
+from hydra_engine.moving_tensor import MovingTensor, check_tensor
+from hydra_engine.tensor_file import Tensors
 
 # What JSON has as it is: None, bool, int, str, finite floats and lists. All else is an object of one key, its kind.
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
@@ -25,13 +27,19 @@ _MAX_BITS = 64  # of an int: JSON readers, and int(), take no longer ones for ce
 _NUMBER_KINDS = "biufc"  # numpy's letters for bool, integers, floats and complex numbers
 
 
-def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tensor]]:
+def nested_files(stem: str, state: Any, where: str = "state") -> dict[str, bytes | Tensors]:
+    """A nested state as two files of a checkpoint, by name: the JSON text and the tensors of `flatten`."""
+    tree, tensors = flatten(state, where)
+    return {f"{stem}.safetensors": tensors, f"{stem}.json": json.dumps(tree, allow_nan=False).encode()}
+
+
+def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tensor | MovingTensor]]:
     """JSON data that stands for a nested state, and its tensors by name.
 
     Dicts (also OrderedDict, Counter), lists, tuples, sets; tensors, numpy arrays and numbers; int, float, complex,
     bool, None, str, bytes; torch's dtypes, devices and sizes. Tensors keep dtype and the order of their strides; one
-    memory at two places is one tensor. `where`: what errors call the state. Raises TypeError at anything else,
-    subclasses included: they would come back as another type.
+    memory at two places is one tensor; a moving tensor comes back as a tensor. `where`: what errors call the state.
+    Raises TypeError at anything else, subclasses included: they would come back as another type.
     """
     flattener = _Flattener(where)
     return flattener.encode(state, ()), flattener.tensors
@@ -44,7 +52,7 @@ def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 class _Flattener:
     def __init__(self, where: str) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor | MovingTensor] = {}
         self._where = where
         self._seen: dict[Any, dict[str, Any]] = {}
 
@@ -76,6 +84,8 @@ class _Flattener:
                 [self.encode(key, (*path, "key")), self.encode(each, (*path, str(key)))] for key, each in value.items()
             ]
             return {_KINDS[kind]: items}
+        if isinstance(value, MovingTensor):
+            return self._moving(value, path)
         if isinstance(value, torch.Tensor):
             check_tensor(self._place(path), value)
             return self._tensor(value, path)
@@ -102,16 +112,36 @@ class _Flattener:
         memory = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
         if memory in self._seen:
             return self._seen[memory]
-        base = ".".join(path).lstrip("_") or "value"  # the format has a name of its own, with underscores
-        others = (f"{base}#{k}" for k in itertools.count())  # keys may have dots: "a.b" and "a", "b"
-        name = next(name for name in itertools.chain([base], others) if name not in self.tensors)
+        name = self._new_name(path)
         # Written as it lies in memory: nothing is copied, and what is channels-last comes back so.
-        order = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
+        order = _order(value.stride())
         self.tensors[name] = value.detach().permute(order)
         found = {"tensor": name} if order == sorted(order) else {"tensor": name, "order": order}
         if value.numel():  # no memory, nothing to share
             self._seen[memory] = found
         return found
+
+    def _moving(self, value: MovingTensor, path: tuple[str, ...]) -> dict[str, Any]:
+        if value not in self._seen:
+            name, order = self._new_name(path), _order(value.strides)
+            self.tensors[name] = value
+            # Written in the order of its dimensions, whatever its memory's; the latter is only told.
+            self._seen[value] = {"tensor": name} if order == sorted(order) else {"tensor": name, "memory_order": order}
+        return self._seen[value]
+
+    def _new_name(self, path: tuple[str, ...]) -> str:
+        base = ".".join(path).lstrip("_") or "value"  # the format has a name of its own, with underscores
+        others = (f"{base}#{k}" for k in itertools.count())  # keys may have dots: "a.b" and "a", "b"
+        return next(name for name in itertools.chain([base], others) if name not in self.tensors)
+
+
+def _order(strides: tuple[int, ...]) -> list[int]:
+    """Dimensions, the one of the largest stride first."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+
+
+def _turned_back(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    return tensor.permute([order.index(k) for k in range(len(order))])
 
 
 class _Unflattener:
@@ -126,7 +156,7 @@ class _Unflattener:
             return tree
         [(kind, content), *_] = tree.items()
         if kind == "tensor":
-            return self._tensor(content, tree.get("order"))
+            return self._tensor(content, tree)
         if kind == "int":
             return int(content, 16)
         if kind == "float":
@@ -149,10 +179,13 @@ class _Unflattener:
         dtype, digits = content
         return np.frombuffer(bytes.fromhex(digits), dtype)[0]
 
-    def _tensor(self, name: str, order: list[int] | None) -> torch.Tensor:
+    def _tensor(self, name: str, tree: Mapping[str, Any]) -> torch.Tensor:
         if name not in self._turned:
             tensor = self._tensors[name]
-            self._turned[name] = (
-                tensor if order is None else tensor.permute([order.index(k) for k in range(len(order))])
-            )
+            if "order" in tree:
+                tensor = _turned_back(tensor, tree["order"])
+            elif "memory_order" in tree:
+                order = tree["memory_order"]
+                tensor = _turned_back(tensor.permute(order).contiguous(), order)
+            self._turned[name] = tensor
         return self._turned[name]

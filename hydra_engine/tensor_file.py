@@ -7,12 +7,16 @@ writes a file in one call from memory of its own, so the bytes would have to be 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from hydra_engine.hashed_file import PORTION_BYTES, NewFile, OldFile
+from hydra_engine.moving_tensor import MovingTensor, bytes_of, check_tensor, is_plain
+
+Tensors = Mapping[str, torch.Tensor | MovingTensor]
 
 _CODES = {
     torch.bool: "BOOL",
@@ -38,28 +42,24 @@ _OWN_DTYPES = "dtypes"  # in it: JSON of those that the format lacks, by tensor
 _HEADER_ALIGNMENT = 8  # of the data behind it, for who maps the file
 
 
-def check_tensor(where: str, value: Any) -> None:
-    """Raises TypeError unless it is a tensor whose values lie in DRAM, one after the other or strided."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{where} is a {type(value).__name__}, not a tensor")
-    if value.device.type != "cpu":
-        raise TypeError(f"{where} is on {value.device}; checkpoints are written from DRAM, give its .cpu()")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # one that has other memory than its own, or meaning
-        raise TypeError(
-            f"{where} is a {type(value).__qualname__}; only plain tensors are saved, give what it consists of"
-        )
-    if value.layout != torch.strided or value.is_quantized or value.is_nested:
-        kind = "quantized" if value.is_quantized else "nested" if value.is_nested else value.layout
-        raise TypeError(f"{where} is {kind}; only dense tensors are saved, give the tensors it consists of")
+def check_tensors(where: str, tensors: Mapping[Any, Any]) -> None:
+    """Raises TypeError where `write_tensors` would not take them, and ValueError at a name that the format keeps."""
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{where}: {name!r}: its name is a {type(name).__name__}, not a str")
+        if name == METADATA:
+            raise ValueError(f"{where}: {name!r} is a name that the safetensors format keeps for itself; rename it")
+        check_tensor(f"{where}: {name!r}", value)
 
 
-def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(file: NewFile, tensors: Tensors) -> None:
     """Write tensors, each in full, also if they share memory. One that is not contiguous is copied piece by piece.
 
-    A dtype that the format lacks is written as bytes, one dimension more, and named in the file's metadata.
+    A moving one is done as soon as all of it is in buffers, on its way to the disk. A dtype that the format lacks is
+    written as bytes, one dimension more, and named in the file's metadata.
     """
     # Widest first, so that each begins at a multiple of its element's size without holes, which the format forbids.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     end = 0
@@ -67,20 +67,27 @@ def write_tensors(file: NewFile, tensors: Mapping[str, torch.Tensor]) -> None:
         tensor = tensors[name]
         code, shape = _CODES.get(tensor.dtype), list(tensor.shape)
         if code is None:
-            code, shape = "U8", [*shape, tensor.element_size()]
+            code, shape = "U8", [*shape, tensor.dtype.itemsize]
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     assert METADATA not in header
     metadata = {"format": "pt", **({_OWN_DTYPES: json.dumps(dtypes)} if dtypes else {})}
     text = json.dumps({METADATA: metadata, **header}).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
-    scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8)  # takes memory where it is written to
+    scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8, device="cpu")  # takes memory where it is written to
+    num_left = Counter(map(id, tensors.values()))  # one may have several names
     for name in names:
-        if tensors[name].numel():
-            for piece in _pieces(tensors[name].detach(), scratch):
-                file.write(_bytes_of(piece))
+        tensor = tensors[name]
+        if isinstance(tensor, MovingTensor):
+            file.fill(tensor.nbytes, tensor.copy_to)
+            num_left[id(tensor)] -= 1
+            if not num_left[id(tensor)]:
+                tensor.done()
+        elif tensor.numel():
+            for piece in _pieces(tensor.detach(), scratch):
+                file.write(bytes_of(piece))
 
 
 def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -100,10 +107,10 @@ def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) 
         _check_same(kinds, {name: (each.dtype, tuple(each.shape)) for name, each in into.items()})
     tensors = {}
     for name, (dtype, shape) in kinds.items():
-        target = tensors[name] = torch.empty(shape, dtype=dtype) if into is None else into[name].detach()
+        target = tensors[name] = torch.empty(shape, dtype=dtype, device="cpu") if into is None else into[name].detach()
         if target.numel():
-            place = target if target.is_contiguous() else torch.empty(shape, dtype=dtype)
-            file.read_into(_bytes_of(place))
+            place = target if target.is_contiguous() else torch.empty(shape, dtype=dtype, device="cpu")
+            file.read_into(bytes_of(place))
             if place is not target:
                 target.copy_(place)
     return tensors
@@ -120,7 +127,7 @@ def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tensor]:
     """Contiguous ones that follow each other: the tensor itself, or one copy after the other in the same memory."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if is_plain(tensor):
         yield tensor
     elif tensor.nbytes <= scratch.nbytes:
         yield scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -130,8 +137,3 @@ def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tenso
         for start in range(0, len(tensor), num_rows):
             rows = tensor[start : start + num_rows]
             yield from _pieces(rows[0] if len(rows) == 1 else rows, scratch)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor: its memory, not a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

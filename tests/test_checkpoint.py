@@ -15,17 +15,39 @@ import subprocess
 import sys
 import zlib
 from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from hydra_engine import checkpoint, manifest
-from hydra_engine.checkpoint import LATEST, TaskContent, load_newest, newest_first
+from hydra_engine.checkpoint import LATEST, load_newest, newest_first
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.disk import Disk
 from hydra_engine.errors import CheckpointError
 from hydra_engine.hashed_file import PORTION_BYTES
+from hydra_engine.nested import nested_files
+
+
+class TaskContent(NamedTuple):
+    weights: dict[str, torch.Tensor]
+    state: Any = None
+
+
+def task_files(name, content):
+    return {"weights.safetensors": content.weights, **nested_files("state", content.state, f"task {name!r}: state")}
+
+
+def save_tasks(store, tasks, data=None):
+    with store.begin() as new:
+        for name, content in tasks.items():
+            new.add(name, task_files(name, content))
+        return new.commit(data)
+
+
+def read_task(found, name):
+    return TaskContent(found.read_tensors(name, "weights.safetensors"), found.read_nested(name, "state"))
 
 
 def bits(value):
@@ -90,11 +112,11 @@ def nested():
 
 def save_and_read(folder, content, name="bert", data=None):
     with CheckpointDirectory(folder) as store:
-        store.save({name: content}, data)
+        save_tasks(store, {name: content}, data)
         found = store.load_newest()
     assert found.messages == ()
     assert found.task_names == (name,)
-    return found.read(name)
+    return read_task(found, name)
 
 
 # -- what comes back
@@ -170,7 +192,7 @@ def test_weights_are_as_the_published_format_has_them(tmp_path):
     """https://github.com/huggingface/safetensors#format, rule by rule."""
     weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
     with CheckpointDirectory(tmp_path) as store:
-        path = store.save({"bert": TaskContent(weights=weights)}).path
+        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
     content = (path / "0-bert/weights.safetensors").read_bytes()
     [size] = struct.unpack("<Q", content[:8])
     text, buffer = content[8 : 8 + size], content[8 + size :]
@@ -199,7 +221,7 @@ def test_weights_are_as_the_published_format_has_them(tmp_path):
 def test_a_digest_is_as_documented(tmp_path):
     weights = {"w": torch.randint(256, (PORTION_BYTES + 1000,), dtype=torch.uint8)}
     with CheckpointDirectory(tmp_path) as store:
-        path = store.save({"bert": TaskContent(weights=weights)}).path
+        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
     content = (path / "0-bert/weights.safetensors").read_bytes()
     checksums = [zlib.crc32(content[start : start + PORTION_BYTES]) for start in range(0, len(content), PORTION_BYTES)]
     digest = hashlib.sha256(b"".join(struct.pack("<I", each) for each in checksums)).hexdigest()
@@ -212,7 +234,9 @@ def test_weights_are_read_by_the_safetensors_library(tmp_path):
     weights = {name: each for name, each in tensors().items() if name != "complex128"}  # which it lacks
     weights["turned"] = torch.arange(6.0).view(2, 3).t()
     with CheckpointDirectory(tmp_path) as store:
-        path = store.save({"bert": TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})}).path
+        path = save_tasks(
+            store, {"bert": TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})}
+        ).path
     found = library.load_file(path / "0-bert/weights.safetensors")
     assert found.pop("c").dtype == torch.uint8
     assert found.keys() == weights.keys()
@@ -224,11 +248,11 @@ def test_tasks_of_any_name_and_data(tmp_path):
     names = ("a/b", "..", "x" * 300, "é", "", "A", "a", "0-a")
     data = {"step": 3, "losses": [0.1, None, True], "plan": {"a": "b\n"}}
     with CheckpointDirectory(tmp_path) as store:
-        store.save({name: TaskContent(weights={}, state=name) for name in names}, data)
+        save_tasks(store, {name: TaskContent(weights={}, state=name) for name in names}, data)
         found = store.load_newest()
     assert found.data == data
     assert found.task_names == names
-    assert [found.read(name).state for name in names] == list(names)
+    assert [read_task(found, name).state for name in names] == list(names)
 
 
 class Own(dict):
@@ -255,8 +279,8 @@ def endless():
 @pytest.mark.parametrize(
     ("content", "data", "message"),
     [
-        (TaskContent(weights={"w": 1}), None, "weight 'w' of task 't' is a int, not a tensor"),
-        (TaskContent(weights={1: torch.ones(1)}), None, "weight 1 of task 't': its name is a int"),
+        (TaskContent(weights={"w": 1}), None, "task 't': weights.safetensors: 'w' is a int, not a tensor"),
+        (TaskContent(weights={1: torch.ones(1)}), None, "task 't': weights.safetensors: 1: its name is a int"),
         (TaskContent(weights={"w": torch.ones(1, device="meta")}), None, "is on meta"),
         (TaskContent(weights={"w": torch.eye(2).to_sparse()}), None, "only dense tensors"),
         (TaskContent(weights={}, state={"a": [1, len]}), None, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
@@ -277,14 +301,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, co
     with CheckpointDirectory(tmp_path) as store:
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(TypeError, match=message):
-            store.save({"t": content}, data)
+            save_tasks(store, {"t": content}, data)
         assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_name_that_the_format_keeps_for_itself(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         with pytest.raises(ValueError, match="keeps for itself; rename it"):
-            store.save({"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
+            save_tasks(store, {"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
         assert load_newest(tmp_path) is None
         assert_nothing_temporary(tmp_path)
 
@@ -300,28 +324,28 @@ def test_as_deep_as_may_be(tmp_path):
 
 def test_one_task_of_several_is_read_alone(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
-        store.save({name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
+        save_tasks(store, {name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
     found = load_newest(tmp_path)
     shutil.rmtree(found.path / "1-b")
     (found.path / "0-a/weights.safetensors").unlink()
-    assert found.read_state("a") == "a"
-    for read in (found.read, found.read_weights):
+    assert found.read_nested("a", "state") == "a"
+    for read in (found.read_tensors, found.read_bytes):
         with pytest.raises(CheckpointError, match="changed after it was opened"):
-            read("a")
+            read("a", "weights.safetensors")
     with pytest.raises(CheckpointError, match=r"holds no task 'c', but 'a', 'b'; name the task as it was"):
-        found.read("c")
+        read_task(found, "c")
 
 
 def test_weights_are_read_into_memory_that_is_there(tmp_path):
     weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "tied": tensors()["float32"]}
     with CheckpointDirectory(tmp_path) as store:
-        store.save({"bert": TaskContent(weights=weights)})
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
     found = load_newest(tmp_path)
     into = {name: torch.zeros_like(each) for name, each in weights.items()}
     into["parameter"] = torch.nn.Parameter(into["parameter"])
     into["tied"] = into["float32"]
     assert into["turned"].stride() == (1, 3)
-    read = found.read_weights("bert", into)
+    read = found.read_tensors("bert", "weights.safetensors", into)
     assert {name: bits(each) for name, each in into.items()} == {name: bits(each) for name, each in weights.items()}
     assert all(read[name].data_ptr() == into[name].data_ptr() for name in weights)
     for others, message in (
@@ -334,7 +358,7 @@ def test_weights_are_read_into_memory_that_is_there(tmp_path):
     ):
         others = {name: torch.zeros_like(each) for name, each in others.items()}
         with pytest.raises(ValueError, match=message):
-            found.read_weights("bert", others)
+            found.read_tensors("bert", "weights.safetensors", others)
         assert not any(any(bits(each)[-1]) for each in others.values())
 
 
@@ -348,14 +372,14 @@ def content(k):
 
 def assert_holds(found, k):
     assert found.data == {"k": k}
-    read = found.read("bert")
+    read = read_task(found, "bert")
     assert torch.equal(read.weights["w"], torch.full((5,), float(k)))
     assert read.state["step"] == k
     assert torch.equal(read.state["m"], torch.arange(3) + k)
 
 
 def save(store, k):
-    return store.save(content(k), {"k": k})
+    return save_tasks(store, content(k), {"k": k})
 
 
 def assert_nothing_temporary(folder):
@@ -505,13 +529,13 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
     found = load_newest(tmp_path)
     flip(newest / "0-bert/weights.safetensors", -1 + (newest / "0-bert/weights.safetensors").stat().st_size)
     with pytest.raises(CheckpointError, match=r"changed after it was opened: 0-bert/weights.safetensors: found"):
-        found.read("bert")
+        read_task(found, "bert")
     os.truncate(newest / "0-bert/weights.safetensors", 150)
     with pytest.raises(CheckpointError, match="changed after it was opened"):
-        found.read("bert")
+        read_task(found, "bert")
     shutil.rmtree(newest)
     with pytest.raises(CheckpointError, match="changed after it was opened"):
-        found.read("bert")
+        read_task(found, "bert")
 
 
 def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
@@ -522,7 +546,7 @@ def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
             mask = generator.randrange(1, 256)
             flip(path, offset, mask)
             with pytest.raises(CheckpointError, match=f"changed after it was opened: .*0-bert/{path.name}"):
-                found.read("bert")
+                read_task(found, "bert")
             flip(path, offset, mask)
     assert_holds(found, 1)
 
@@ -763,8 +787,8 @@ def test_writes_may_be_short(tmp_path, is_direct):
 
     weights = {"w": torch.randint(256, (2 * PORTION_BYTES + 999,), dtype=torch.uint8)}
     with CheckpointDirectory(tmp_path, disk=Halting()) as store:
-        store.save({"bert": TaskContent(weights=weights)})
-        assert torch.equal(store.load_newest().read("bert").weights["w"], weights["w"])
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
+        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
 
 
 def test_a_disk_that_fills_up_behind(tmp_path):
@@ -774,11 +798,11 @@ def test_a_disk_that_fills_up_behind(tmp_path):
         for n in (4, 6, 12):
             disk.num_left = n
             with pytest.raises(CheckpointError, match="No space left on device"):
-                store.save({"bert": TaskContent(weights=weights)})
+                save_tasks(store, {"bert": TaskContent(weights=weights)})
             assert_nothing_temporary(tmp_path)
         disk.num_left = 10**9
-        store.save({"bert": TaskContent(weights=weights)})
-        assert torch.equal(store.load_newest().read("bert").weights["w"], weights["w"])
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
+        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
 
 
 def test_no_second_copy_in_memory(tmp_path):
@@ -789,24 +813,30 @@ def test_no_second_copy_in_memory(tmp_path):
 
 SAVE_LARGE = """
 import resource, sys, torch
-from hydra_engine.checkpoint import TaskContent
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 w = torch.zeros(2**24).fill_(1)
 weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2]}
 store = CheckpointDirectory(sys.argv[1])
-store.save({"small": TaskContent(weights={"w": torch.zeros(3)})})
+def save(name, weights):
+    with store.begin() as new:
+        new.add(name, {"weights.safetensors": weights})
+        new.commit()
+save("small", {"w": torch.zeros(3)})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-store.save({"large": TaskContent(weights=weights)})
+save("large", weights)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 SAVE_ON = """
 import sys, torch
-from hydra_engine.checkpoint import TaskContent
 from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.nested import nested_files
 store = CheckpointDirectory(sys.argv[1], keep=2)
 for k in range(10**6):
-    store.save({"bert": TaskContent(weights={"w": torch.full((300_000,), float(k))}, state=k)}, {"k": k})
+    with store.begin() as new:
+        weights = {"w": torch.full((300_000,), float(k))}
+        new.add("bert", {"weights.safetensors": weights, **nested_files("state", k)})
+        new.commit({"k": k})
     print(k, flush=True)
 """
 
@@ -839,7 +869,7 @@ def test_kill_9_while_saving(tmp_path):
         assert found.messages == ()
         k = found.data["k"]
         assert k in (saved, saved + 1)
-        content = found.read("bert")
+        content = read_task(found, "bert")
         assert content.state == k
         assert torch.equal(content.weights["w"], torch.full((300_000,), float(k)))
         number = int(found.path.name.split("-")[1])
