@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from hydra_engine.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
+from hydra_engine.saved_state import restore_optimizer
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.stepping import DeviceStep
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
-from hydra_engine.saved_state import restore_optimizer
 
 NUM_TIMED_STEPS = 5
 
@@ -58,6 +58,8 @@ class TaskOptimizer:
         self._released: StepRecord | None = None  # of the step in progress, with early release
         averaged = self._slots if task.ema_decay is not None else []
         self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
+        # Called before parameters, by slot, their averages or states change; None: any. It may wait.
+        self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
     @property
     def loss_scale(self) -> float | None:
@@ -66,6 +68,7 @@ class TaskOptimizer:
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
+        self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
             return self._commit_released(epoch)
         self.reach_epoch(epoch)
@@ -108,6 +111,7 @@ class TaskOptimizer:
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
+        self.secure(shard.owned)
         record = self._record_released(epoch)
         if not pool.keeps_gradients:  # the device has stepped it
             self._average(pool.owned(shard), record)
@@ -206,6 +210,7 @@ class TaskOptimizer:
             after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
             if not (hooks or after) or not staging.has_gradient.get(slot.index):
                 continue
+            self.secure(None)  # a hook may step what it likes
             gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
             for hook in hooks:
                 changed = hook(gradient)
@@ -247,6 +252,7 @@ class TaskOptimizer:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
         if record.is_skipped:
             return
+        self.secure(shard.owned)
         slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
         hooked = [slot for slot in slots if slot.index in record.hooked]
         self._step(hooked, pool, record, None)
@@ -351,18 +357,21 @@ class TaskOptimizer:
         if self._averages and self._num_steps:
             for slot in self._slots:
                 if slot.name not in state["averages"]:
-                    raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume with the ema_decay of then")
+                    raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
                 self._averages[slot.index] = state["averages"][slot.name]
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
         if self._task.ema_decay is None or self._num_steps == 0:
             return None
-        model = self._task.model
-        averages = {id(slot.parameter): self._averages[slot.index] for slot in self._slots}
-        own = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-        state = model.state_dict()
-        return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
+        return with_averages(self._task.model, {id(slot.parameter): self._averages[slot.index] for slot in self._slots})
+
+
+def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """A model's state dict, with copies of all values, and averages by id of a parameter in its place."""
+    own = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
 
 
 def has_hooks(layout: ModelLayout) -> bool:

@@ -23,6 +23,7 @@ from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
 from hydra_engine.report import TaskPlan
+from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
 from hydra_engine.shard import ALIGNMENT_BYTES
@@ -76,11 +77,20 @@ class PlannedTask:
         frozen: FrozenBlocks | None = None,
         *,
         alignment_bytes: int = ALIGNMENT_BYTES,
+        keeps_positions: bool = False,
+        saved: SavedTask | None = None,
     ) -> None:
-        """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on."""
+        """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
+
+        keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
+        back.
+        """
         self.task = task
         self.name = name
-        self.reader = Reader(task, name)
+        self.saved = saved
+        self.reader = Reader(
+            task, name, keeps_positions=keeps_positions, start=None if saved is None else saved.position
+        )
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
         self._frozen.plan(self.layout)
@@ -117,9 +127,12 @@ class PlannedTask:
             check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
+        is_chosen = wanted == "auto" and self.saved is not None
+        if is_chosen and self.saved is not None:
+            number = self.saved.accumulation_steps  # with others, its losses would differ from those before
         if hasattr(self.task.partitioner, "choose"):  # it weighs times, not only bytes
             budget = self._with_rates(budget, device)
-            if wanted == "auto":
+            if wanted == "auto" and not is_chosen:
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
                     number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
         if self._should_step_on_device(device):
@@ -135,7 +148,7 @@ class PlannedTask:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         step_s = self._decide(machine)
-        if wanted == "auto" and self.task.trains:
+        if wanted == "auto" and self.task.trains and not is_chosen:
             number = self._raised(number, step_s, machine)
         return self._plan(number)
 

@@ -52,7 +52,10 @@ from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
+from hydra_engine.resumed import LOST
 from hydra_engine.running import RunningTask
+from hydra_engine.saver import Saver
+from hydra_engine.saving import Saving
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.trace import Trace
@@ -90,7 +93,9 @@ class EngineRun:
         double_buffer: bool,
         verbose: int,
         host: HostThreads,
+        saver: Saver | None = None,
     ) -> None:
+        """`saver`: where tasks are saved while they train, and at their ends; the caller's."""
         self._trace = Trace()
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
@@ -119,6 +124,7 @@ class EngineRun:
         self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
+        self._saving = None if saver is None else Saving(saver, self._tasks, self._submit_apart)
         self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
             Load: lambda i: self._workers[i.device].load(i.unit, self._tasks[i.unit.task].planned.state),
@@ -174,7 +180,14 @@ class EngineRun:
         devices = [self._device_report(worker) for worker in self._workers]
         tasks = {name: training.report for name, training in self._tasks.items()}
         spans = self._trace.spans()
-        return Report(makespan_s=self._makespan_s, tasks=tasks, devices=devices, spans=spans, host=self.host)
+        return Report(
+            makespan_s=self._makespan_s,
+            tasks=tasks,
+            devices=devices,
+            spans=spans,
+            host=self.host,
+            checkpoints=None if self._saving is None else self._saving.saver.report,
+        )
 
     def _device_report(self, worker: Worker) -> DeviceReport:
         name = worker.device.name
@@ -199,7 +212,13 @@ class EngineRun:
             self._take_in(planned)
 
     def _take_in(self, planned: PlannedTask) -> None:
-        report = TaskReport(name=planned.name, seed=planned.task.seed)
+        saved = planned.saved
+        if saved is None:
+            report = TaskReport(name=planned.name, seed=planned.task.seed)
+        else:
+            report = saved.report(goes_on=True)
+            if self._saving is not None:
+                self._saving.saver.began_at(planned.name, saved.steps)
         notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
         training = RunningTask(planned=planned, report=report, notifier=notifier)
         self._tasks[planned.name] = training
@@ -233,6 +252,9 @@ class EngineRun:
 
     def _set_up(self, training: RunningTask) -> None:
         training.planned.state.open(self._host_memory)
+        if training.planned.saved is not None:
+            training.position = training.planned.saved.position
+            training.buffers = list(training.planned.state.pool.buffers)
         with GLOBAL_GENERATORS:  # others may train already, and what user code draws here must not be theirs
             self._call_factories(training)
 
@@ -241,7 +263,10 @@ class EngineRun:
         num_batches = _length(task.dataloader)
         training.num_steps = None if num_batches is None else num_batches * task.epochs
         if task.trains:
-            training.optimizer = TaskOptimizer(task, planned.layout)
+            training.optimizer = optimizer = TaskOptimizer(task, planned.layout)
+            if planned.saved is not None:
+                planned.saved.put_optimizer(optimizer)
+            optimizer.secure = training.secure
             planned.state.loss_scale = training.optimizer.loss_scale
             if planned.state.steps_on_device:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
@@ -260,7 +285,7 @@ class EngineRun:
                 needs=tuple(shard.needs for shard in state.shards),
                 updates=training.updates,
                 unit_s=planned.unit_s,
-                num_steps=training.num_steps,
+                num_steps=None if training.num_steps is None else max(0, training.num_steps - training.report.steps),
                 reads_ahead=not state.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,
@@ -307,6 +332,8 @@ class EngineRun:
             training.notifier.is_stopped = True
             event = TaskStopped(event.task)
         event = self._made_fit(event)
+        if self._saving is not None:
+            self._saving.told(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
             self._tasks[event.task].is_reading = False
         if isinstance(event, Failed) and isinstance(event.error, DeviceLost) and self._lost is None:
@@ -321,6 +348,8 @@ class EngineRun:
         if isinstance(event, StepCommitted) and event.training:
             self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
+            if self._saving is not None:
+                self._saving.instructed(instruction)
             self._actions[type(instruction)](instruction)
 
     def _note_failure(self, event: Failed | DataFailed) -> None:
@@ -358,8 +387,12 @@ class EngineRun:
     def _close(self) -> None:
         with self._arriving:
             self._is_over = True
+        if self._saving is not None:
+            self._saving.saver.give_up()  # or an update might wait for a task that is not to be had
         self._planner.shutdown()
         self._pool.shutdown()
+        if self._saving is not None:
+            self._saving.saver.close()  # it may be writing from memory that is given back below
         self._callbacks.shutdown()
         while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
             with self._events as event:
@@ -387,6 +420,10 @@ class EngineRun:
         return self._workers[device].holds(self._tasks[task].state, shard)
 
     # -- instructions
+
+    def _submit_apart(self, job: Callable[[], None]) -> None:
+        """A job that reports nothing, and raises nothing."""
+        self._pool.submit(job)
 
     def _submit(
         self, task: str, where: str, job: Callable[[], Event | None], pool: ThreadPoolExecutor | None = None
@@ -513,6 +550,7 @@ class EngineRun:
             )
         if instruction.training:
             assert training.optimizer is not None
+            training.is_torn = True  # until it is through
             state.num_commits += 1  # what devices hold of trained shards is of no more use
             record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
             state.loss_scale = training.optimizer.loss_scale
@@ -523,6 +561,9 @@ class EngineRun:
             losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
             report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
             report.steps += 1
+            if batch.position is not None:
+                random = state.end_of_forward() if training.draws_from_main else batch.main
+                training.position = batch.position.with_random(random)
             self._return_memory()
         elif training.planned.task.predicts:
             training.commit_prediction()
@@ -530,6 +571,8 @@ class EngineRun:
             training.commit_evaluation()
         for index, value in staging.buffers.items():
             state.pool.buffers[index] = value
+        if instruction.training:
+            training.buffers, training.is_torn = list(state.pool.buffers), False
         return StepCommitted(instruction.task, instruction.training)
 
     def _update(self, instruction: Update) -> Event:
@@ -545,6 +588,7 @@ class EngineRun:
                 assert training.record is not None
                 optimizer.update(shard, state.pool, training.record)
         except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
+            training.is_torn = True
             step = training.report.steps - (0 if state.pool.early_release else 1)
             behind = f"its optimizer: shard {instruction.shard} misses the update of step {step}"
             self._events.put(Failed(instruction.task, error, behind))
@@ -554,35 +598,57 @@ class EngineRun:
         training = self._tasks[instruction.task]
         training.is_ending = True
         self._num_ending += 1
+        if self._saving is not None:
+            self._saving.ends(training)
         # Not before its callbacks were told all: one of them may be planning another task.
         end = partial(self._submit, instruction.task, "its end", partial(self._finish, instruction))
         training.notifier.when_told(end)
 
     def _finish(self, instruction: Finish) -> None:
+        training = self._tasks[instruction.task]
+        let_go = partial(self._submit, instruction.task, "its end", partial(self._end, instruction.task))
         try:
-            self._end(instruction.task)
+            self._conclude(training)
         finally:
-            self._tasks[instruction.task].notifier.when_told(partial(self._events.put, _Ended()))
+            if self._saving is None:
+                let_go()
+            else:
+                self._saving.end(training, self._how_it_ended(training), let_go)
+
+    def _conclude(self, training: RunningTask) -> None:
+        """Say what became of a task."""
+        report, optimizer = training.report, training.optimizer
+        if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
+            return
+        if optimizer is not None:
+            optimizer.reach_epoch(training.planned.task.epochs)
+        report.status = FINISHED
+        training.end_evaluation()
+        if training.batch is not None:
+            training.notifier.epoch(training.batch.epoch)
+
+    def _how_it_ended(self, training: RunningTask) -> str | None:
+        """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""
+        report = training.report
+        if self._lost is not None and report.name == self._lost.task:
+            return LOST
+        return None if report.status == STOPPED and not training.notifier.is_stopped else report.status
 
     def _end(self, name: str) -> None:
+        """Give a task's memory back."""
         training = self._tasks[name]
-        if training.report.status == STOPPED and not self._interrupted and not training.notifier.is_stopped:
+        try:
+            for worker in self._workers:
+                worker.settle(name)  # a claim that was revoked may still be loading
+                worker.dismiss(name)
+            training.state.close()
+            training.planned.leave()
             if training.optimizer is not None:
-                training.optimizer.reach_epoch(training.planned.task.epochs)
-            training.report.status = FINISHED
-            training.end_evaluation()
-            if training.batch is not None:
-                training.notifier.epoch(training.batch.epoch)
-        for worker in self._workers:
-            worker.settle(name)  # a claim that was revoked may still be loading
-            worker.dismiss(name)
-        training.state.close()
-        training.planned.leave()
-        if training.optimizer is not None:
-            training.report.ema_state = training.optimizer.ema_state()
-        training.record = training.optimizer = training.state.stepper = None
-        training.notifier.end()
-
+                training.report.ema_state = training.optimizer.ema_state()
+            training.record = training.snapshot = training.optimizer = training.state.stepper = None
+            training.notifier.end()
+        finally:
+            training.notifier.when_told(partial(self._events.put, _Ended()))
 
 def _length(loader: object) -> int | None:
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hydra_engine.batches import batch_size
 from hydra_engine.events import DataFailed, Failed
@@ -18,6 +20,8 @@ from hydra_engine.planner import PlannedTask
 from hydra_engine.progress import TaskProgress
 from hydra_engine.reader import Batch
 from hydra_engine.report import FAILED, Evaluation, Revision, TaskReport
+from hydra_engine.snapshot import Snapshot
+from hydra_engine.task_position import TaskPosition
 from hydra_engine.task_state import TaskState
 from partitioners.precision import cast
 
@@ -44,12 +48,24 @@ class RunningTask:
     record: StepRecord | None = None
     means: EvaluationMeans | None = None  # of the evaluation in progress
     evaluation: Evaluation | None = None  # the last that is through
+    position: TaskPosition | None = None  # after the last step that was committed, where positions are kept
+    buffers: list[Tensor] = field(default_factory=list)  # as that step left them
+    snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
+    is_committing: bool = False  # from the decision to the event
+    num_updating: int = 0  # shards whose update of the last step is not through
+    is_releasing: bool = False  # shards may be updated before the step is committed
+    is_torn: bool = False  # part of its state is of another step than the rest
     outputs: list[Any] = field(default_factory=list)  # of the batch that was predicted last; the caller takes it
 
     @property
     def state(self) -> TaskState:
         """Its units' state."""
         return self.planned.state
+
+    def secure(self, slots: Iterable[int] | None = None) -> None:
+        """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
+        if self.snapshot is not None:
+            self.snapshot.secure(slots)
 
     @property
     def draws_from_main(self) -> bool:

@@ -10,13 +10,15 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hydra_engine.checkpoint_directory import CheckpointDirectory, NewCheckpoint
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.new_checkpoint import NewCheckpoint
 from hydra_engine.report import CheckpointReport
 from hydra_engine.snapshot import FROZEN, SaveCost, Snapshot
 
@@ -95,6 +97,10 @@ class Saver:
         assert self._every.steps is not None
         return steps - self._saved_steps.get(task, 0) >= self._every.steps
 
+    def has(self, task: str, steps: int) -> bool:
+        """Whether a task is saved, or being saved, as it is after so many steps."""
+        return self._saved_steps.get(task) == steps
+
     def began_at(self, task: str, steps: int) -> None:
         """A task goes on from so many steps, which are saved."""
         self._saved_steps[task] = steps
@@ -115,9 +121,12 @@ class Saver:
         given = self._round.given
         return lambda: given.put((name, snapshot))
 
-    def save_end(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
-        """Save a task that is over; then call, whether it could be saved or not. From any thread."""
-        self._submit(self._write_end, snapshot, then)
+    def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
+        """Save that a task is over, and how it is, unless it stays as it was saved; then call. From any thread.
+
+        It is called whether that could be saved or not.
+        """
+        self._submit(self._write_end, task, over, snapshot, then)
 
     @property
     def report(self) -> CheckpointReport:
@@ -174,12 +183,16 @@ class Saver:
             for each in snapshots:
                 each.done()
 
-    def _write_end(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
+    def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
         try:
-            if self._is_whole(snapshot):
+            if snapshot is not None and self._is_whole(snapshot):
                 self._save(lambda new: self._add(new, snapshot), [snapshot], is_full=False)
+            elif over is not None:
+                before = self._tasks.get(task, {"steps": 0, "loss": None})
+                self._save(lambda _: None, [], {task: {**before, "over": over}}, is_full=False)
         finally:
-            snapshot.done()
+            if snapshot is not None:
+                snapshot.done()
             then()
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
@@ -188,35 +201,44 @@ class Saver:
         return snapshot.error is None
 
     def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
-        files, linked = dict(snapshot.files), ()
+        files, linked = dict(snapshot.files), tuple[str, ...]()
         if snapshot.name in self._has_frozen and FROZEN in self.directory.newest_files(snapshot.name):
             del files[FROZEN]
             linked = (FROZEN,)
         new.add(snapshot.name, files, linked=linked)
         snapshot.done()
 
-    def _save(self, add: Callable[[NewCheckpoint], None], snapshots: list[Snapshot], *, is_full: bool) -> None:
+    def _save(
+        self,
+        add: Callable[[NewCheckpoint], None],
+        snapshots: list[Snapshot],
+        ended: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        *,
+        is_full: bool,
+    ) -> None:
+        """Save what `add` adds, and the other tasks as they were; `snapshots` is filled meanwhile."""
         start_s, self._waited_s = time.perf_counter(), 0.0
         try:
             with self.directory.begin() as new:
                 add(new)
-                written = {each.name for each in snapshots if each.error is None}
-                if not written:
+                whole = [each for each in snapshots if each.error is None]
+                if not whole and not ended:
                     return
-                tasks = dict(self._tasks)
-                for each in snapshots:
-                    if each.name in written:
-                        tasks[each.name] = {"steps": each.steps, "over": each.over, "loss": _finite(each.loss)}
-                for name in tasks.keys() - written:
-                    new.keep(name)
+                tasks = {**self._tasks, **ended}
+                for name in tasks.keys() - {each.name for each in whole}:
+                    if self.directory.newest_files(name):
+                        new.keep(name)
+                tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
                 saved = new.commit({"tasks": tasks, **self._about()}, is_full=is_full)
         except Exception as error:
             with self._lock:
                 self._report = replace(self._report, num_failed=self._report.num_failed + 1)
+            for each in snapshots:
+                self._saved_steps.pop(each.name, None)
             self.tell(f"a checkpoint could not be saved, and training goes on without: {error}")
             return
         self._tasks = tasks
-        self._has_frozen |= written
+        self._has_frozen |= {each.name for each in whole}
         with self._lock:
             report = self._report
             self._report = replace(
@@ -234,8 +256,3 @@ class Saver:
         print(f"hydra_engine: {message}", file=sys.stderr)
         with self._lock:
             self._report = replace(self._report, messages=(*self._report.messages, message))
-
-
-def _finite(value: float) -> float | None:
-    """As JSON has it."""
-    return value if value - value == 0 else None

@@ -10,12 +10,12 @@ So nothing is copied but what changes before it is written.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from hydra_engine import dram
@@ -75,7 +75,7 @@ class Snapshot:
         self.name = report.name
         self.steps = report.steps
         self.over = over
-        self.loss = report.losses[-1]
+        self.loss = report.losses[-1] if report.losses and math.isfinite(report.losses[-1]) else None
         self.error: BaseException | None = None
         self.files: Files = {}
         self._state, self._optimizer, self._report = state, optimizer, report
@@ -89,7 +89,9 @@ class Snapshot:
         """Take everything down; nothing of the task changes before this is through."""
         try:
             weights, frozen, other = self._weights()
-            self.files = {WEIGHTS: weights} | ({FROZEN: frozen} if frozen else {})
+            self.files[WEIGHTS] = weights
+            if frozen:
+                self.files[FROZEN] = frozen
             self.files |= nested_files(STATE, self._rest(other), f"task {self.name!r}: state")
             self.files |= self._updated()
         except BaseException as error:

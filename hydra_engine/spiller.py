@@ -104,6 +104,7 @@ class Spiller:
         """Send what a step on the device left: weights, masters of narrow ones, and states."""
         if not stepper.commits:
             return
+        stepper.secure(shard.owned)
         host = stepper.host_step(shard)
         for slot in state.pool.owned(shard):
             if slot.index not in stepped.states:

@@ -34,5 +34,8 @@ class DeviceStepper(Protocol):
     ) -> DeviceStep:
         """Step on the device; weights change in place."""
 
+    def secure(self, slots: Sequence[int], /) -> None:
+        """Wait until these parameters and their states in DRAM may change."""
+
     def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
         """Take over states that are in DRAM again."""

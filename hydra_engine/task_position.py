@@ -14,8 +14,9 @@ from hydra_engine.randomness import RandomState
 class TaskPosition:
     """Right after a training batch was read, or an epoch has begun.
 
-    num_steps: training batches that were read. validation: states of the generators that its loader holds. num_evaluations, num_evaluated: evaluations that ended, and all their
-    batches. is_evaluated: the evaluation that is due after so many steps, if one is, lies before this.
+    num_steps: training batches that were read. validation: states of the generators that its loader holds.
+    num_evaluations, num_evaluated: evaluations that ended, and all their batches. is_evaluated: the evaluation that is
+    due after so many steps, if one is, lies before this.
     """
 
     num_steps: int
