@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,16 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine import dram
-from hydra_engine.device import DeviceSpec, active_autocast, resolve_devices
+from hydra_engine.checkpoint import Checkpoint
+from hydra_engine.checkpoint_store import CheckpointStore
+from hydra_engine.device import DeviceSpec, EmulatedDevice, active_autocast, resolve_devices
 from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.host import HostThreads, bound, host_threads
 from hydra_engine.planner import PlannedTask, check_arena, check_dram, fits_arena
 from hydra_engine.policies import Policy, resolve_policy
-from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
-from hydra_engine.rescue import commit_of, save_commits
+from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan, TaskReport
+from hydra_engine.resumed import SavedTask, never_committed
 from hydra_engine.run import EngineRun
+from hydra_engine.saver import Saver
 from hydra_engine.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.task import ModelTask
 from partitioners import Budget, Partitioner, format_bytes, parse_bytes
@@ -41,6 +46,12 @@ class ModelOrchestrator:
         policy: one of `hydra_engine.policies.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
             "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
+        checkpoint_dir: where `train_models` saves, made if it is not there: see hydra_engine/checkpoint.md for what
+            is in it. One run at a time writes to a directory.
+        checkpoint_every: "10min", "30s", "2h" and the like, or a number of steps: after so many of any task, all that
+            train are saved, each at the end of its step in progress; while they train on, in the background. Tasks are
+            saved at their ends as well.
+        keep: so many checkpoints stay, beside one for each task's end since the last.
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
@@ -60,8 +71,12 @@ class ModelOrchestrator:
         devices: Sequence[DeviceSpec | str] | None = None,
         policy: str | Policy = "sharded-lrtf",
         double_buffer: bool = True,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: str | int = "10min",
+        keep: int = 3,
     ) -> None:
         self._policy = resolve_policy(policy)
+        self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
         self._devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
         self._frozen = FrozenBlocks()
@@ -72,6 +87,7 @@ class ModelOrchestrator:
         self._busy = threading.Lock()
         self._changing = threading.Lock()  # of which tasks there are, and whether they train
         self._running: EngineRun | None = None
+        self._over: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         self._training: list[PlannedTask] = []  # in that run
         self.verbose = 1
         self.buffer: int | str | None = None
@@ -80,8 +96,19 @@ class ModelOrchestrator:
         self.plan: Plan | None = None
         self.report: Report | None = None
 
-    def _as_planned(self, task: ModelTask, name: str) -> PlannedTask:
-        return PlannedTask(task, name, self._frozen, alignment_bytes=self._alignment_bytes)
+    def _as_planned(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
+        # A device that is lost takes the process with it, and what was committed is saved.
+        may_be_saved = self._store.directory is not None or not all(
+            isinstance(device, EmulatedDevice) for device in self._devices
+        )
+        return PlannedTask(
+            task,
+            name,
+            self._frozen,
+            alignment_bytes=self._alignment_bytes,
+            keeps_positions=may_be_saved,
+            saved=saved,
+        )
 
     def generate(self) -> Plan:
         """Profile, partition, rehearse one step of each task on a device, and check that everything fits.
@@ -92,14 +119,23 @@ class ModelOrchestrator:
         with self._alone("generate"), self._bound() as host, self._changing:
             return self._generate(host) if self._pending or self.plan is None else self.plan
 
-    def train_models(self) -> Report:
+    def train_models(self, *, resume: bool = False) -> Report:
         """Train every task that was not trained yet to its end, and return what became of them.
 
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
         After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
+
+        resume: go on from the newest whole checkpoint in `checkpoint_dir`, with the bits of a run that was never
+        interrupted; from the beginning where nothing is saved yet. Tasks are known by their names, and are made as they
+        were then: model, optimizer, loader. Partition, devices, budgets and policy may be others; more `epochs` go on
+        with a task that had finished. A task that has failed is tried again from its last step that was saved, and one
+        that has struck a device is not. Without it, a directory that holds checkpoints is refused.
+
+        Raises CheckpointError where no checkpoint is whole or the directory cannot be written to, ValueError where a
+        model, optimizer or loader is another than was saved.
         """
         with self._alone("train_models"), self._bound() as host:
-            return self._train(host)
+            return self._train(host, resume)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -341,7 +377,15 @@ class ModelOrchestrator:
         self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
 
     @contextmanager
-    def _run(self, planned: Sequence[PlannedTask], host: HostThreads, *, verbose: int) -> Iterator[EngineRun]:
+    def _run(
+        self,
+        planned: Sequence[PlannedTask],
+        host: HostThreads,
+        *,
+        verbose: int,
+        saver: Saver | None = None,
+        rescue: Callable[[], Saver] | None = None,
+    ) -> Iterator[EngineRun]:
         """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
         try:
             yield EngineRun(
@@ -351,34 +395,90 @@ class ModelOrchestrator:
                 double_buffer=self._double_buffer,
                 verbose=verbose,
                 host=host,
+                saver=saver,
+                rescue=rescue,
             )
         finally:
             torch.set_num_threads(host.intra_op_threads)
 
-    def _train(self, host: HostThreads) -> Report:
+    def _train(self, host: HostThreads, resume: bool) -> Report:
         with ExitStack() as stack:
+            run = None
             with self._changing:
                 if not self._pending:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
-                if self.plan is None:
+                stack.enter_context(self._store)
+                messages = self._go_on(self._store.open(resume=resume))
+                if self._pending and self.plan is None:
                     self._generate(host)
                 self._training, self._pending = self._pending, []
-                run = self._running = stack.enter_context(self._run(list(self._training), host, verbose=self.verbose))
+                if self._training:
+                    saver = self._store.saver(self._about)
+                    planned = list(self._training)
+                    rescue = partial(self._store.rescue, self._about)
+                    run = stack.enter_context(
+                        self._run(planned, host, verbose=self.verbose, saver=saver, rescue=rescue)
+                    )
+                    self._running = run
             try:
-                run.train()
+                if run is not None:
+                    run.train()
             except DeviceLost as lost:
+                assert run is not None
                 self._end_process(run, lost)
             finally:
                 with self._changing:
                     self._running = None
-                    self._pending += run.left_over
-                self.report = run.report()
+                    self._pending += [] if run is None else run.left_over
+                report = Report(makespan_s=0.0, tasks={}, devices=[], host=host) if run is None else run.report()
+                messages += [text for each in self._training for text in each.reader.messages]
+                self.report = self._joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
+
+    def _go_on(self, found: Checkpoint | None) -> list[str]:
+        """Put back what was saved of the tasks that wait; what there is to say of it."""
+        if found is None:
+            return []
+        self.plan = None
+        for each in list(self._pending):
+            saved, over = self._store.saved(each.name), self._store.over(each.name)
+            if saved is None and over is None:
+                continue
+            each.leave()
+            each.reader.close()
+            if saved is not None:
+                saved.put_weights(each.task, each.layout)
+            place = self._pending.index(each)
+            if saved is not None and saved.goes_on(each.task):
+                each.task.seed = saved.seed
+                again = self._as_planned(each.task, each.name, saved)
+                self._planned[self._planned.index(each)] = self._pending[place] = again
+                continue
+            del self._pending[place]
+            self._over[each.name] = never_committed(each.task, each.name) if saved is None else saved.report()
+            if saved is not None:
+                self._over[each.name].ema_state = saved.ema_state(each.task, each.layout)
+        return [*found.messages, f"resumed from {found.path}"]
+
+    def _joined(self, report: Report, messages: Sequence[str]) -> Report:
+        """A run's report with those of tasks that were over before, in the order of the tasks."""
+        found, self._over = {**self._over, **report.tasks}, {}
+        tasks = {each.name: found[each.name] for each in self._planned if each.name in found}
+        told = () if report.checkpoints is None else report.checkpoints.messages
+        return replace(report, tasks=tasks, messages=(*messages, *told))
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint says of the run."""
+        plan, run = self.plan, self._running
+        return {
+            "plan": None if plan is None else plan.figures(),
+            "report": None if run is None else run.figures(),
+        }
 
     def _check_arenas(self, run: EngineRun, planned: PlannedTask) -> None:
         """Refuse a task for which the devices of a run, whose arenas were made for others, have no room."""
@@ -393,23 +493,15 @@ class ModelOrchestrator:
         )
 
     def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
-        """Save what tasks have committed, and exit: in this process, nothing can be done on the device any more.
+        """Exit: in this process, nothing can be done on the device any more. Raises SystemExit.
 
-        Not as the struck task has left off: its data would strike again. Raises SystemExit.
+        What tasks have committed is saved; the struck task does not go on with a resume, whose data would strike again.
         """
-        report = run.report()
-        commits = {
-            each.name: commit_of(each.task.model.state_dict(), found.steps, found.losses, found.seed)
-            for each in self._training
-            if each.name != lost.task and (found := report.tasks.get(each.name)) is not None
-        }
-        for task in report.tasks.values():
+        for task in run.report().tasks.values():
             if task.status == FAILED:
                 print(task.error, file=sys.stderr)
         print(f"hydra_engine: {lost}", file=sys.stderr)
-        if commits:
-            directory = save_commits(commits)
-            print(f"hydra_engine: last commits of {', '.join(commits)} are in {directory}", file=sys.stderr)
+        print(f"hydra_engine: {self._store.remedy()}", file=sys.stderr)
         raise SystemExit(EXIT_LOST) from lost
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -69,6 +70,11 @@ class Plan:
     tasks: dict[str, TaskPlan]
     devices: list[str]
     host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON."""
+        tasks = {name: {**vars(plan), "dram_bytes": plan.dram_bytes} for name, plan in self.tasks.items()}
+        return {"tasks": tasks, "devices": self.devices, "text": str(self)}
 
     def __str__(self) -> str:
         rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
-from hydra_engine.optimizer import TaskOptimizer
+from hydra_engine.optimizer import TaskOptimizer, with_averages
 from hydra_engine.report import FAILED, FINISHED, STOPPED, Revision, TaskReport
 from hydra_engine.saved_state import losses_from_state
 from hydra_engine.shard import ModelLayout
@@ -23,14 +23,15 @@ LOST = "lost"  # it struck a device
 class SavedTask:
     """One task in a checkpoint: read at once but for weights and optimizer, which are read where they belong.
 
-    over: None, "finished", "failed", "stopped" or "lost". Raises CheckpointError where the checkpoint has changed.
+    over: how it had ended, which may have been noted after it was saved: None,
+    "finished", "failed", "stopped" or "lost". Raises CheckpointError where the checkpoint has changed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, over: str | None) -> None:
         self._checkpoint = checkpoint
         self._name = name
         self._state: dict[str, Any] = checkpoint.read_nested(name, STATE)
-        self.over: str | None = self._state["over"]
+        self.over = over
         self.steps: int = self._state["steps"]
         self.seed: int = self._state["seed"]
         self.accumulation_steps: int = self._state["accumulation_steps"]
@@ -69,7 +70,14 @@ class SavedTask:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""
         optimizer.restore(self._checkpoint.read_nested(self._name, OPTIMIZER), self._state["schedule"])
 
-    def report(self, *, goes_on: bool) -> TaskReport:
+    def ema_state(self, task: ModelTask, layout: ModelLayout) -> dict[str, Tensor] | None:
+        """As `TaskReport.ema_state` of a task that is over."""
+        averages = self._checkpoint.read_nested(self._name, OPTIMIZER)["averages"]
+        slots = {slot.name: slot for slot in layout.trainable_slots()}
+        by_id = {id(slots[name].parameter): value for name, value in averages.items()}
+        return with_averages(task.model, by_id) if averages else None
+
+    def report(self, *, goes_on: bool = False) -> TaskReport:
         """What had become of it; where it goes on, without a validation that will run again, and what ended it."""
         state, steps = self._state, self.steps
         num = sum(not goes_on or step < steps for step in state["validation_steps"])
@@ -89,3 +97,9 @@ class SavedTask:
             if report.status == FAILED:
                 report.exception = CheckpointError(f"{self._name} had failed before: {state['error']}")
         return report
+
+
+def never_committed(task: ModelTask, name: str) -> TaskReport:
+    """The report of a task that had struck a device before its first commit."""
+    error = f"{name} had struck a device before its first step was committed, and is not tried again"
+    return TaskReport(name=name, seed=task.seed, status=FAILED, error=error, exception=CheckpointError(error))

@@ -6,6 +6,7 @@ all speak to the caller through one queue of events, so everything the scheduler
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +95,9 @@ class EngineRun:
         verbose: int,
         host: HostThreads,
         saver: Saver | None = None,
+        rescue: Callable[[], Saver] | None = None,
     ) -> None:
-        """`saver`: where tasks are saved while they train, and at their ends; the caller's."""
+        """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
@@ -125,6 +127,7 @@ class EngineRun:
         self._makespan_s = 0.0
         self._interrupted = False
         self._saving = None if saver is None else Saving(saver, self._tasks, self._submit_apart)
+        self._rescue = rescue
         self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
             Load: lambda i: self._workers[i.device].load(i.unit, self._tasks[i.unit.task].planned.state),
@@ -188,6 +191,11 @@ class EngineRun:
             host=self.host,
             checkpoints=None if self._saving is None else self._saving.saver.report,
         )
+
+    def figures(self) -> dict[str, Any]:
+        """What it has taken so far, as JSON; from any thread."""
+        devices = [vars(self._device_report(worker)) for worker in list(self._workers)]
+        return {"elapsed_s": self._trace.now_s(), "devices": devices}
 
     def _device_report(self, worker: Worker) -> DeviceReport:
         name = worker.device.name
@@ -338,6 +346,8 @@ class EngineRun:
             self._tasks[event.task].is_reading = False
         if isinstance(event, Failed) and isinstance(event.error, DeviceLost) and self._lost is None:
             self._lost = event.error
+            if self._saving is None and self._rescue is not None:
+                self._save_last_commits(self._rescue)
             self._handle(StopRequested())
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
@@ -351,6 +361,12 @@ class EngineRun:
             if self._saving is not None:
                 self._saving.instructed(instruction)
             self._actions[type(instruction)](instruction)
+
+    def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
+        try:
+            self._saving = Saving(rescue(), self._tasks, self._submit_apart)
+        except Exception as error:  # the run ends all the same
+            print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
 
     def _note_failure(self, event: Failed | DataFailed) -> None:
         """Report it; but a task whose device was struck by another one has only been stopped."""
@@ -649,6 +665,7 @@ class EngineRun:
             training.notifier.end()
         finally:
             training.notifier.when_told(partial(self._events.put, _Ended()))
+
 
 def _length(loader: object) -> int | None:
     try:

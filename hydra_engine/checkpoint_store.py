@@ -1,0 +1,106 @@
+"""Where an orchestrator saves, over all of its calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.checkpoint import Checkpoint
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.errors import CheckpointError
+from hydra_engine.resumed import LOST, SavedTask
+from hydra_engine.saver import Every, Saver
+
+
+class CheckpointStore:
+    """A directory that is open while a call trains, or none; what was saved there before, and by whom."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None, every: object, keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int):
+            raise TypeError(f"keep: {keep!r} is not an int; give a number of checkpoints")
+        if keep < 1:
+            raise ValueError(f"keep: {keep}, limit: at least 1 checkpoint; a run resumes from it")
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"checkpoint_dir: {directory!r} is a {type(directory).__name__}; give a path")
+        self._every = Every.parse(every)
+        self._keep = keep
+        self.directory = None if directory is None else Path(directory).absolute()
+        self._open: CheckpointDirectory | None = None
+        self._found: Checkpoint | None = None  # the newest as the directory was opened
+        self._is_own = False  # it holds what this object has saved
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._open = self._found = None
+
+    def open(self, *, resume: bool) -> Checkpoint | None:
+        """Lock the directory, and find what there is to go on from.
+
+        Raises CheckpointError where it holds checkpoints of another run that is not to be resumed.
+        """
+        if self.directory is None:
+            if resume:
+                raise ValueError("resume: there is no checkpoint_dir to go on from; give ModelOrchestrator one")
+            return None
+        self._open = CheckpointDirectory(self.directory, keep=self._keep)
+        found = self._found = self._open.load_newest()
+        if found is not None and not resume and not self._is_own:
+            raise CheckpointError(
+                f"{self.directory} holds checkpoints of another run, the newest {found.path.name}; go on from it with "
+                f"train_models(resume=True), or give another checkpoint_dir"
+            )
+        for message in () if found is None else found.messages:
+            print(f"hydra_engine: {message}", file=sys.stderr)
+        self._is_own = True
+        return found if resume else None
+
+    def saved(self, name: str) -> SavedTask | None:
+        """A task as it was saved last; None where it was not."""
+        if self._found is None or name not in self._found.task_names:
+            return None
+        return SavedTask(self._found, name, self.over(name))
+
+    def over(self, name: str) -> str | None:
+        """How a task had ended, also where nothing was saved of it; None where it goes on, or is not known."""
+        over: str | None = None if self._found is None else self._found.data["tasks"].get(name, {}).get("over")
+        return over if over == LOST or name in (self._found.task_names if self._found else ()) else None
+
+    def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
+        """What saves a run there."""
+        if self._open is None:
+            return None
+        return Saver(self._open, self._every, about, {} if self._found is None else self._found.data["tasks"])
+
+    def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
+        """The same in a new directory, here or where temporary files go: the process has to end."""
+        self.directory = _new_directory((Path.cwd(), Path(tempfile.gettempdir())))
+        self._open = CheckpointDirectory(self.directory, keep=self._keep)
+        return Saver(self._open, self._every, about, {})
+
+    def remedy(self) -> str:
+        """How to go on after the process has ended."""
+        if self.directory is None:
+            return "nothing is saved: no task had committed a step, or no directory could be written to"
+        return (
+            f"last commits are in {self.directory}; go on without the task that struck the device by "
+            f"`hydra-engine resume {self.directory}`"
+        )
+
+
+def _new_directory(parents: Iterable[Path]) -> Path:
+    stamp, refused = time.strftime("hydra-rescue-%Y%m%d-%H%M%S"), []
+    for parent in parents:
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{stamp}-", dir=parent))
+        except OSError as error:
+            refused.append(str(error))
+    raise CheckpointError(f"no directory to save into: {'; '.join(refused)}; make one of them writable")
