@@ -5,11 +5,11 @@ from hydra_engine.batches import split
 from hydra_engine.callbacks import Callback
 from hydra_engine.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.device import CudaDevice, EmulatedDevice
-from hydra_engine.errors import DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
+from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.host import HostThreads
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
-from hydra_engine.report import DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
+from hydra_engine.report import CheckpointReport, DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
 from hydra_engine.simulated import Simulation
 from hydra_engine.simulator import simulate
 from hydra_engine.task import Model, ModelTask
@@ -17,6 +17,8 @@ from partitioners import Skips
 
 __all__ = [
     "Callback",
+    "CheckpointError",
+    "CheckpointReport",
     "CudaDevice",
     "DeviceCost",
     "DeviceOutOfMemory",
