@@ -80,7 +80,8 @@ class CheckpointDirectory:
         if found is not None:
             newer = takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory))
             self._damaged.update(path.name for path in newer)
-            self._newest, self._spoilt = found, set()
+            self._newest = found
+            self._spoilt.clear()
         return found
 
     def newest_files(self, task: str) -> frozenset[str]:
@@ -128,6 +129,7 @@ class CheckpointDirectory:
             self._disk.sync_folder(self.directory)
             self._point_to(path.name)
         self._newest = Checkpoint(path=path, data=manifest.data, messages=(), manifest=manifest)
+        self._spoilt.clear()
         with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
             return tuple(self._remove_old(path))
 

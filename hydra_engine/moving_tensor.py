@@ -17,9 +17,14 @@ import torch
 
 
 def check_tensor(where: str, value: Any) -> None:
-    """Raises TypeError unless it is a tensor whose values lie in DRAM, one after the other or strided."""
+    """Raises TypeError unless it is a tensor whose values lie in DRAM, one after the other or strided.
+
+    A moving one was checked as it was made; raises ValueError where it is done.
+    """
     if isinstance(value, MovingTensor):
-        return  # it was checked as it was made
+        if value.is_done:
+            raise ValueError(f"{where} was written or given up; make one for each checkpoint, of what is there now")
+        return
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{where} is a {type(value).__name__}, not a tensor")
     if value.device.type != "cpu":

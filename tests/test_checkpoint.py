@@ -15,7 +15,6 @@ import subprocess
 import sys
 import zlib
 from collections import Counter, OrderedDict
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,45 +26,23 @@ from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.disk import Disk
 from hydra_engine.errors import CheckpointError
 from hydra_engine.hashed_file import PORTION_BYTES
-from hydra_engine.nested import nested_files
-
-
-class TaskContent(NamedTuple):
-    weights: dict[str, torch.Tensor]
-    state: Any = None
-
-
-def task_files(name, content):
-    return {"weights.safetensors": content.weights, **nested_files("state", content.state, f"task {name!r}: state")}
-
-
-def save_tasks(store, tasks, data=None):
-    with store.begin() as new:
-        for name, content in tasks.items():
-            new.add(name, task_files(name, content))
-        return new.commit(data)
-
-
-def read_task(found, name):
-    return TaskContent(found.read_tensors(name, "weights.safetensors"), found.read_nested(name, "state"))
-
-
-def bits(value):
-    """A nested value with types, and all that is in its tensors."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-        return ("tensor", value.dtype, tuple(value.shape), value.stride() if value.numel() > 1 else (), raw)
-    if isinstance(value, np.ndarray):
-        return ("array", value.dtype, value.shape, value.tobytes())
-    if type(value) is complex:
-        return ("complex", struct.pack("dd", value.real, value.imag))
-    if type(value) is float:
-        return ("float", struct.pack("d", value))
-    if isinstance(value, dict):
-        return (type(value), [(bits(key), bits(each)) for key, each in value.items()])
-    if isinstance(value, (list, tuple)):
-        return (type(value), [bits(each) for each in value])
-    return (type(value), value)
+from tests.checkpoints import (
+    FailingDisk,
+    Killed,
+    LosingDisk,
+    TaskContent,
+    all_calls,
+    assert_holds,
+    assert_nothing_temporary,
+    bits,
+    flip,
+    one_call,
+    read_task,
+    save,
+    save_tasks,
+    what_takes_room,
+    write_out,
+)
 
 
 def tensors():
@@ -365,27 +342,6 @@ def test_weights_are_read_into_memory_that_is_there(tmp_path):
 # -- which one comes back
 
 
-def content(k):
-    """Small, and each number's own."""
-    return {"bert": TaskContent(weights={"w": torch.full((5,), float(k))}, state={"step": k, "m": torch.arange(3) + k})}
-
-
-def assert_holds(found, k):
-    assert found.data == {"k": k}
-    read = read_task(found, "bert")
-    assert torch.equal(read.weights["w"], torch.full((5,), float(k)))
-    assert read.state["step"] == k
-    assert torch.equal(read.state["m"], torch.arange(3) + k)
-
-
-def save(store, k):
-    return save_tasks(store, content(k), {"k": k})
-
-
-def assert_nothing_temporary(folder):
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
-
-
 def saved_twice(folder):
     with CheckpointDirectory(folder) as store:
         save(store, 0)
@@ -425,14 +381,6 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert len(newest_first(tmp_path)) == 3
         save(store, 3)
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
-
-
-def flip(path, offset, mask=1):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        [byte] = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ mask]))
 
 
 def test_every_altered_byte_of_a_manifest_is_noticed(tmp_path):
@@ -572,55 +520,6 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
 # -- saves that fail or are cut off
 
 
-class Killed(BaseException):
-    pass
-
-
-class FailingDisk(Disk):
-    """Stops at its `n`-th call: `fail` is what it does instead, before or after a part of the call."""
-
-    def __init__(self, n, fail):
-        self.num_left = n
-        self.fail = fail
-        self.failed = []
-
-
-def _failing(name):
-    method = getattr(Disk, name)
-
-    def call(self, *arguments):
-        self.num_left -= 1
-        if self.num_left <= 0 and self.fail(self, name):
-            self.failed.append(name)
-            if name == "write":
-                method(self, arguments[0], arguments[1][: len(arguments[1]) // 2])
-            raise self.error
-        return method(self, *arguments)
-
-    return call
-
-
-CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder")
-for _name in CALLS:
-    setattr(FailingDisk, _name, _failing(_name))
-
-
-def all_calls(self, name):
-    """The process is gone: nothing works from here on, not even what clears up."""
-    self.error = Killed()
-    return True
-
-
-def one_call(self, name):
-    self.error = OSError(errno.ENOSPC, "No space left on device")
-    return not self.failed
-
-
-def what_takes_room(self, name):
-    self.error = OSError(errno.ENOSPC, "No space left on device")
-    return name in ("create", "write", "make_folder", "sync")
-
-
 def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
     outcomes = []
     for n in range(2, 1000):  # the first call is made when the directory is opened
@@ -683,78 +582,6 @@ def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
         assert all(text in error for error in errors)
 
 
-class LosingDisk(Disk):
-    """Knows what would be there after a power failure: of a file or folder, what it was when it was last synced.
-
-    The least that POSIX promises; numbers of its own stand for files, as a file system uses its own again.
-    """
-
-    def __init__(self, root):
-        self.root = root
-        self.ids = {root: 0}
-        self.paths = {}  # by descriptor
-        self.kept = {}  # by id: bytes, or entries
-        self.moments = []
-
-    def _new(self, path):
-        self.ids[path] = len(self.ids) + len(self.moments) * 1000
-
-    def _moment(self):
-        self.moments.append(dict(self.kept))
-
-    def set_direct(self, descriptor, is_direct):
-        return False
-
-    def create(self, path):
-        self._new(path)
-        descriptor = super().create(path)
-        self.paths[descriptor] = path
-        self._moment()
-        return descriptor
-
-    def make_folder(self, path):
-        super().make_folder(path)
-        self._new(path)
-        self._moment()
-
-    def sync(self, descriptor):
-        if descriptor in self.paths:
-            self.kept[self.ids[self.paths[descriptor]]] = self.paths[descriptor].read_bytes()
-            self._moment()
-
-    def close(self, descriptor):
-        super().close(descriptor)
-        del self.paths[descriptor]
-
-    def sync_folder(self, path):
-        if path in self.ids:
-            self.kept[self.ids[path]] = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids}
-            self._moment()
-
-    def rename(self, source, target):
-        super().rename(source, target)
-        for path in [path for path in self.ids if path == source or source in path.parents]:
-            self.ids[target / path.relative_to(source)] = self.ids.pop(path)
-        self._moment()
-
-    def remove_file(self, path):
-        super().remove_file(path)
-        self._moment()
-
-    def remove_folder(self, path):
-        super().remove_folder(path)
-        self._moment()
-
-
-def write_out(kept, number, path):
-    if isinstance(kept.get(number), dict):
-        path.mkdir(exist_ok=True)
-        for name, each in kept[number].items():
-            write_out(kept, each, path / name)
-    elif number in kept:
-        path.write_bytes(kept[number])
-
-
 def test_a_power_failure_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
     disk = LosingDisk(tmp_path / "real")
     with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
@@ -814,8 +641,10 @@ def test_no_second_copy_in_memory(tmp_path):
 SAVE_LARGE = """
 import resource, sys, torch
 from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.moving_tensor import MovingTensor
 w = torch.zeros(2**24).fill_(1)
-weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2]}
+weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2],
+           "moving": MovingTensor(w)}
 store = CheckpointDirectory(sys.argv[1])
 def save(name, weights):
     with store.begin() as new:
