@@ -302,6 +302,42 @@ def in_own_process(*arguments):
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
+TORCHRUN_TASKS = ("conv", "drawing")
+TORCHRUN_KILLS = ("conv:8", "drawing:19")
+
+
+def under_torchrun(root):
+    """A training under torchrun that kills itself at two steps, beside one that does not, in a new folder each.
+
+    Their differences, where it killed itself, and the steps that its last process found of each task.
+    """
+    plain, killed = root / "plain", root / "killed"
+    for folder in (plain, killed):
+        folder.mkdir(parents=True)
+    tasks = ["--tasks", *TORCHRUN_TASKS]
+    kills = [each for place in TORCHRUN_KILLS for each in ("--kill-at", place)]
+    # What the command `torchrun` runs.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3"]
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    commands = (
+        [sys.executable, "-m", "tests.durable", str(plain), *tasks],
+        [sys.executable, *launch, "-m", "tests.durable", str(killed), *tasks, *kills],
+    )
+    processes = [subprocess.Popen(command, **options) for command in commands]
+    try:
+        printed = [process.communicate(timeout=HANG_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, text in zip(processes, printed, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{process.args} ended with {process.returncode}:\n{text}")
+    expected, found = (durable.load_results(folder) for folder in (plain, killed))
+    struck = sorted(path.name.removeprefix("killed-").replace("-", ":") for path in killed.glob("killed-*"))
+    return durable.differences(found["leaves"], expected["leaves"]), struck, found["begun"]
+
+
 def main(argv=None):
     """0 where every kill struck and every run left the bits that it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.durability", description=__doc__.partition("\n")[0])
