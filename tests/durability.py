@@ -212,8 +212,10 @@ def uninterrupted(root, number):
     for group in (["plain"], [f"plain-{k}" for k in range(number)]):
         active = [run(root / name, (), [Settings()], expected) for name in group]
         outcomes = []
-        while len(outcomes) < len(active):
-            outcomes += [outcome for _, outcome in ended(active)]
+        while active:
+            for one, outcome in ended(active):
+                active.remove(one)
+                outcomes.append(outcome)
         for outcome in outcomes:
             if outcome.error or outcome.different:
                 raise RuntimeError(f"a run that was not killed went wrong, see {root}: {outcome}")
