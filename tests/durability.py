@@ -122,6 +122,7 @@ def start(folder, settings):
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.dump_traceback_later(HANG_S, exit=True, file=log)
         durable.train(folder, settings)
         status = 0
@@ -341,7 +342,7 @@ def under_torchrun(root):
 
 
 def main(argv=None):
-    """0 where every kill struck and every run left the bits that it should."""
+    """Print what became of each run; 0 where every kill struck and every run left the bits that it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.durability", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=4, metavar="N")
     parser.add_argument("--aimed", type=int, metavar="N", help="of them, while a save is written (default: half)")
@@ -361,6 +362,7 @@ def main(argv=None):
         other_settings=arguments.other_settings,
         at_once=arguments.at_once,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its trainings
     is_good = True
     for outcome in campaign.outcomes():
         is_good = is_good and not outcome.error and not outcome.different

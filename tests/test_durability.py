@@ -12,13 +12,15 @@ from tests import durable
 from tests.durability import in_own_process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--seed", 1), ("--seed", 2, "--other-settings")], ids=["same", "other settings"])
-def test_killed_runs_end_with_every_bit_of_the_uninterrupted_one(options):
-    plain, *runs = in_own_process("--kills", 2, "--aimed", 1, *options)
+def test_killed_runs_end_with_every_bit_of_the_uninterrupted_one(options, tmp_path):
+    plain, *runs = in_own_process("--kills", 2, "--aimed", 1, "--folder", tmp_path, *options)
     assert plain.num_saves >= 2
     assert sorted(kill.aimed for run in runs for kill in run.kills) == [False, True]
     assert [run.error for run in runs if run.error] == []
     assert [run.different for run in runs if run.different] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_harness_notices_every_bit():

@@ -114,12 +114,13 @@ def killed(options, root, name, *more):
     """Print what became of so many kills; whether all struck and no bit is another."""
     begin_s = time.monotonic()
     arguments = ("--kills", options.kills, "--seed", options.seed, "--at-once", options.at_once, "--folder", root)
-    plain, *runs = list(in_own_process(*arguments, *more))
-    plain_runs, runs = [plain, *runs[: options.at_once - 1]], runs[options.at_once - 1 :]
+    plain, runs = [], []
+    for outcome in in_own_process(*arguments, *more):
+        (plain if outcome.name.startswith("plain") else runs).append(outcome)
     struck = [kill for run in runs for kill in run.kills]
     bad = [run for run in runs if run.error or run.different]
     num_equal = sum(len(run.kills) for run in runs if run not in bad)
-    print(f"{name}: an uninterrupted run takes {spread([run.duration_s for run in plain_runs], seconds)}")
+    print(f"{name}: an uninterrupted run takes {spread([run.duration_s for run in plain], seconds)}")
     print(f"{name}: {len(struck)} kills in {len(runs)} runs, {time.monotonic() - begin_s:.0f} s")
     print(
         f"{name}: {sum(kill.in_save for kill in struck)} cut off a save or a removal, "
