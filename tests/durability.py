@@ -63,7 +63,8 @@ class Outcome(NamedTuple):
     begun: dict = {}  # noqa: RUF012  # task -> steps that the last process found
     different: list = []  # noqa: RUF012  # places that do not hold the bits of the uninterrupted run
     error: str = ""
-    num_saves: int = 0  # the last process's
+    saving: dict = {}  # noqa: RUF012  # what the last process says of its own
+    num_saves: int = 0  # the last process's, as they look from outside
     save_s: float = 0.0  # their mean
 
 
@@ -184,8 +185,11 @@ def run(folder, moments, settings, expected=None):
     has_resumed = any(begun.values()) or len(begun) < len(durable.BUILDERS)
     if has_resumed != bool(kills and kills[-1].num_whole):
         return outcome._replace(error=f"it began with {begun} steps, where the kills left {kills}")
+    if left["saving"]["num_failed"]:
+        return outcome._replace(error=f"a save failed: {left['saving']}")
     return outcome._replace(
         begun=begun,
+        saving=left["saving"],
         different=[] if expected is None else durable.differences(left["leaves"], expected),
         num_saves=len(durations_s),
         save_s=sum(durations_s) / max(1, len(durations_s)),
@@ -205,12 +209,14 @@ def ended(runs):
 
 
 def uninterrupted(root, number):
-    """Outcomes of so many runs that are not killed, all at once, and what they have to leave.
+    """Outcomes of so many runs that are not killed, all at once, and what the first left.
 
-    One more is before them: it warms the caches, and says what is left.
+    Where they are several, one alone is before them: it says what they have to leave.
     """
-    expected = None
-    for group in (["plain"], [f"plain-{k}" for k in range(number)]):
+    expected, groups = None, [["plain"]]
+    if number > 1:
+        groups.append([f"plain-{k}" for k in range(number)])
+    for group in groups:
         active = [run(root / name, (), [Settings()], expected) for name in group]
         outcomes = []
         while active:

@@ -183,7 +183,8 @@ def train(folder, settings=None, *, names=tuple(BUILDERS), kill_at=None):
     orchestra.verbose = 0
     report = orchestra.train_models(resume=True)
     report.raise_failures()
-    left = {"leaves": left_by(models, report, folder / CHECKPOINTS), "begun": begun.steps}
+    saving = {name: getattr(report.checkpoints, name) for name in ("num_saved", "num_failed", "copied_bytes")}
+    left = {"leaves": left_by(models, report, folder / CHECKPOINTS), "begun": begun.steps, "saving": saving}
     torch.save(left, folder / f"{RESULTS}.new")
     os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
 
