@@ -30,7 +30,7 @@ from tests import durable
 from tests.durable import Settings
 
 ROOT = Path(__file__).parent.parent
-HANG_S = 120  # a training that takes longer is ended, with every thread's stack in its log
+HANG_S = 60  # a training that takes longer is ended, with every thread's stack in its log
 POLL_S = 0.0005
 TEMPORARY = ".tmp-checkpoint-"  # how the name of a save that is not whole begins
 MORE_KILLS = 0.25  # of the runs are killed more than once
@@ -60,10 +60,10 @@ class Outcome(NamedTuple):
     kills: list  # that struck
     settings: list  # of each process, and of those that it did not take
     duration_s: float
-    begun: dict = {}  # noqa: RUF012  # task -> steps that the last process found
-    different: list = []  # noqa: RUF012  # places that do not hold the bits of the uninterrupted run
+    begun: dict = {}  # task -> steps that the last process found
+    different: list = []  # places that do not hold the bits of the uninterrupted run
     error: str = ""
-    saving: dict = {}  # noqa: RUF012  # what the last process says of its own
+    saving: dict = {}  # what the last process says of its own
     num_saves: int = 0  # the last process's, as they look from outside
     save_s: float = 0.0  # their mean
 
@@ -313,6 +313,7 @@ def in_own_process(*arguments):
 
 TORCHRUN_TASKS = ("conv", "drawing")
 TORCHRUN_KILLS = ("conv:8", "drawing:19")
+TORCHRUN_S = 100  # at most
 
 
 def under_torchrun(root):
@@ -334,7 +335,7 @@ def under_torchrun(root):
     )
     processes = [subprocess.Popen(command, **options) for command in commands]
     try:
-        printed = [process.communicate(timeout=HANG_S)[0] for process in processes]
+        printed = [process.communicate(timeout=TORCHRUN_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
