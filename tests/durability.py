@@ -60,10 +60,10 @@ class Outcome(NamedTuple):
     kills: list  # that struck
     settings: list  # of each process, and of those that it did not take
     duration_s: float
-    begun: dict = {}  # task -> steps that the last process found
-    different: list = []  # places that do not hold the bits of the uninterrupted run
+    begun: dict | None = None  # task -> steps that the last process found
+    different: list | tuple = ()  # places that do not hold the bits of the uninterrupted run
     error: str = ""
-    saving: dict = {}  # what the last process says of its own
+    saving: dict | None = None  # what the last process says of its own
     num_saves: int = 0  # the last process's, as they look from outside
     save_s: float = 0.0  # their mean
 
