@@ -28,6 +28,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/host_optimizer/main.py
 	$(BIN)/python benchmarks/scheduler/main.py
 	$(BIN)/python benchmarks/simulator/main.py
+	$(BIN)/python benchmarks/durability/main.py
 	$(BIN)/python benchmarks/streaming/main.py $(STREAMING)
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml

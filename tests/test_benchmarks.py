@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hydra_engine.trace import Span
+from tests.durability import Kill, Outcome
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,6 +80,45 @@ def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
     assert predictions.keys() == workloads.keys()
     assert all(each["bound_s"] > 0 and each["makespan_s"] > 0 for each in predictions.values())
     assert float(capsys.readouterr().out) > 0
+
+
+@pytest.fixture
+def durability(monkeypatch):
+    """The benchmark with a model of a few thousand parameters."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the benchmark adds to it
+    spec = importlib.util.spec_from_file_location("benchmarks_durability", main_of("durability"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "MODEL", module.Model(16, 1, 1, 1, 8, (1, 2, 3), "8MiB"))
+    return module
+
+
+def test_durability_tells_what_saves_cost_and_how_fast_they_are(durability, tmp_path, capsys):
+    options = ["--pairs", "1", "--every", "3", "--saves", "1", "--rounds", "1", "--folder", str(tmp_path)]
+    assert durability.main(["cost", "rates", *options, "--no-judge"]) == 0
+    printed = capsys.readouterr().out
+    assert "a save per 3 steps: held up" in printed
+    assert printed.count("writer over plain write") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_durability_counts_kills_and_judges(is_good, durability, monkeypatch, capsys):
+    def in_own_process(*arguments):
+        assert "--other-settings" in arguments
+        usual = {"settings": [], "begun": {"task": 3}, "duration_s": 2.0}
+        kills = [Kill(1.0, True, True, 2), Kill(0.5, False, False, 0)]
+        yield Outcome(name="plain-0", kills=[], **usual)
+        yield Outcome(name="run-0", kills=kills, **usual)
+        yield Outcome(name="run-1", kills=kills[:1], different=[] if is_good else ["task.step"], **usual)
+
+    monkeypatch.setattr(durability, "in_own_process", in_own_process)
+    assert durability.main(["others", "--kills", "3", "--at-once", "1"]) == (0 if is_good else 1)
+    printed = capsys.readouterr().out
+    assert "3 kills in 2 runs" in printed
+    assert "2 cut off a save or a removal, 1 came before the first checkpoint" in printed
+    assert f"resumed bitwise equal: {'3 of 3: yes' if is_good else '2 of 3: NO'}" in printed
+    assert ("task.step" in printed) != is_good
 
 
 @pytest.fixture
