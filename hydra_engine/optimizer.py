@@ -354,6 +354,8 @@ class TaskOptimizer:
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
+        if self._num_steps:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_end_step`
         if self._averages and self._num_steps:
             for slot in self._slots:
                 if slot.name not in state["averages"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -97,12 +98,19 @@ class Reader:
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
 
     def sample(self, *, training: bool = True) -> Batch:
-        """The first batch, as it is trained on or as it would be evaluated; it stays the next one to be read."""
+        """The first batch, as it is trained on or as it would be evaluated; it stays the next one to be read.
+
+        Where a task goes on, it may be one of a validation, or none is left and the first of an epoch is read apart.
+        """
         first = self._peek()
-        if first is None or (self._task.trains and not first.training):
+        if self._start is not None and first is None and self._largest is None:
+            self._largest = self._first_apart()
+        elif self._start is None and (first is None or (self._task.trains and not first.training)):
             what = "training" if self._task.trains else "evaluation"
             raise ValueError(f"{self._name}: the loader is empty; {what} needs at least one batch")
-        return self._batch((self._largest or first)._replace(training=training))
+        found = self._largest or first
+        assert found is not None
+        return self._batch(found._replace(training=training))
 
     @property
     def is_empty(self) -> bool:
@@ -128,24 +136,35 @@ class Reader:
         On a copy of the task's random stream; generators of the loader's own are put back, so that training reads what
         it would have read.
         """
-        loader = self._task.dataloader
         largest, most = None, -1
+        for inputs, target in self._apart():
+            if (size := _num_bytes(inputs, target)) > most:
+                kept = _own_pair(inputs, target)  # the loader may read on into the same memory
+                largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
+        return largest
+
+    def _first_apart(self) -> _Item:
+        """For a plan; nothing of it is trained on."""
+        with closing(self._apart()) as pairs:
+            for inputs, target in pairs:
+                return _Item(inputs, target, 0, 0, True, 0)
+        raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
+
+    def _apart(self) -> Generator[Any, None, None]:
+        loader = self._task.dataloader
         put_back = putting_back(loader)
         apart = Stream(self._stream.state)
         try:
-            for inputs, target in self._iterate(self._opened(loader, apart), apart):
-                if (size := _num_bytes(inputs, target)) > most:
-                    kept = _own_pair(inputs, target)  # the loader may read on into the same memory
-                    largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
+            yield from self._iterate(self._opened(loader, apart), apart)
         finally:
             put_back()
-        return largest
 
     @property
     def sample_inputs(self) -> Any:
         """The first batch's inputs as the loader gave them, for a forward that takes whole batches."""
-        assert self._first is not None
-        return (self._largest or self._first).inputs
+        found = self._largest or self._first
+        assert found is not None
+        return found.inputs
 
     def start(self, report: Callable[[Event], None], num_threads: int) -> None:
         """Begin to serve requests, in a thread of its own: loaders are user code and may block."""

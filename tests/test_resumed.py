@@ -342,8 +342,8 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
             if report.steps == 7:
                 raise Boom
 
+    orchestra = orchestra_of([of_case(case, callbacks=[Opens()])], tmp_path / "cut", every=2)
     with pytest.raises(Boom):
-        orchestra = orchestra_of([of_case(case, callbacks=[Opens()])], tmp_path / "cut", every=2)
         orchestra.train_models()
     assert orchestra.report.checkpoints.copied_bytes > 0
     full = [each for each in (tmp_path / "cut").glob("checkpoint-*") if load_newest_of(each).manifest.is_full]
