@@ -19,6 +19,7 @@ from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.host import HostThreads, bound, host_threads
+from hydra_engine.interrupt import Signals
 from hydra_engine.planner import PlannedTask, check_arena, check_dram, fits_arena
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan
@@ -96,10 +97,12 @@ class ModelOrchestrator:
         """Train every task that was not trained yet to its end, and return what became of them.
 
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
-        After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
+        After Ctrl-C or SIGTERM, what computes is finished, everything is cleaned up, `report` is set, and
+        KeyboardInterrupt goes on, or SystemExit(143). A second one ends the process at once, with exit code 130 or 143;
+        but a second Ctrl-C in an interactive session is an exception. Handlers of your own are left alone.
         """
-        with self._alone("train_models"), self._bound() as host:
-            return self._train(host)
+        with self._alone("train_models"), Signals() as signals, self._bound() as host:
+            return self._train(host, signals)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -182,10 +185,10 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._alone("evaluate"), torch.inference_mode(False), self._bound() as host:
+        with self._alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as host:
             known, name = self._found(task)
             planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
-            with self._run([planned], host, verbose=0) as run:
+            with self._run([planned], host, signals, verbose=0) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -219,7 +222,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._alone("predict"), torch.inference_mode(False), self._bound():
+        with self._alone("predict"), Signals(), torch.inference_mode(False), self._bound():
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -229,18 +232,19 @@ class ModelOrchestrator:
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
-        with self._alone("predict"), self._run([planned], self._host(), verbose=0) as run:
+        signals = Signals()
+        with self._alone("predict"), self._run([planned], self._host(), signals, verbose=0) as run:
             outputs = run.outputs()
             at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
-                    with torch.inference_mode(False), at_work():  # not while the caller has the word
+                    with signals, torch.inference_mode(False), at_work():  # not while the caller has the word
                         found = list(islice(outputs, 1))
                     if not found:
                         break
                     yield found.pop()
             finally:
-                with torch.inference_mode(False), at_work():
+                with signals, torch.inference_mode(False), at_work():
                     outputs.close()
             run.report().raise_failures()
 
@@ -341,29 +345,34 @@ class ModelOrchestrator:
         self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
 
     @contextmanager
-    def _run(self, planned: Sequence[PlannedTask], host: HostThreads, *, verbose: int) -> Iterator[EngineRun]:
-        """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
-        try:
-            yield EngineRun(
-                planned,
-                self._devices,
-                self._policy,
-                double_buffer=self._double_buffer,
-                verbose=verbose,
-                host=host,
-            )
-        finally:
-            torch.set_num_threads(host.intra_op_threads)
+    def _run(
+        self, planned: Sequence[PlannedTask], host: HostThreads, signals: Signals, *, verbose: int
+    ) -> Iterator[EngineRun]:
+        """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
+        with signals.deferred():
+            try:
+                yield EngineRun(
+                    planned,
+                    self._devices,
+                    self._policy,
+                    double_buffer=self._double_buffer,
+                    verbose=verbose,
+                    host=host,
+                    signals=signals,
+                )
+            finally:
+                torch.set_num_threads(host.intra_op_threads)
 
-    def _train(self, host: HostThreads) -> Report:
+    def _train(self, host: HostThreads, signals: Signals) -> Report:
         with ExitStack() as stack:
             with self._changing:
                 if not self._pending:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 if self.plan is None:
                     self._generate(host)
+                of_all = self._run(list(self._pending), host, signals, verbose=self.verbose)
+                run = self._running = stack.enter_context(of_all)
                 self._training, self._pending = self._pending, []
-                run = self._running = stack.enter_context(self._run(list(self._training), host, verbose=self.verbose))
             try:
                 run.train()
             except DeviceLost as lost:

@@ -25,6 +25,7 @@ GROUPS = (
         "promise",
         "ready",
         "rescue",
+        "restart",
         "schedule",
         "trace",
     ),
