@@ -18,7 +18,7 @@ from hydra_engine.restart import is_interactive
 T = TypeVar("T")
 
 # The dispositions that we replace. Any other one is the user's own, and theirs to decide; or "ignore", of nohup.
-_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 _STDERR = 2
 

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import threading
+import warnings
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
@@ -13,6 +15,8 @@ from hydra_engine.interrupt import Inbox, Signals
 
 # What each is raised as.
 RAISED = {signal.SIGINT: (KeyboardInterrupt, None), signal.SIGTERM: (SystemExit, 143)}
+
+END = os._exit
 
 
 class Exited(BaseException):
@@ -29,17 +33,29 @@ def handlers():
 
 @pytest.fixture(autouse=True)
 def exits(monkeypatch):
-    """The exit codes that the process would have ended with; and handlers are as they were."""
+    """The exit codes that the process would have ended with; and handlers are put back."""
     codes, before = [], handlers()
+    usual = [signal.default_int_handler, signal.SIG_DFL]
+    for number, handler in zip(RAISED, usual, strict=True):  # in a job in the background SIGINT is ignored
+        signal.signal(number, handler)
 
     def end(code):
         codes.append(code)
         raise Exited
 
     monkeypatch.setattr(interrupt.os, "_exit", end)
-    assert before == [signal.default_int_handler, signal.SIG_DFL]
     yield codes
-    assert handlers() == before
+    assert handlers() == usual
+    for number, handler in zip(RAISED, before, strict=True):
+        signal.signal(number, handler)
+
+
+@contextmanager
+def signalled(kind, *, deferred=False):
+    """Within it signals are handled, and `kind` comes of it. Gives the signals, and what holds the error later."""
+    signals = Signals()
+    with pytest.raises(kind) as found, signals, signals.deferred() if deferred else nullcontext():
+        yield signals, found
 
 
 @pytest.fixture
@@ -62,7 +78,7 @@ def test_events_come_in_order():
 @pytest.mark.parametrize("number", RAISED)
 def test_first_signal_is_raised_at_once(number):
     kind, code = RAISED[number]
-    with pytest.raises(kind) as found, Signals():
+    with signalled(kind) as (_, found):
         signal.raise_signal(number)
         pytest.fail("not reached")
     assert getattr(found.value, "code", None) == code
@@ -71,7 +87,7 @@ def test_first_signal_is_raised_at_once(number):
 @pytest.mark.parametrize("number", RAISED)
 def test_first_signal_waits_for_the_end_of_what_is_not_to_be_cut_off(number):
     done = []
-    with pytest.raises(RAISED[number][0]), Signals() as signals:
+    with signalled(RAISED[number][0]) as (signals, _):
         with signals.deferred():
             signal.raise_signal(number)
             done.append("deferred")
@@ -83,7 +99,7 @@ def test_first_signal_waits_for_the_end_of_what_is_not_to_be_cut_off(number):
 def test_first_signal_is_an_event_of_a_run(number):
     inbox = Inbox()
     inbox.put(DeviceAdded(0))
-    with pytest.raises(RAISED[number][0]), Signals() as signals, signals.deferred():
+    with signalled(RAISED[number][0], deferred=True) as (signals, _):
         signals.tell(inbox)
         signal.raise_signal(number)
         with inbox as event:
@@ -95,7 +111,7 @@ def test_first_signal_is_an_event_of_a_run(number):
 
 def test_run_is_told_of_a_signal_before_it_began():
     inbox = Inbox()
-    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.deferred():
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
         ctrl_c()
         signals.tell(inbox)
         with inbox as event:
@@ -103,14 +119,14 @@ def test_run_is_told_of_a_signal_before_it_began():
 
 
 def test_signal_goes_before_another_error_and_names_it():
-    with pytest.raises(KeyboardInterrupt) as found, Signals() as signals, signals.deferred():
+    with signalled(KeyboardInterrupt, deferred=True) as (_, found):
         ctrl_c()
         raise ValueError("boom")
     assert repr(found.value.__context__) == "ValueError('boom')"
 
 
 def test_exit_code_of_another_cause_stays():
-    with pytest.raises(SystemExit) as found, Signals() as signals, signals.deferred():
+    with signalled(SystemExit, deferred=True) as (_, found):
         ctrl_c()
         raise SystemExit(75)
     assert found.value.code == 75
@@ -118,7 +134,7 @@ def test_exit_code_of_another_cause_stays():
 
 def test_signal_that_was_swallowed_is_raised_at_the_end():
     done = []
-    with pytest.raises(SystemExit), Signals():
+    with signalled(SystemExit):
         try:
             signal.raise_signal(signal.SIGTERM)
         except BaseException:
@@ -141,7 +157,7 @@ def test_block_may_be_entered_again():
 def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
     inbox = Inbox()
     inbox.put(DeviceAdded(0))
-    with pytest.raises(RAISED[first][0]), Signals() as signals, signals.deferred():
+    with signalled(RAISED[first][0], deferred=True) as (signals, _):
         signals.tell(inbox)
         signal.raise_signal(first)
         with pytest.raises(Exited), inbox:
@@ -152,7 +168,7 @@ def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
 
 
 def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):
-    with pytest.raises(SystemExit), Signals():
+    with signalled(SystemExit):
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
@@ -176,7 +192,7 @@ def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
             done.append(event)
         done.append("not reached")
 
-    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.deferred():
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
         signals.tell(inbox)
         work()
     assert done == [DeviceAdded(1), DeviceAdded(0)]
@@ -189,7 +205,7 @@ def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
 @pytest.mark.parametrize("is_told", [True, False])
 def test_at_a_prompt_a_second_ctrl_c_between_events_strikes_at_once(is_told, exits):
     inbox = Inbox()
-    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.deferred():
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
         if is_told:
             signals.tell(inbox)
         ctrl_c()
@@ -201,7 +217,7 @@ def test_at_a_prompt_a_second_ctrl_c_between_events_strikes_at_once(is_told, exi
 
 @pytest.mark.usefixtures("prompt")
 def test_at_a_prompt_a_second_sigterm_ends_the_process(exits):
-    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.deferred():
+    with signalled(KeyboardInterrupt, deferred=True):
         ctrl_c()
         with pytest.raises(Exited):
             signal.raise_signal(signal.SIGTERM)
@@ -243,7 +259,9 @@ def test_other_threads_change_nothing():
 
 def status_of_child(work):
     """How a forked process ends that calls `work`; 0 where it returns."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which the child does not use
+        child = os.fork()
     if child == 0:
         code = 1
         try:
@@ -252,11 +270,8 @@ def status_of_child(work):
         except KeyboardInterrupt:
             code = 2
         finally:
-            os.kill(os.getpid(), signal.SIGKILL) if code == 1 else EXIT(code)
+            END(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-EXIT = os._exit
 
 
 def test_forked_process_ends_as_ever():
