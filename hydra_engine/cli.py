@@ -1,20 +1,25 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB`` and ``hydra-engine probe``."""
+"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe`` and ``resume DIR``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from hydra_engine import ceilings
+from hydra_engine import ceilings, restart
 from hydra_engine.ceilings import Ceilings
+from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import DeviceSpec, EmulatedDevice, resolve_devices
+from hydra_engine.errors import CheckpointError
 from hydra_engine.host import host_threads
 from hydra_engine.plan_ahead import OPTIMIZERS, Machine, plan_ahead
 from hydra_engine.plan_text import plan_lines
@@ -37,13 +42,23 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, or 2 after one line on stderr about what the user can correct."""
-    options = _parser().parse_args(arguments)
+    own, command = _parted(list(sys.argv[1:] if arguments is None else arguments))
+    options = _parser().parse_args(own)
+    options.argv = command
     try:
         options.run(options)
     except Mistake as mistake:
         print(f"hydra-engine {options.command}: {' '.join(str(mistake).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _parted(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """What `resume` takes itself, and the command that stands behind a "--"; None without one."""
+    if arguments[:1] != ["resume"] or "--" not in arguments:
+        return arguments, None
+    end = arguments.index("--")
+    return arguments[:end], arguments[end + 1 :]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="how a model would be cut, and what its step would take, by arithmetic"))
     _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
+    _add_resume(commands.add_parser("resume", help="runs the command again that made checkpoints, from the newest one"))
     return parser
 
 
@@ -168,6 +184,70 @@ def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:
             for dtype in DTYPES
         ),
     ]
+
+
+def _add_resume(resume: argparse.ArgumentParser) -> None:
+    resume.usage = f"{resume.prog} [-h] DIR [-- COMMAND...]"
+    resume.description = (
+        "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
+        "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
+        "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
+        "trust. After -- you may give another one, which runs here."
+    )
+    resume.set_defaults(run=_resume)
+    resume.add_argument("directory", metavar="DIR", help="the run's checkpoint_dir")
+
+
+def _resume(options: argparse.Namespace) -> None:
+    directory = Path(options.directory).absolute()
+    try:
+        found = load_newest(directory)
+    except CheckpointError as error:
+        raise Mistake(str(error)) from error
+    if found is None:
+        raise Mistake(
+            f"DIR: nothing is saved in {directory}, limit: at least one checkpoint; give the checkpoint_dir of a run"
+        )
+    print(found.path, *found.messages, sep="\n")
+    data = found.data if isinstance(found.data, dict) else {}
+    print(*table(_saved_tasks(data.get("tasks"))), sep="\n")
+    argv, cwd = _command_again(directory, data.get("command"), options.argv)
+    print(f"in {cwd}: {shlex.join(argv)}", flush=True)
+    try:
+        restart.start_again(argv, cwd, directory)
+    except (OSError, ValueError) as error:  # the latter of a null character
+        raise Mistake(f"{shlex.join(argv)} in {cwd}: cannot be run: {error}; {_OTHER_COMMAND}") from error
+
+
+_OTHER_COMMAND = "start your program with train_models(resume=True), or give a command: resume DIR -- COMMAND..."
+
+
+def _command_again(directory: Path, stored: Any, given: list[str] | None) -> tuple[list[str], str]:
+    """What to run, and where."""
+    if given is not None:
+        if not given:
+            raise Mistake("COMMAND: nothing behind --, limit: a program and its arguments; write them there")
+        return given, os.getcwd()
+    if stored is None:
+        raise Mistake(
+            f"DIR: {directory} holds no command, since its run was started at a prompt, from stdin, or by another "
+            f"process; {_OTHER_COMMAND}"
+        )
+    argv, cwd = (stored.get("argv"), stored.get("cwd")) if isinstance(stored, dict) else (None, None)
+    if not (isinstance(argv, list) and argv and all(isinstance(each, str) for each in argv) and isinstance(cwd, str)):
+        raise Mistake(f"DIR: {directory} holds {stored!r} for a command, limit: argv and cwd; {_OTHER_COMMAND}")
+    return argv, cwd
+
+
+def _saved_tasks(tasks: Any) -> list[tuple[str, ...]]:
+    """A row for each task of a checkpoint: `over` says how it ended, or is None where it did not."""
+    rows = [("task", "status", "steps", "last loss")]
+    for name, task in (tasks or {}).items():
+        loss = task.get("loss")
+        rows.append(
+            (name, task.get("over") or "goes on", str(task.get("steps")), "-" if loss is None else f"{loss:.3f}")
+        )
+    return rows
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from hydra_engine.events import StopRequested
@@ -111,7 +112,8 @@ class Signals:
         """What is not to be cut off: a signal waits for the end, and whoever works there sees to an early one."""
         self._deferrals += 1
         try:
-            yield
+            with _children_unheard():
+                yield
         finally:
             self._deferrals -= 1
 
@@ -155,6 +157,31 @@ class Signals:
         elif self._first == number:
             raise KeyboardInterrupt
         self._first = number
+
+
+@contextmanager
+def _children_unheard() -> Iterator[None]:
+    """DataLoader has the death of a worker process raised in the main thread, whatever that does just then.
+
+    SIGTERM to a group of processes, from `timeout` or torchrun, ends workers too. The thread that reads finds out by
+    itself. https://docs.pytorch.org/docs/stable/data.html (torch/utils/data/_utils/signal_handling.py)
+    """
+    usual = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):
+            usual(number, frame)
+
+    signal.signal(signal.SIGCHLD, handle)
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()  # a generator may be closed by another one
+        if is_main and signal.getsignal(signal.SIGCHLD) is handle:
+            signal.signal(signal.SIGCHLD, usual)
 
 
 def _exit(number: int) -> NoReturn:

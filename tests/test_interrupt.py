@@ -285,3 +285,24 @@ def test_forked_process_ends_as_ever():
         assert status_of_child(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
         assert status_of_child(ctrl_c) == 0
         assert status_of_child(twice) == 2
+
+
+def test_death_of_a_loaders_worker_is_not_raised_where_it_harms():
+    """DataLoader's handler raises in the main thread, in the middle of whatever that does."""
+    heard = []
+
+    def like_dataloader(number, _):
+        heard.append(number)
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGCHLD, like_dataloader)
+    try:
+        with Signals() as signals:
+            with pytest.raises(RuntimeError, match="DataLoader worker"):
+                signal.raise_signal(signal.SIGCHLD)
+            with signals.deferred():
+                signal.raise_signal(signal.SIGCHLD)
+            assert signal.getsignal(signal.SIGCHLD) is like_dataloader
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert heard == [signal.SIGCHLD] * 2

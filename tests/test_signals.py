@@ -1,10 +1,11 @@
 """Processes that are signalled: what they finish, how they end as their parent sees it, and that nothing hangs."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import json, signal, sys, threading
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.callbacks import Callback
 from hydra_engine.events import StopRequested
@@ -60,7 +62,12 @@ class Endless:
     def __iter__(self):
         return batches()
 
-task = ModelTask(nn.Sequential(Layer(4, 4), nn.Linear(4, 1)), F.mse_loss, Endless(), lr=0.1, epochs=1, name="endless",
+class Samples(IterableDataset):
+    def __iter__(self):
+        return ((torch.ones(4), torch.zeros(1)) for _ in range(10**9))
+
+loader = DataLoader(Samples(), batch_size=2, num_workers=2) if "workers" in sys.argv else Endless()
+task = ModelTask(nn.Sequential(Layer(4, 4), nn.Linear(4, 1)), F.mse_loss, loader, lr=0.1, epochs=1, name="endless",
                  seed=0, callbacks=[Says()])
 orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
 orchestra.verbose = 0
@@ -78,7 +85,8 @@ except BaseException as error:
         "code": getattr(error, "code", None),
         "tasks": {name: [each.status, each.steps == len(each.losses) >= 3]
                   for name, each in (orchestra.report.tasks if orchestra.report else {}).items()},
-        "threads": [each.name for each in threading.enumerate() if each is not threading.main_thread()],
+        "threads": [each.name for each in threading.enumerate()
+                    if each is not threading.main_thread() and each.name != "QueueFeederThread"],  # DataLoader's
         "handlers": [signal.getsignal(signal.SIGINT) is signal.default_int_handler,
                      signal.getsignal(signal.SIGTERM) is signal.SIG_DFL],
     }))
@@ -97,11 +105,12 @@ def running(*words):
     """The script at work."""
     command = [sys.executable, "-c", SCRIPT, *words]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
             yield process
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def lines_until(process, line):
@@ -133,6 +142,19 @@ def test_a_signal_ends_a_run_in_order(what, number):
         "handlers": [True, True],
     }
     assert code == expected
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_task_is_stopped_and_not_failed_where_the_signal_reaches_its_loaders_workers(number):
+    """A terminal sends it to all, as do `timeout` and torchrun."""
+    with running("train", "workers") as process:
+        lines_until(process, "stepping")
+        os.killpg(process.pid, number)
+        lines, _, code = ended(process)
+    error, its_code, expected = ENDS[number]
+    found = json.loads(lines[-1])
+    assert (found["error"], found["code"], code) == (error, its_code, expected)
+    assert (found["tasks"], found["threads"]) == ({"endless": ["stopped", True]}, [])
 
 
 @pytest.mark.parametrize("number", ENDS)
