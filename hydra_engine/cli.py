@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import nn
 
-from hydra_engine import ceilings, restart
+from hydra_engine import ceilings
 from hydra_engine.ceilings import Ceilings
-from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import DeviceSpec, EmulatedDevice, resolve_devices
-from hydra_engine.errors import CheckpointError
 from hydra_engine.host import host_threads
 from hydra_engine.plan_ahead import OPTIMIZERS, Machine, plan_ahead
 from hydra_engine.plan_text import plan_lines
 from hydra_engine.probe import probe
 from hydra_engine.report import table
+from hydra_engine.resume import resume
 from hydra_engine.sample import Mistake, here_importable, refusal, sample_of
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
 from partitioners.precision import DTYPES
@@ -186,68 +183,20 @@ def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:
     ]
 
 
-def _add_resume(resume: argparse.ArgumentParser) -> None:
-    resume.usage = f"{resume.prog} [-h] DIR [-- COMMAND...]"
-    resume.description = (
+def _add_resume(resuming: argparse.ArgumentParser) -> None:
+    resuming.usage = f"{resuming.prog} [-h] DIR [-- COMMAND...]"
+    resuming.description = (
         "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
         "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
         "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
         "trust. After -- you may give another one, which runs here."
     )
-    resume.set_defaults(run=_resume)
-    resume.add_argument("directory", metavar="DIR", help="the run's checkpoint_dir")
+    resuming.set_defaults(run=_resume)
+    resuming.add_argument("directory", metavar="DIR", help="the run's checkpoint_dir")
 
 
 def _resume(options: argparse.Namespace) -> None:
-    directory = Path(options.directory).absolute()
-    try:
-        found = load_newest(directory)
-    except CheckpointError as error:
-        raise Mistake(str(error)) from error
-    if found is None:
-        raise Mistake(
-            f"DIR: nothing is saved in {directory}, limit: at least one checkpoint; give the checkpoint_dir of a run"
-        )
-    print(found.path, *found.messages, sep="\n")
-    data = found.data if isinstance(found.data, dict) else {}
-    print(*table(_saved_tasks(data.get("tasks"))), sep="\n")
-    argv, cwd = _command_again(directory, data.get("command"), options.argv)
-    print(f"in {cwd}: {shlex.join(argv)}", flush=True)
-    try:
-        restart.start_again(argv, cwd, directory)
-    except (OSError, ValueError) as error:  # the latter of a null character
-        raise Mistake(f"{shlex.join(argv)} in {cwd}: cannot be run: {error}; {_OTHER_COMMAND}") from error
-
-
-_OTHER_COMMAND = "start your program with train_models(resume=True), or give a command: resume DIR -- COMMAND..."
-
-
-def _command_again(directory: Path, stored: Any, given: list[str] | None) -> tuple[list[str], str]:
-    """What to run, and where."""
-    if given is not None:
-        if not given:
-            raise Mistake("COMMAND: nothing behind --, limit: a program and its arguments; write them there")
-        return given, os.getcwd()
-    if stored is None:
-        raise Mistake(
-            f"DIR: {directory} holds no command, since its run was started at a prompt, from stdin, or by another "
-            f"process; {_OTHER_COMMAND}"
-        )
-    argv, cwd = (stored.get("argv"), stored.get("cwd")) if isinstance(stored, dict) else (None, None)
-    if not (isinstance(argv, list) and argv and all(isinstance(each, str) for each in argv) and isinstance(cwd, str)):
-        raise Mistake(f"DIR: {directory} holds {stored!r} for a command, limit: argv and cwd; {_OTHER_COMMAND}")
-    return argv, cwd
-
-
-def _saved_tasks(tasks: Any) -> list[tuple[str, ...]]:
-    """A row for each task of a checkpoint: `over` says how it ended, or is None where it did not."""
-    rows = [("task", "status", "steps", "last loss")]
-    for name, task in (tasks or {}).items():
-        loss = task.get("loss")
-        rows.append(
-            (name, task.get("over") or "goes on", str(task.get("steps")), "-" if loss is None else f"{loss:.3f}")
-        )
-    return rows
+    resume(Path(options.directory).absolute(), options.argv)
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -61,6 +61,7 @@ GROUPS = (
         "plan_text",
         "pool",
         "residency",
+        "resume",
         "scheduled",
         "stepping",
     ),
