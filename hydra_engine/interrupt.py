@@ -135,10 +135,11 @@ class Signals:
             self._handle_in_child(number)
         elif self._first is None:
             self._first = number
-            if self._inbox is not None:
-                self._inbox.put(StopRequested())
             if not self._deferrals:
                 self.raise_first()
+            _say(number, "what computes is finished, and what is to be saved is saved; another signal cuts that off")
+            if self._inbox is not None:
+                self._inbox.put(StopRequested())
         elif number != signal.SIGINT or not is_interactive():
             _exit(number)
         elif self._inbox is not None:
@@ -185,7 +186,10 @@ def _children_unheard() -> Iterator[None]:
 
 
 def _exit(number: int) -> NoReturn:
-    name = signal.Signals(number).name
-    with suppress(OSError):  # not sys.stderr, in the middle of whose work we may be
-        os.write(_STDERR, f"hydra_engine: {name}: the second signal, so nothing more is finished or saved\n".encode())
+    _say(number, "the second signal, so nothing more is finished or saved")
     os._exit(128 + number)
+
+
+def _say(number: int, text: str) -> None:
+    with suppress(OSError):  # not to sys.stderr, in the middle of whose work we may be
+        os.write(_STDERR, f"hydra_engine: {signal.Signals(number).name}: {text}\n".encode())

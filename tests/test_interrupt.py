@@ -163,8 +163,11 @@ def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
         with pytest.raises(Exited), inbox:
             signal.raise_signal(second)
     assert exits == [128 + second]
-    name = signal.Signals(second).name
-    assert capfd.readouterr().err == f"hydra_engine: {name}: the second signal, so nothing more is finished or saved\n"
+    assert capfd.readouterr().err.splitlines() == [
+        f"hydra_engine: {signal.Signals(first).name}: what computes is finished, and what is to be saved is saved; "
+        f"another signal cuts that off",
+        f"hydra_engine: {signal.Signals(second).name}: the second signal, so nothing more is finished or saved",
+    ]
 
 
 def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):
