@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from hydra_engine import restart
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
@@ -42,11 +43,20 @@ class CheckpointStore:
             self._open.close()
         self._open = self._found = None
 
+    @property
+    def may_save(self) -> bool:
+        """Whether there is a directory, or one is asked for."""
+        return self.directory is not None or restart.directory_asked_for() is not None
+
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Lock the directory, and find what there is to go on from.
+        """Lock the directory, and find what there is to go on from: at once where `hydra-engine resume` asks for it.
 
         Raises CheckpointError where it holds checkpoints of another run that is not to be resumed.
         """
+        asked_for = restart.directory_asked_for()
+        if asked_for is not None and self.directory in (None, asked_for):
+            self.directory, resume = asked_for, True
+            restart.forget()  # others in this process begin anew
         if self.directory is None:
             if resume:
                 raise ValueError("resume: there is no checkpoint_dir to go on from; give ModelOrchestrator one")

@@ -1,4 +1,4 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB`` and ``hydra-engine probe``."""
+"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe`` and ``resume DIR``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from hydra_engine.plan_ahead import OPTIMIZERS, Machine, plan_ahead
 from hydra_engine.plan_text import plan_lines
 from hydra_engine.probe import probe
 from hydra_engine.report import table
+from hydra_engine.resume import resume
 from hydra_engine.sample import Mistake, here_importable, refusal, sample_of
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
 from partitioners.precision import DTYPES
@@ -37,13 +39,23 @@ _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, or 2 after one line on stderr about what the user can correct."""
-    options = _parser().parse_args(arguments)
+    own, command = _parted(list(sys.argv[1:] if arguments is None else arguments))
+    options = _parser().parse_args(own)
+    options.argv = command
     try:
         options.run(options)
     except Mistake as mistake:
         print(f"hydra-engine {options.command}: {' '.join(str(mistake).split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _parted(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """What `resume` takes itself, and the command that stands behind a "--"; None without one."""
+    if arguments[:1] != ["resume"] or "--" not in arguments:
+        return arguments, None
+    end = arguments.index("--")
+    return arguments[:end], arguments[end + 1 :]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands.add_parser("plan", help="how a model would be cut, and what its step would take, by arithmetic"))
     _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
+    _add_resume(commands.add_parser("resume", help="runs the command again that made checkpoints, from the newest one"))
     return parser
 
 
@@ -168,6 +181,22 @@ def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:
             for dtype in DTYPES
         ),
     ]
+
+
+def _add_resume(resuming: argparse.ArgumentParser) -> None:
+    resuming.usage = f"{resuming.prog} [-h] DIR [-- COMMAND...]"
+    resuming.description = (
+        "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
+        "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
+        "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
+        "trust. After -- you may give another one, which runs here."
+    )
+    resuming.set_defaults(run=_resume)
+    resuming.add_argument("directory", metavar="DIR", help="the run's checkpoint_dir")
+
+
+def _resume(options: argparse.Namespace) -> None:
+    resume(Path(options.directory).absolute(), options.argv)
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_engine import dram
+from hydra_engine import dram, restart
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.checkpoint_store import CheckpointStore
 from hydra_engine.device import DeviceSpec, EmulatedDevice, active_autocast, resolve_devices
@@ -23,6 +23,7 @@ from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.host import HostThreads, bound, host_threads
+from hydra_engine.interrupt import Signals
 from hydra_engine.planner import PlannedTask, check_arena, check_dram, fits_arena
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan, TaskReport
@@ -98,7 +99,7 @@ class ModelOrchestrator:
 
     def _as_planned(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
         # A device that is lost takes the process with it, and what was committed is saved.
-        may_be_saved = self._store.directory is not None or not all(
+        may_be_saved = self._store.may_save or not all(
             isinstance(device, EmulatedDevice) for device in self._devices
         )
         return PlannedTask(
@@ -123,7 +124,9 @@ class ModelOrchestrator:
         """Train every task that was not trained yet to its end, and return what became of them.
 
         A task that raises is reported as failed, and the others finish; when all failed, the first failure is raised.
-        After Ctrl-C, everything is cleaned up, `report` is set, and KeyboardInterrupt goes on.
+        After Ctrl-C or SIGTERM, what computes is finished, everything is cleaned up and saved, `report` is set, and
+        KeyboardInterrupt goes on, or SystemExit(143). A second one ends the process at once, with exit code 130 or 143;
+        but a second Ctrl-C in an interactive session is an exception. Handlers of your own are left alone.
 
         resume: go on from the newest whole checkpoint in `checkpoint_dir`, with the bits of a run that was never
         interrupted; from the beginning where nothing is saved yet. Tasks are known by their names, and are made as they
@@ -134,8 +137,8 @@ class ModelOrchestrator:
         Raises CheckpointError where no checkpoint is whole or the directory cannot be written to, ValueError where a
         model, optimizer or loader is another than was saved.
         """
-        with self._alone("train_models"), self._bound() as host:
-            return self._train(host, resume)
+        with self._alone("train_models"), Signals() as signals, self._bound() as host:
+            return self._train(host, signals, resume)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -218,10 +221,10 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._alone("evaluate"), torch.inference_mode(False), self._bound() as host:
+        with self._alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as host:
             known, name = self._found(task)
             planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
-            with self._run([planned], host, verbose=0) as run:
+            with self._run([planned], host, signals, verbose=0) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -255,7 +258,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._alone("predict"), torch.inference_mode(False), self._bound():
+        with self._alone("predict"), Signals(), torch.inference_mode(False), self._bound():
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -265,18 +268,19 @@ class ModelOrchestrator:
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
-        with self._alone("predict"), self._run([planned], self._host(), verbose=0) as run:
+        signals = Signals()
+        with self._alone("predict"), self._run([planned], self._host(), signals, verbose=0) as run:
             outputs = run.outputs()
             at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
-                    with torch.inference_mode(False), at_work():  # not while the caller has the word
+                    with signals, torch.inference_mode(False), at_work():  # not while the caller has the word
                         found = list(islice(outputs, 1))
                     if not found:
                         break
                     yield found.pop()
             finally:
-                with torch.inference_mode(False), at_work():
+                with signals, torch.inference_mode(False), at_work():
                     outputs.close()
             run.report().raise_failures()
 
@@ -381,45 +385,46 @@ class ModelOrchestrator:
         self,
         planned: Sequence[PlannedTask],
         host: HostThreads,
+        signals: Signals,
         *,
         verbose: int,
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
     ) -> Iterator[EngineRun]:
-        """A run of these tasks; afterwards the number of intra-op threads is the caller's again."""
-        try:
-            yield EngineRun(
-                planned,
-                self._devices,
-                self._policy,
-                double_buffer=self._double_buffer,
-                verbose=verbose,
-                host=host,
-                saver=saver,
-                rescue=rescue,
-            )
-        finally:
-            torch.set_num_threads(host.intra_op_threads)
+        """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
+        with signals.deferred():
+            try:
+                yield EngineRun(
+                    planned,
+                    self._devices,
+                    self._policy,
+                    double_buffer=self._double_buffer,
+                    verbose=verbose,
+                    host=host,
+                    signals=signals,
+                    saver=saver,
+                    rescue=rescue,
+                )
+            finally:
+                torch.set_num_threads(host.intra_op_threads)
 
-    def _train(self, host: HostThreads, resume: bool) -> Report:
+    def _train(self, host: HostThreads, signals: Signals, resume: bool) -> Report:
         with ExitStack() as stack:
             run = None
             with self._changing:
                 if not self._pending:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 stack.enter_context(self._store)
-                messages = self._go_on(self._store.open(resume=resume))
+                with signals.deferred():  # a model is put back whole
+                    messages = self._go_on(self._store.open(resume=resume))
                 if self._pending and self.plan is None:
                     self._generate(host)
-                self._training, self._pending = self._pending, []
-                if self._training:
-                    saver = self._store.saver(self._about)
-                    planned = list(self._training)
-                    rescue = partial(self._store.rescue, self._about)
-                    run = stack.enter_context(
-                        self._run(planned, host, verbose=self.verbose, saver=saver, rescue=rescue)
+                if self._pending:
+                    saver, rescue = self._store.saver(self._about), partial(self._store.rescue, self._about)
+                    run = self._running = stack.enter_context(
+                        self._run(list(self._pending), host, signals, verbose=self.verbose, saver=saver, rescue=rescue)
                     )
-                    self._running = run
+                self._training, self._pending = self._pending, []
             try:
                 if run is not None:
                     run.train()
@@ -476,6 +481,7 @@ class ModelOrchestrator:
         """What a checkpoint says of the run."""
         plan, run = self.plan, self._running
         return {
+            "command": restart.command(),
             "plan": None if plan is None else plan.figures(),
             "report": None if run is None else run.figures(),
         }

@@ -43,7 +43,7 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.host import HostThreads
-from hydra_engine.interrupt import Inbox
+from hydra_engine.interrupt import Inbox, Signals
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
@@ -94,6 +94,7 @@ class EngineRun:
         double_buffer: bool,
         verbose: int,
         host: HostThreads,
+        signals: Signals,
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
     ) -> None:
@@ -102,6 +103,7 @@ class EngineRun:
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
+        self._signals = signals
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -154,10 +156,10 @@ class EngineRun:
         generators and ours cannot meet. Closed early, it ends as after an interrupt.
         """
         try:
+            self._signals.tell(self._events)
             self._open()
             while not self._has_ended():
-                with self._events.interrupts():
-                    predicted = self._work()
+                predicted = self._work()
                 if predicted is not None and self._interrupted:
                     predicted.outputs.clear()
                 elif predicted is not None:
@@ -170,7 +172,7 @@ class EngineRun:
         if self._lost is not None:
             raise self._lost
         if self._interrupted:
-            raise KeyboardInterrupt
+            self._signals.raise_first()
 
     def evaluation(self, task: str) -> Evaluation:
         """The figures of a task that was evaluated and finished."""
@@ -369,7 +371,12 @@ class EngineRun:
             print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
 
     def _note_failure(self, event: Failed | DataFailed) -> None:
-        """Report it; but a task whose device was struck by another one has only been stopped."""
+        """Report it; but a task whose device was struck by another one has only been stopped.
+
+        So has one whose loader fails after a signal, which may have ended its worker processes too.
+        """
+        if self._interrupted and isinstance(event, DataFailed):
+            return
         if self._lost is None or not isinstance(event.error, DeviceLost) or event.task == self._lost.task:
             self._tasks[event.task].note_failure(event)
 

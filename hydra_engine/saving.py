@@ -66,7 +66,8 @@ class Saving:
         """
         report = training.report
         snapshot = None
-        if training.position is not None and training.optimizer is not None and not training.is_torn:
+        is_whole = not (training.is_torn or training.is_releasing)
+        if training.position is not None and training.optimizer is not None and is_whole:
             if over is None and self.saver.has(report.name, report.steps):
                 then()
                 return

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra_engine.events import BatchReady, Spread, TaskAdded
 from hydra_engine.ready import ReadyQueue
-from hydra_engine.schedule import FORWARD, Unit
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Unit
 
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
 # at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
@@ -86,6 +86,7 @@ class ScheduledTask:
     next_batch: BatchReady | None = None
     ended: bool = False  # no more batches
     over: bool = False  # failed or stopped: begins nothing more
+    ends_at_commit: bool = False  # it is stopped, in a step that has updated shards already
     finished: bool = False
     num_steps_done: int = 0
     unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -99,6 +100,12 @@ class ScheduledTask:
     def under_way(self) -> bool:
         """Whether a unit of any part is on a device, or on its way to DRAM."""
         return any(part.under_way for part in self.parts)
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether shards are updated before the step in progress is committed, and some may have been."""
+        has_begun = any(kind in (FUSED, BACKWARD) for p in self.parts for kind, _ in self.chain[: p.position])
+        return self.added.early_release and self.training and has_begun
 
     @property
     def spread(self) -> Spread:

@@ -275,7 +275,10 @@ class Scheduler:
             if not task.added.early_release:
                 task.stale = set(task.added.updates)
                 self._out.extend(Update(event.task, shard) for shard in task.added.updates)
-        self._advance(task)
+        if task.ends_at_commit:
+            self._end(task)
+        else:
+            self._advance(task)
 
     def _shard_updated(self, event: ShardUpdated) -> None:
         task = self._tasks[event.task]
@@ -301,7 +304,10 @@ class Scheduler:
 
     def _stop_requested(self, _: StopRequested) -> None:
         for task in self._tasks.values():
-            self._end(task)
+            if task.is_releasing and not task.over:
+                task.ends_at_commit = True
+            else:
+                self._end(task)
 
     def _end(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""
