@@ -197,9 +197,19 @@ def left_by(models, report, directory):
     found = {}
     for name, model in models.items():
         told = {field: getattr(report.tasks[name], field) for field in TOLD}
-        whole = {"model": model.state_dict(), "report": told, "saved": vars(newest.read(name))}
+        whole = {"model": model.state_dict(), "report": told, "saved": saved_of(newest, name)}
         found |= leaves(whole, name)
     return found
+
+
+def saved_of(checkpoint, name):
+    """All that a checkpoint holds of a task, by file."""
+    files = sorted(checkpoint.files(name))
+    nested = sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
+    weights = [file for file in files if file.endswith(".safetensors") and file.split(".")[0] not in nested]
+    return {file: checkpoint.read_tensors(name, file) for file in weights} | {
+        stem: checkpoint.read_nested(name, stem) for stem in nested
+    }
 
 
 def leaves(value, path):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hydra_engine import restart
-from hydra_engine.checkpoint import TaskContent
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.cli import main
+from tests.checkpoints import TaskContent, save_tasks
 
 TASKS = {
     "bert": {"steps": 120, "over": None, "loss": 0.6931},
@@ -21,7 +21,7 @@ ARGV = [sys.executable, "train.py", "--name", "two words"]
 def saved(directory, **data):
     """Save a checkpoint with that data; its path."""
     with CheckpointDirectory(directory) as store:
-        return store.save({"bert": TaskContent(weights={"weight": torch.ones(2)})}, data).path
+        return save_tasks(store, {"bert": TaskContent(weights={"weight": torch.ones(2)})}, data).path
 
 
 @pytest.fixture
