@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.callbacks import Callback
+from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
@@ -609,21 +610,38 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
     assert isinstance(report.tasks["struck"].exception, DeviceLost)
 
     [directory] = tmp_path.glob("hydra-rescue-*")
-    assert sorted(path.name for path in directory.iterdir()) == ["dropout.pt", "gpt.pt"]
-    for name, (task, model) in others.items():
+    checkpoint = load_newest(directory)
+    said = {name: (each["steps"], each["over"]) for name, each in checkpoint.data["tasks"].items()}
+    assert said == {
+        "struck": (STRUCK_STEP, "lost"),
+        **{name: (report.tasks[name].steps, None) for name in others if report.tasks[name].steps},
+    }
+    for name, (_, model) in others.items():
         found = report.tasks[name]
         assert found.status == "stopped"
-        saved = torch.load(directory / f"{name}.pt", weights_only=True)
-        assert (saved["steps"], saved["losses"], saved["seed"]) == (found.steps, found.losses, task.seed)
         assert found.losses == exact.expected(name, optimizer="adam").losses[: found.steps]
-        exact.assert_same_state(saved["weights"], model.state_dict())
         exact.assert_same_state(zoo.state(model), committed(name, found.steps))
+        if found.steps:
+            weights = checkpoint.read_tensors(name, "weights.safetensors")
+            assert weights.keys() == model.state_dict().keys()
+            assert all(torch.equal(each, weights[key]) for key, each in model.state_dict().items())
     text = capsys.readouterr().err
-    assert "last commits of gpt, dropout are in" in text
+    assert f"last commits are in {directory}; go on without the task that struck the device by" in text
     assert "look for an index out of range" in text
     assert not any(parameter.isnan().any() for parameter in struck_model.parameters())
     del ended, report
     orchestra.report = None
+
+    # As the next process would: without the struck task, and with the bits of an undisturbed run.
+    again = {name: exact.task_of(name, optimizer="adam") for name in others}
+    struck, _ = striking_task(lost_cuda)
+    tasks = [struck, *(task for task, _ in again.values())]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB")], checkpoint_dir=directory)
+    orchestra.verbose = 0
+    report = orchestra.train_models(resume=True)
+    assert (report.tasks["struck"].status, report.tasks["struck"].steps) == ("failed", STRUCK_STEP)
+    for name, (_, model) in again.items():
+        exact.assert_as_expected(report, name, model, exact.expected(name, optimizer="adam"))
 
 
 def committed(name, num_steps):
