@@ -300,6 +300,12 @@ def test_plan_made_before_is_made_anew(tmp_path):
 
 def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     """It was not there as the call began."""
+    begun = []
+
+    class Notes(Callback):
+        def on_step(self, report):
+            begun.append(report.steps)
+
     expected = orchestra_of([task_of(name="b", draws=True)]).train_models().tasks["b"].losses
     first = [task_of(name="a"), task_of(name="b", draws=True, callbacks=[FailsAfter(5)])]
     orchestra_of(first, tmp_path).train_models()
@@ -307,11 +313,12 @@ def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     class Adds(Callback):
         def on_epoch(self, report, epoch):
             if epoch == 0:
-                orchestra.add_task(task_of(name="b", draws=True))
+                orchestra.add_task(task_of(name="b", draws=True, callbacks=[Notes()]))
 
-    orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path)
+    orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path, keep=1)
     report = orchestra.train_models(resume=True)
     assert report.tasks["b"].losses == expected
+    assert begun[0] == 6
     assert load_newest(tmp_path).data["tasks"].keys() == {"a", "b", "c"}
 
 
