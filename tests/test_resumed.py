@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.disk import Disk
@@ -452,6 +455,15 @@ def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
     orchestra.train_models()
     tasks = load_newest(tmp_path).data["tasks"]
     assert {name: each["over"] for name, each in tasks.items()} == {"a": "finished", "b": "finished"}
+
+
+def test_what_a_run_saves_is_documented(tmp_path):
+    orchestra_of([task_of(epochs=1)], tmp_path).train_models()
+    found = load_newest(tmp_path)
+    text = (Path(hydra_engine.__file__).parent / "checkpoint.md").read_text()
+    assert set(re.findall(r"^\| `data\.(\w+)` \|", text, re.MULTILINE)) == found.data.keys()
+    [row] = re.findall(r"^\| `state` \(nested\) \| (.*) \|", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == found.read_nested("task", "state").keys()
 
 
 def test_last_ones_are_kept_and_what_they_say_of_the_run(tmp_path):
