@@ -60,6 +60,17 @@ class _Item(NamedTuple):
     evaluation: int
 
 
+class _EpochStart(NamedTuple):
+    """How things stood before an epoch's iterator was opened."""
+
+    epoch: int
+    num_steps: int
+    num_evaluations: int
+    num_evaluated: int
+    random: RandomState
+    put_back: Callable[[], None]  # the loader's own generators
+
+
 class Reader:
     """Owns a task's loader, its iterator and its main random stream; reads one batch for each request.
 
@@ -70,6 +81,7 @@ class Reader:
         self._task = task
         self._name = name
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
+        self._epoch = _EpochStart(0, 0, 0, 0, self._stream.state, lambda: None)
         self._items = self._sequence()
         self._num_evaluations = 0  # that ended
         self._num_evaluated = 0  # their batches, and those of the one in progress
@@ -79,6 +91,10 @@ class Reader:
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._num_read = 0  # of the epoch's batches, and of the evaluations in it
+        self._read = self._stream.state  # after the last of them
+        self._outside = self._stream.state  # of the evaluation in progress
+        self._must_go_back = False
         self.accumulation_steps = 1
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
 
@@ -102,7 +118,7 @@ class Reader:
             try:
                 if self._task.scan_batches:
                     self._largest = self._scan()
-                self._first = next(self._items, None)
+                self._first = self._next()
             except BaseException as error:
                 self._broken = error  # the iterator is gone with it
                 raise
@@ -160,10 +176,12 @@ class Reader:
     def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         while (request := self._requests.get()) is not None:
-            if request[0] is not None:
-                self._stream.state = request[0]
             try:
-                item, self._first = self._first or next(self._items, None), None
+                if self._must_go_back:
+                    self._go_back(request[0])
+                elif request[0] is not None:
+                    self._stream.state = request[0]
+                item, self._first = self._first or self._next(), None
                 if item is None:
                     report(DataEnded(self._name))
                     continue
@@ -173,11 +191,39 @@ class Reader:
             except BaseException as error:
                 report(DataFailed(self._name, error, "its loader"))
 
-    def _sequence(self) -> Generator[_Item, None, None]:
+    def restart(self) -> None:
+        """With the next request, go back to the position after the last batch that was read, and read on.
+
+        After a `DataFailed`: the iterator is gone with its error. The epoch is read again up to there.
+        """
+        self._must_go_back = True
+
+    def _go_back(self, main: RandomState | None) -> None:
+        start, num_read, outside = self._epoch, self._num_read, self._outside
+        self._num_evaluations, self._num_evaluated = start.num_evaluations, start.num_evaluated
+        self._stream.state = start.random
+        start.put_back()
+        self._items = self._sequence(start.epoch, start.num_steps)
+        for _ in range(num_read):
+            next(self._items)
+        if num_read:  # else the layers' draws are in the state that the epoch was to begin with
+            self._stream.state = self._read if main is None else main
+        self._num_read, self._outside, self._must_go_back = num_read, outside, False
+
+    def _next(self) -> _Item | None:
+        item = next(self._items, None)
+        self._num_read += 1
+        self._read = self._stream.state
+        return item
+
+    def _sequence(self, first_epoch: int = 0, num_steps: int = 0) -> Generator[_Item, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
         interval = self._task.validation_interval
-        num_steps = 0
-        for epoch in range(self._task.epochs):
+        for epoch in range(first_epoch, self._task.epochs):
+            self._num_read = 0
+            put_back = putting_back(self._task.dataloader)
+            counts = (self._num_evaluations, self._num_evaluated)
+            self._epoch = _EpochStart(epoch, num_steps, *counts, self._stream.state, put_back)
             for inputs, target in self._iterate(self._task.dataloader):
                 yield _Item(inputs, target, num_steps, epoch, True, self._num_evaluations)
                 num_steps += 1
@@ -193,11 +239,11 @@ class Reader:
         """
         if self._task.validation is None:
             return
-        outside = self._stream.state
+        self._outside = self._stream.state
         for inputs, target in self._iterate(self._task.validation):
             yield _Item(inputs, target, self._num_evaluated, epoch, False, self._num_evaluations)
             self._num_evaluated += 1
-        self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
+        self._stream.state = self._stream.state._replace(torch=self._outside.torch, device=self._outside.device)
         self._num_evaluations += 1
 
     def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,10 @@ from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.parts import StepParts
 from hydra_engine.planner import PlannedTask
 from hydra_engine.progress import TaskProgress
+from hydra_engine.randomness import RandomState
 from hydra_engine.reader import Batch
 from hydra_engine.report import FAILED, Evaluation, Revision, TaskReport
+from hydra_engine.retries import Retries
 from hydra_engine.task_state import TaskState
 from partitioners.precision import cast
 
@@ -29,6 +32,7 @@ class RunningTask:
     planned: PlannedTask
     report: TaskReport
     notifier: Notifier
+    retries: Retries
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     is_reading: bool = False
@@ -38,9 +42,11 @@ class RunningTask:
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
     is_spread: bool = False  # the batch in progress, over several devices
+    read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
     may_spread: bool = True  # over several devices; False once a part of a step did not fit
     to_begin_again: Exception | None = None  # why the step in progress has to be fitted
+    is_retried: bool = False  # the step in progress begins again as it is: it fits
     record: StepRecord | None = None
     means: EvaluationMeans | None = None  # of the evaluation in progress
     evaluation: Evaluation | None = None  # the last that is through
@@ -56,6 +62,19 @@ class RunningTask:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
         assert self.batch is not None
         return self.state.accumulation_steps == 1 or not self.batch.training
+
+    @property
+    def loss(self) -> float:
+        """Of the step in progress, once its units are through: of all its micro-batches."""
+        losses = self.state.staging.losses
+        parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
+        return parts[0] if self.state.accumulation_steps == 1 else sum(parts)
+
+    def nonfinite_loss(self) -> float | None:
+        """The step's loss, where that is not finite and the task does not take any."""
+        if self.planned.task.nonfinite is None:
+            return None
+        return None if math.isfinite(loss := self.loss) else loss
 
     @property
     def updates(self) -> tuple[int, ...]:

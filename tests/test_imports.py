@@ -43,10 +43,10 @@ GROUPS = (
         "report",
         "sample",
     ),
-    ("callbacks", "indices", "manifest", "means", "opened", "task_snapshot", "tensor_file"),
+    ("callbacks", "indices", "manifest", "means", "opened", "retries", "task_snapshot", "tensor_file"),
     ("emulated", "loader_generators"),
     ("device", "drawing", "events", "loader_position", "nested", "plan_ahead", "progress", "shard", "task"),
-    ("checkpoint", "frozen", "probe"),
+    ("checkpoint", "frozen", "probe", "rollback"),
     (
         "blocked",
         "checkpoint_directory",
