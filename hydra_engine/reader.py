@@ -68,7 +68,7 @@ class _EpochStart(NamedTuple):
     num_evaluations: int
     num_evaluated: int
     random: RandomState
-    put_back: Callable[[], None]  # the loader's own generators
+    put_back: list[Callable[[], None]]  # generators of the loaders' own
 
 
 class Reader:
@@ -81,7 +81,7 @@ class Reader:
         self._task = task
         self._name = name
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
-        self._epoch = _EpochStart(0, 0, 0, 0, self._stream.state, lambda: None)
+        self._epoch = _EpochStart(0, 0, 0, 0, self._stream.state, [])
         self._items = self._sequence()
         self._num_evaluations = 0  # that ended
         self._num_evaluated = 0  # their batches, and those of the one in progress
@@ -94,6 +94,8 @@ class Reader:
         self._num_read = 0  # of the epoch's batches, and of the evaluations in it
         self._read = self._stream.state  # after the last of them
         self._outside = self._stream.state  # of the evaluation in progress
+        self._opened: list[RandomState] = []  # the epoch's iterators, from these states
+        self._reopening: list[RandomState] = []
         self._must_go_back = False
         self.accumulation_steps = 1
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
@@ -200,9 +202,11 @@ class Reader:
 
     def _go_back(self, main: RandomState | None) -> None:
         start, num_read, outside = self._epoch, self._num_read, self._outside
+        self._reopening = list(self._opened)
         self._num_evaluations, self._num_evaluated = start.num_evaluations, start.num_evaluated
         self._stream.state = start.random
-        start.put_back()
+        for put_back in start.put_back:
+            put_back()
         self._items = self._sequence(start.epoch, start.num_steps)
         for _ in range(num_read):
             next(self._items)
@@ -220,8 +224,8 @@ class Reader:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
         interval = self._task.validation_interval
         for epoch in range(first_epoch, self._task.epochs):
-            self._num_read = 0
-            put_back = putting_back(self._task.dataloader)
+            self._num_read, self._opened = 0, []
+            put_back = [putting_back(loader) for loader in (self._task.dataloader, self._task.validation)]
             counts = (self._num_evaluations, self._num_evaluated)
             self._epoch = _EpochStart(epoch, num_steps, *counts, self._stream.state, put_back)
             for inputs, target in self._iterate(self._task.dataloader):
@@ -247,7 +251,11 @@ class Reader:
         self._num_evaluations += 1
 
     def _iterate(self, loader: Any, stream: Stream | None = None) -> Iterator[Any]:
-        stream = self._stream if stream is None else stream
+        if stream is None:
+            stream = self._stream
+            if self._reopening:  # where layers had left the stream, which are not run again
+                stream.state = self._reopening.pop(0)
+            self._opened.append(stream.state)
         with installed(stream):
             iterator = iter(loader)
         while True:

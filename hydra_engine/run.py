@@ -237,7 +237,7 @@ class EngineRun:
 
     def _set_up(self, training: RunningTask) -> None:
         training.planned.state.open(self._host_memory)
-        with GLOBAL_GENERATORS:  # others may train already, and what user code draws here must not be theirs
+        with GLOBAL_GENERATORS.held():  # others may train already, and what user code draws here must not be theirs
             self._call_factories(training)
 
     def _call_factories(self, training: RunningTask) -> None:

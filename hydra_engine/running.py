@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hydra_engine.batches import batch_size
+from hydra_engine.dram import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.events import DataFailed, Failed
 from hydra_engine.means import EvaluationMeans, joined
 from hydra_engine.notifier import Notifier
@@ -168,4 +169,5 @@ class RunningTask:
             where = " in " + ", ".join(filter(None, (unit, event.where)))
             text = "".join(traceback.format_exception(event.error))
             self.report.status, self.report.exception = FAILED, event.error
-            self.report.error = f"{event.task} failed{where}\n{text}"
+            remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
+            self.report.error = f"{event.task} failed{where}\n{text}{remedy}"

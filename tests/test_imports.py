@@ -25,6 +25,7 @@ GROUPS = (
         "promise",
         "ready",
         "rescue",
+        "revocable_lock",
         "schedule",
         "trace",
     ),
