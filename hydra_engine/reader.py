@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.loader_generators import putting_back
-from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
+from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
 from partitioners.precision import DTYPES, cast
 
@@ -97,6 +99,9 @@ class Reader:
         self._opened: list[RandomState] = []  # the epoch's iterators, from these states
         self._reopening: list[RandomState] = []
         self._must_go_back = False
+        self._answering = threading.Lock()  # a batch comes in time, or its thread is left behind: never both
+        self._since_s: float | None = None  # when user code was last asked, by time.monotonic(); None: it is not
+        self._is_left = False
         self.accumulation_steps = 1
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
 
@@ -153,12 +158,37 @@ class Reader:
     def start(self, report: Callable[[Event], None], num_threads: int) -> None:
         """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
         self._thread = threading.Thread(
-            target=self._serve, args=(report, num_threads), name=f"{self._name}-reader", daemon=True
+            target=self._serve, args=(report, num_threads), name=self.thread_name, daemon=True
         )
         self._thread.start()
 
+    def leave_behind(self) -> float | None:
+        """Leave the thread to itself if user code did not come back in `loader_timeout_s`; else seconds until then.
+
+        Its lock on the process-wide generators is taken away, and they are as they were: others go on.
+        """
+        timeout_s = self._task.loader_timeout_s
+        assert timeout_s is not None
+        with self._answering:
+            late_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+            if late_s < timeout_s:
+                return timeout_s - late_s
+            self._leave()
+            return None
+
+    def _leave(self) -> None:
+        self._is_left = True
+        if self._thread is not None:
+            GLOBAL_GENERATORS.take_from(self._thread.ident)
+
+    @property
+    def thread_name(self) -> str:
+        """Of the thread that reads."""
+        return f"{self._name}-reader"
+
     def request(self, main: RandomState | None) -> None:
         """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it."""
+        self._since_s = None
         self._requests.put((main,))
 
     def take(self) -> Batch:
@@ -169,8 +199,10 @@ class Reader:
         """End the thread and the loader's iterator; False when user code does not come back."""
         self._requests.put(None)
         if self._thread is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(0.0 if self._is_left else JOIN_S)  # who is late already is not waited for again
             if self._thread.is_alive():
+                with self._answering:
+                    self._leave()
                 return False
         self._items.close()
         return True
@@ -184,14 +216,20 @@ class Reader:
                 elif request[0] is not None:
                     self._stream.state = request[0]
                 item, self._first = self._first or self._next(), None
-                if item is None:
-                    report(DataEnded(self._name))
-                    continue
-                batch = self._batch(item)
-                self._ready.put(batch)
-                report(BatchReady(self._name, batch.step, batch.training))
+                self._since_s = time.monotonic()  # splitting is user code, too
+                batch = None if item is None else self._batch(item)
+                answer: Event = DataEnded(self._name)
+                if batch is not None:
+                    answer = BatchReady(self._name, batch.step, batch.training)
             except BaseException as error:
-                report(DataFailed(self._name, error, "its loader"))
+                batch, answer = None, DataFailed(self._name, error, "its loader")
+            with self._answering:
+                self._since_s = None
+                if self._is_left:
+                    return
+                if batch is not None:
+                    self._ready.put(batch)
+                report(answer)
 
     def restart(self) -> None:
         """With the next request, go back to the position after the last batch that was read, and read on.
@@ -256,16 +294,24 @@ class Reader:
             if self._reopening:  # where layers had left the stream, which are not run again
                 stream.state = self._reopening.pop(0)
             self._opened.append(stream.state)
-        with installed(stream):
+        with self._asking(stream):
             iterator = iter(loader)
         while True:
-            with installed(stream):
+            with self._asking(stream):
                 item = next(iterator, _END)
                 if item is not _END:
                     item = self._task.unpack(item)
             if item is _END:
                 return
             yield item
+
+    @contextmanager
+    def _asking(self, stream: Stream) -> Iterator[None]:
+        """Ask user code; how long others were asked before does not count."""
+        self._since_s = None
+        with installed(stream):
+            self._since_s = time.monotonic()
+            yield
 
     def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
         """Inputs as they cross the link; the target as it is, since the loss computes in float32."""

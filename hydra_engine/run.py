@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hydra_engine.deadlines import Deadlines
 from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec, host_memory
 from hydra_engine.dram import return_free_memory
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory, NonFiniteLoss
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory, LoaderTimeout, NonFiniteLoss
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -42,7 +43,7 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.host import HostThreads
-from hydra_engine.interrupt import Inbox
+from hydra_engine.interrupt import Inbox, Overdue
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import StepRecord, TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
@@ -98,6 +99,7 @@ class EngineRun:
         self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
+        self._deadlines = Deadlines()  # of loaders
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -277,8 +279,7 @@ class EngineRun:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
         while not self._has_ended():
             with self._events as event:
-                task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
-                if task is not None and task.outputs:
+                if isinstance(event, StepCommitted) and (task := self._tasks[event.task]).outputs:
                     # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
                     while task.is_reading and not self._interrupted:
                         with self._events as other:
@@ -296,7 +297,10 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Ended) -> None:
+    def _handle(self, event: Event | _Arrived | _Stop | _Ended | Overdue) -> None:
+        if isinstance(event, Overdue):
+            self._leave_late_loaders()
+            return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
             return
@@ -316,6 +320,7 @@ class EngineRun:
         event = self._made_fit(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
             self._tasks[event.task].is_reading = False
+            self._deadlines.drop(event.task)
         if isinstance(event, Failed) and isinstance(event.error, DeviceLost) and self._lost is None:
             self._lost = event.error
             self._handle(StopRequested())
@@ -380,9 +385,29 @@ class EngineRun:
 
     def _read_again(self, task: str) -> None:
         """Ask once more for the batch that the loader failed to give."""
-        reader = self._tasks[task].planned.reader
-        reader.restart()
-        reader.request(self._tasks[task].read_from)
+        self._tasks[task].planned.reader.restart()
+        self._request(self._tasks[task])
+
+    def _request(self, training: RunningTask) -> None:
+        training.planned.reader.request(training.read_from)
+        if training.planned.task.loader_timeout_s is not None:
+            self._await(training.report.name, training.planned.task.loader_timeout_s)
+
+    def _await(self, task: str, seconds: float) -> None:
+        """Look after its loader in so many seconds."""
+        self._deadlines.set(task, seconds)
+        self._events.deadline_s = self._deadlines.next_s
+
+    def _leave_late_loaders(self) -> None:
+        for name in self._deadlines.take_due():
+            reader, timeout_s = self._tasks[name].planned.reader, self._tasks[name].planned.task.loader_timeout_s
+            assert timeout_s is not None
+            left_s = reader.leave_behind()
+            if left_s is not None:  # it was asked only later, after others' loaders
+                self._await(name, left_s)
+            elif not self._tasks[name].is_ending:
+                self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, reader.thread_name), "its loader"))
+        self._events.deadline_s = self._deadlines.next_s
 
     def _close(self) -> None:
         with self._arriving:
@@ -400,7 +425,8 @@ class EngineRun:
             worker.close()
         for training in self._tasks.values():
             if not training.planned.reader.close():
-                text = f"{training.report.name}: its loader did not return; its thread was left behind\n"
+                thread = training.planned.reader.thread_name
+                text = f"{training.report.name}: its loader did not return; its thread {thread!r} was left behind\n"
                 training.report.error = text + (training.report.error or "")
             training.state.close()
         self._makespan_s = self._trace.now_s()
@@ -443,7 +469,7 @@ class EngineRun:
             training.layers_moved_reader = True
         training.is_reading = True
         training.read_from = main
-        training.planned.reader.request(main)
+        self._request(training)
 
     def _run(self, instruction: Run) -> None:
         self._tasks[instruction.unit.task].state.begun(instruction.unit)
@@ -502,7 +528,8 @@ class EngineRun:
         if was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
             training.may_spread = False
             training.revise(f"a part of a step did not fit, so none is spread any more: {training.to_begin_again}")
-        if not training.is_retried:  # else it fits as it is
+        is_retried = training.is_retried
+        if not is_retried:  # else it fits as it is
             training.batch = refit(
                 state,
                 training.planned.reader,
@@ -530,6 +557,7 @@ class EngineRun:
             updates=training.updates,
             unit_s=training.planned.unit_s,
             spreads=training.planned.spreads,
+            is_retried=is_retried,
         )
 
     def _commit(self, instruction: Commit) -> Event:

@@ -259,7 +259,7 @@ class Scheduler:
         )
         self._numbers = None
         task.unit_s = dict(event.unit_s)
-        if task.next_batch is not None:  # read before this
+        if task.next_batch is not None and not event.is_retried:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
         if task.over:
             self._advance(task)

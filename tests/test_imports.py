@@ -17,6 +17,7 @@ GROUPS = (
         "allocation",
         "ceilings",
         "contention",
+        "deadlines",
         "disk",
         "dram",
         "errors",

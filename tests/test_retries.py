@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import ModelTask, Retry, StopTask
+from hydra_engine import Retry, StopTask
 from hydra_engine.errors import DeviceLost
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.report import AGAIN, Report, TaskReport
@@ -18,10 +18,9 @@ from hydra_engine.retries import Retries
 from hydra_engine.rollback import BeforeUpdate
 from hydra_engine.spiller import Spiller
 from partitioners import Presharded
-from tests import exact, reference, zoo
+from tests import exact, zoo
 from tests.test_faults import (
     KINDS_OF_UNIT,
-    SEED,
     Boom,
     Trap,
     assert_failed,
@@ -280,7 +279,7 @@ def test_update_is_put_back_and_tried_again(case, call, halfway):
     report = run_with_other(task, before=lambda: halfway.arm(call))
     assert halfway.fired.is_set()
     halfway.arm(None)
-    scaler = {"grad_scaler": torch.amp.GradScaler("cpu")} if "float16" == options.get("precision") else {}
+    scaler = {"grad_scaler": torch.amp.GradScaler("cpu")} if options.get("precision") == "float16" else {}
     exact.assert_as_expected(report, "victim", model, undisturbed(optimizer=Halfway, **options, **scaler))
     [retry] = report.tasks["victim"].retries
     assert retry.step == call // 3  # three shards
@@ -482,9 +481,13 @@ def test_refused_where_updates_come_in_the_middle_of_a_step(early):
 
 
 def test_auto_updates_on_the_host():
-    assert exact.orchestrator([victim(max_retries=1, optimizer_device="auto")[0]]).generate().tasks[
-        "victim"
-    ].optimizer_device == "host"
+    assert (
+        exact.orchestrator([victim(max_retries=1, optimizer_device="auto")[0]])
+        .generate()
+        .tasks["victim"]
+        .optimizer_device
+        == "host"
+    )
 
 
 @pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), ("1", TypeError)])
@@ -522,7 +525,7 @@ def test_a_retry_keeps_text_alone():
 # The host's memory
 
 
-NO_MEMORY = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
 OUT = {"python": partial(MemoryError, "no room"), "torch": partial(RuntimeError, NO_MEMORY)}
 
 
