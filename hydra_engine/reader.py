@@ -73,6 +73,15 @@ class _EpochStart(NamedTuple):
     put_back: list[Callable[[], None]]  # generators of the loaders' own
 
 
+class _Goal(NamedTuple):
+    """A position to go back to."""
+
+    epoch: _EpochStart
+    num_read: int
+    outside: RandomState
+    opened: list[RandomState]
+
+
 class Reader:
     """Owns a task's loader, its iterator and its main random stream; reads one batch for each request.
 
@@ -98,7 +107,7 @@ class Reader:
         self._outside = self._stream.state  # of the evaluation in progress
         self._opened: list[RandomState] = []  # the epoch's iterators, from these states
         self._reopening: list[RandomState] = []
-        self._must_go_back = False
+        self._goal: _Goal | None = None
         self._answering = threading.Lock()  # a batch comes in time, or its thread is left behind: never both
         self._since_s: float | None = None  # when user code was last asked, by time.monotonic(); None: it is not
         self._is_left = False
@@ -211,8 +220,8 @@ class Reader:
         torch.set_num_threads(num_threads)
         while (request := self._requests.get()) is not None:
             try:
-                if self._must_go_back:
-                    self._go_back(request[0])
+                if self._goal is not None:
+                    self._go_back(self._goal, request[0])
                 elif request[0] is not None:
                     self._stream.state = request[0]
                 item, self._first = self._first or self._next(), None
@@ -236,11 +245,12 @@ class Reader:
 
         After a `DataFailed`: the iterator is gone with its error. The epoch is read again up to there.
         """
-        self._must_go_back = True
+        if self._goal is None:  # else it raised on its way there
+            self._goal = _Goal(self._epoch, self._num_read, self._outside, self._opened)
 
-    def _go_back(self, main: RandomState | None) -> None:
-        start, num_read, outside = self._epoch, self._num_read, self._outside
-        self._reopening = list(self._opened)
+    def _go_back(self, goal: _Goal, main: RandomState | None) -> None:
+        start, num_read, outside, opened = goal
+        self._reopening = list(opened)
         self._num_evaluations, self._num_evaluated = start.num_evaluations, start.num_evaluated
         self._stream.state = start.random
         for put_back in start.put_back:
@@ -250,7 +260,7 @@ class Reader:
             next(self._items)
         if num_read:  # else the layers' draws are in the state that the epoch was to begin with
             self._stream.state = self._read if main is None else main
-        self._num_read, self._outside, self._must_go_back = num_read, outside, False
+        self._num_read, self._outside, self._goal = num_read, outside, None
 
     def _next(self) -> _Item | None:
         item = next(self._items, None)

@@ -6,7 +6,7 @@ A task works through its batches; a batch is a chain of units, then a commit, th
                                    each: Load, Run, Computed, Stored
 
 Where a batch has new shapes, Fit -> Fitted stands for Begin; and a unit that does not fit, DidNotFit -> Fit -> Fitted,
-starts the step again, on a finer partition.
+starts the step again, on a finer partition. So does one that raised and is tried again, on the same.
 
 A unit is load-ready when its shard's weights are up to date. It is run-ready when its input is in DRAM as well, or on
 its way there: then on the device that computed the unit before it, and on no other until that is stored; gradients of

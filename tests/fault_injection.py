@@ -310,7 +310,7 @@ def run(seed, kind=None):
     idle = Strike("none", 0, 0)
     jobs = [Job(rng, name, strike if name == NAMES[0] else idle) for name in NAMES]
     job = jobs[0]
-    per_step = {"load": 3, "forward": 3, "backward": 2, "store": 3}.get(kind, 1)
+    per_step = {"forward": 3, "backward": 2, "store": 2}.get(kind, 1)
     strike.first = rng.randrange(per_step * job.num_steps)
     memory, num_devices, double_buffer = rng.choice(["8MiB", "96KiB", "24KiB"]), rng.randint(1, 3), rng.random() < 0.7
     chaos = rng.choice([None, rng.randrange(10**6)])

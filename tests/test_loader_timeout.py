@@ -383,6 +383,21 @@ def test_states_of_a_thread_that_hangs_are_put_back():
     assert draws_outside() == before
 
 
+def test_thread_that_is_left_behind_at_the_end_loses_the_lock_too(hanging, monkeypatch):
+    """After a Ctrl-C, say, without any time-out: the next run must not stand still for it."""
+    monkeypatch.setattr("hydra_engine.reader.JOIN_S", 0.01)
+    before = draws_outside()
+    loader = hanging(0)
+    reader = Reader(victim(build(loader), loader_timeout_s=None)[0], "victim")
+    reader.start(lambda _: None, 1)
+    reader.request(None)
+    assert loader.hangs.wait(PATIENCE_S)
+    assert not GLOBAL_GENERATORS.is_free
+    assert not reader.close()
+    assert GLOBAL_GENERATORS.is_free
+    assert draws_outside() == before
+
+
 def test_answer_that_came_in_time_is_not_lost():
     events = []
     task = ModelTask([nn.Linear(2, 2)], nn.MSELoss(), [(torch.ones(1, 2), torch.ones(1, 2))], loader_timeout_s=1e-6)

@@ -426,6 +426,23 @@ def test_loader_goes_on_after_the_last_batch_that_it_gave(options, accumulation_
     assert retry.error == "Boom: the share is away"
 
 
+def test_loader_that_raises_again_on_its_way_back():
+    task, model = victim(flaky(fires_at=13), max_retries=2)
+    loader = task.dataloader
+    struck = loader.touch
+
+    def touch():
+        if loader.num_calls == 15:  # the second batch that is read again
+            loader.num_calls += 1
+            raise Boom("away again")
+        struck()
+
+    loader.touch = touch
+    report = run_with_other(task)
+    exact.assert_as_expected(report, "victim", model, undisturbed(flaky()))
+    assert [retry.error for retry in report.tasks["victim"].retries] == ["Boom: the share is away", "Boom: away again"]
+
+
 def test_data_set_that_raises_in_a_sampled_loader():
     class Samples(TensorDataset):
         trap = Trap()
