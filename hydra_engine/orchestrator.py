@@ -105,7 +105,7 @@ class ModelOrchestrator:
             name,
             self._frozen,
             alignment_bytes=self._alignment_bytes,
-            keeps_positions=may_be_saved,
+            keeps_positions=may_be_saved or task.max_retries > 0,
             saved=saved,
         )
 

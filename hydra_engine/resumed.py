@@ -10,7 +10,7 @@ from torch import Tensor
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
 from hydra_engine.optimizer import TaskOptimizer, with_averages
-from hydra_engine.report import FAILED, FINISHED, STOPPED, Revision, TaskReport
+from hydra_engine.report import FAILED, FINISHED, STOPPED, Retry, Revision, TaskReport
 from hydra_engine.saved_state import losses_from_state
 from hydra_engine.shard import ModelLayout
 from hydra_engine.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
@@ -101,6 +101,7 @@ class SavedTask:
         report.loss_scales = losses_from_state(state["loss_scales"])
         report.skipped_steps = list(state["skipped_steps"])
         report.revisions = [Revision(**each) for each in state["revisions"]]
+        report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:
             report.status = {LOST: FAILED, None: STOPPED}.get(self.over, self.over)
             report.error = state["error"]

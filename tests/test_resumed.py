@@ -123,7 +123,7 @@ def saved_of(directory, name="task"):
     """Everything that a checkpoint holds of a task, as bytes and nested values that compare bit for bit."""
     found = load_newest(directory)
     state = found.read_nested(name, "state")
-    for key in ("position", "accumulation_steps", "revisions"):
+    for key in ("position", "accumulation_steps", "revisions", "retries"):
         state.pop(key)
     weights = found.read_tensors(name, "weights.safetensors")
     return plain([weights, state, found.read_nested(name, "optimizer")])
