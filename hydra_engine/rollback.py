@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_engine.shard import Slot
 from hydra_engine.saved_state import copied
+from hydra_engine.shard import Slot
 
 
 class BeforeUpdate:

@@ -7,11 +7,14 @@
 A run is drawn from its seed: models, partitions, devices, budgets, micro-batches, double buffering, precision, and what
 strikes where and how often. The struck task fails at its last committed step, or is tried again and has the bits of an
 undisturbed run (`tests/reference.py`); the two others have theirs in any case; no thread, temporary file or shared
-memory is left. A run that takes longer than `HANG_S` ends the process with every thread's stack.
+memory is left. Half of the runs save checkpoints, and all whose saves are struck, which no task notices; then the run
+is resumed without faults, and every task ends with the bits of an undisturbed one. A run that takes longer than
+`HANG_S` ends the process with every thread's stack.
 """
 
 import argparse
 import contextlib
+import errno
 import faulthandler
 import io
 import os
@@ -31,7 +34,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
+from hydra_engine.disk import Disk
 from hydra_engine.report import AGAIN
+from hydra_engine.snapshot import Snapshot
 from hydra_engine.spiller import Spiller
 from partitioners import Pilot, Presharded
 from tests import exact, reference, zoo
@@ -280,9 +285,47 @@ def stores(strike, rng):
     return struck_methods(methods, "store", strike, after=rng.random() < 0.5)
 
 
+class StruckDisk(Disk):
+    """Refuses what it is asked for when it is struck."""
+
+    strike = None
+
+
+def _refusing(name):
+    original = getattr(Disk, name)
+
+    def call(self, *arguments):
+        try:
+            self.strike.touch("save")
+        except Struck as error:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        return original(self, *arguments)
+
+    return call
+
+
+for _name in ("create", "write", "sync", "make_folder", "rename", "link", "remove_file", "remove_folder"):
+    setattr(StruckDisk, _name, _refusing(_name))
+
+
+def saves(strike, rng):
+    """The disk is struck, or a task as it is captured."""
+    if rng.random() < 0.7:
+        disk = type("Disk", (StruckDisk,), {"strike": strike})
+        return mock.patch("hydra_engine.checkpoint_directory.Disk", disk)
+    original = Snapshot._rest
+
+    def striking(self, *arguments):
+        if self.name == NAMES[0]:
+            strike.touch("save")
+        return original(self, *arguments)
+
+    return mock.patch.object(Snapshot, "_rest", striking)
+
+
 # By kind of fault: what has to be patched, and whether the task may be tried again.
 INJECTORS = {"load": loads, "forward": nothing, "backward": nothing, "store": stores, "update": nothing}
-INJECTORS |= {"loader": nothing, "commit": nothing}
+INJECTORS |= {"loader": nothing, "commit": nothing, "save": saves}
 NEVER_AGAIN = ("commit",)
 
 
@@ -310,21 +353,29 @@ def run(seed, kind=None):
     idle = Strike("none", 0, 0)
     jobs = [Job(rng, name, strike if name == NAMES[0] else idle) for name in NAMES]
     job = jobs[0]
-    per_step = {"forward": 3, "backward": 2, "store": 2}.get(kind, 1)
+    per_step = {"forward": 3, "backward": 2, "store": 2, "save": 4}.get(kind, 1)
     strike.first = rng.randrange(per_step * job.num_steps)
     memory, num_devices, double_buffer = rng.choice(["8MiB", "96KiB", "24KiB"]), rng.randint(1, 3), rng.random() < 0.7
     chaos = rng.choice([None, rng.randrange(10**6)])
+    every = random.Random(f"{seed}: saves").choice([None, None, 1, 2, 3]) or (2 if kind == "save" else None)
     faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
     threads, shared = set(threading.enumerate()), shared_memory()
     try:
-        with tempfile.TemporaryDirectory() as directory, mock.patch.object(tempfile, "tempdir", directory):
-            models, orchestra = planned(jobs, memory, num_devices, double_buffer, chaos)
+        with (
+            tempfile.TemporaryDirectory() as checkpoints,
+            tempfile.TemporaryDirectory() as directory,
+            mock.patch.object(tempfile, "tempdir", directory),
+        ):
+            saving = {"checkpoint_dir": checkpoints, "checkpoint_every": every} if every else {}
+            models, orchestra = planned(jobs, memory, num_devices, double_buffer, chaos, saving)
             with INJECTORS[kind](strike, rng):
                 strike.is_armed = True
                 with contextlib.redirect_stderr(io.StringIO()):
                     report = orchestra.train_models()
                 strike.is_armed = False
             assert os.listdir(directory) == [], "temporary files are left"
+            if every:
+                check_resumed(jobs, checkpoints, kind, strike, report)
         left = [thread.name for thread in threading.enumerate() if thread not in threads]
         assert not left, f"threads are left: {left}"
         assert shared_memory() <= shared, "shared memory is left"
@@ -335,7 +386,23 @@ def run(seed, kind=None):
     return Outcome(seed, kind, strike, report, job)
 
 
-def planned(jobs, memory, num_devices, double_buffer, chaos):
+def check_resumed(jobs, checkpoints, kind, strike, report):
+    """What was saved goes on to the end that an undisturbed run has."""
+    if kind == "save":
+        assert bool(strike.num_fired) == bool(report.checkpoints.messages), report.checkpoints.messages
+    else:
+        assert report.checkpoints.num_failed == 0, report.checkpoints.messages
+    assert [name for name in os.listdir(checkpoints) if name.startswith(".")] == [] or kind == "save"
+    tasks, models = zip(*(job.task(presharded=False) for job in jobs), strict=True)
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB")], checkpoint_dir=checkpoints)
+    orchestra.verbose = 0
+    report = orchestra.train_models(resume=True)
+    for job, model in zip(jobs, models, strict=True):
+        check_undisturbed(report, job, model)
+    assert [name for name in os.listdir(checkpoints) if name.startswith(".")] == []
+
+
+def planned(jobs, memory, num_devices, double_buffer, chaos, saving):
     """Models, and an orchestrator with a plan; a budget that is too small is doubled."""
     num_bytes = {"8MiB": 2**23, "96KiB": 96 * 2**10, "24KiB": 24 * 2**10}[memory]
     while True:
@@ -349,7 +416,7 @@ def planned(jobs, memory, num_devices, double_buffer, chaos):
             )
             for k in range(num_devices)
         ]
-        orchestra = ModelOrchestrator(tasks, devices=devices, double_buffer=double_buffer)
+        orchestra = ModelOrchestrator(tasks, devices=devices, double_buffer=double_buffer, **saving)
         orchestra.verbose = 0
         try:
             orchestra.generate()
@@ -371,6 +438,10 @@ def check(report, jobs, models, strike):
     # was struck may let go of the claim.
     may_meet = job.accumulation_steps > 1 or strike.kind == "load"
     may_retry = strike.kind not in NEVER_AGAIN
+    if strike.kind == "save":  # which no task notices
+        assert num_retries == 0
+        check_undisturbed(report, job, model)
+        return
     if strike.num_fired == 0 or (may_retry and strike.num_fired <= job.max_retries):
         assert found.status == "finished", found.error
     elif not (may_retry and may_meet):
