@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -128,7 +128,7 @@ class Signals:
         """What is not to be cut off: a signal waits for the end, and whoever works there sees to an early one."""
         self._deferrals += 1
         try:
-            with _children_unheard():
+            with _children_unheard(lambda: self._first == signal.SIGTERM):
                 yield
         finally:
             self._deferrals -= 1
@@ -177,11 +177,12 @@ class Signals:
 
 
 @contextmanager
-def _children_unheard() -> Iterator[None]:
+def _children_unheard(for_good: Callable[[], bool]) -> Iterator[None]:
     """DataLoader has the death of a worker process raised in the main thread, whatever that does just then.
 
     SIGTERM to a group of processes, from `timeout` or torchrun, ends workers too. The thread that reads finds out by
-    itself. https://docs.pytorch.org/docs/stable/data.html (torch/utils/data/_utils/signal_handling.py)
+    itself. Also after the block where `for_good` says so then: the process ends, and they may die later than that.
+    https://docs.pytorch.org/docs/stable/data.html (torch/utils/data/_utils/signal_handling.py)
     """
     usual = signal.getsignal(signal.SIGCHLD)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -197,7 +198,7 @@ def _children_unheard() -> Iterator[None]:
         yield
     finally:
         is_main = threading.current_thread() is threading.main_thread()  # a generator may be closed by another one
-        if is_main and signal.getsignal(signal.SIGCHLD) is handle:
+        if is_main and signal.getsignal(signal.SIGCHLD) is handle and not for_good():
             signal.signal(signal.SIGCHLD, usual)
 
 

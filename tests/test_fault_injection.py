@@ -19,7 +19,7 @@ def test_harness_notices_what_is_wrong(monkeypatch):
     """A retry that was not allowed, for one."""
     monkeypatch.setattr("hydra_engine.retries.Retries.allow", lambda *_: False)
     with pytest.raises(AssertionError, match="Struck: forward"):
-        fault_injection.run(7)
+        fault_injection.run(7, "forward")
 
 
 def test_command_counts(capsys):

@@ -313,10 +313,12 @@ def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     first = [task_of(name="a"), task_of(name="b", draws=True, callbacks=[FailsAfter(5)])]
     orchestra_of(first, tmp_path).train_models()
 
+    added = task_of(name="b", draws=True, callbacks=[Notes()])  # in a callback its draws would meet the loader's
+
     class Adds(Callback):
         def on_epoch(self, report, epoch):
             if epoch == 0:
-                orchestra.add_task(task_of(name="b", draws=True, callbacks=[Notes()]))
+                orchestra.add_task(added)
 
     orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path, keep=1)
     report = orchestra.train_models(resume=True)
