@@ -56,7 +56,7 @@ from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluati
 from hydra_engine.resumed import LOST
 from hydra_engine.running import RunningTask
 from hydra_engine.saver import Saver
-from hydra_engine.saving import Saving
+from hydra_engine.saving import Saving, note_event, note_instruction
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.trace import Trace
@@ -342,6 +342,7 @@ class EngineRun:
             training.notifier.is_stopped = True
             event = TaskStopped(event.task)
         event = self._made_fit(event)
+        note_event(self._tasks, event)
         if self._saving is not None:
             self._saving.told(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
@@ -360,8 +361,7 @@ class EngineRun:
         if isinstance(event, StepCommitted) and event.training:
             self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
-            if self._saving is not None:
-                self._saving.instructed(instruction)
+            note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
