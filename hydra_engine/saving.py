@@ -74,9 +74,6 @@ class Saving:
         snapshot = None
         is_whole = not (training.is_torn or training.is_releasing)
         if training.position is not None and training.optimizer is not None and is_whole:
-            if over is None and self.saver.has(report.name, report.steps):
-                then()
-                return
             snapshot = self._snapshot(training, over)
             snapshot.capture()
         self.saver.save_end(report.name, over, snapshot, then)
