@@ -228,7 +228,7 @@ class Saver:
         *,
         is_full: bool,
     ) -> bool:
-        """Save what `add` adds, and the other tasks as they were; `snapshots` is filled meanwhile. Whether it is there."""
+        """Save what `add` adds, and other tasks as they were; `snapshots` is filled meanwhile. Whether it is there."""
         start_s, self._waited_s = time.perf_counter(), 0.0
         try:
             with self.directory.begin() as new:

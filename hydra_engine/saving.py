@@ -41,10 +41,10 @@ def note_instruction(tasks: Mapping[str, RunningTask], instruction: Instruction)
 
 
 class Saving:
-    """Belongs to the thread that decides; `submit` runs a job in a pool."""
+    """Belongs to the thread that decides; `submit` runs a job in a pool, and refers to no run, or none would be freed."""
 
     def __init__(
-        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], None]
+        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], object]
     ) -> None:
         self.saver = saver
         self._tasks = tasks

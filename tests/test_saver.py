@@ -1,15 +1,18 @@
 """When a run saves, and what it does where it cannot."""
 
 import errno
+import gc
 import os
 import signal
 import threading
+import weakref
 
 import pytest
 
 from hydra_engine import Callback, snapshot
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.disk import Disk
+from hydra_engine.run import EngineRun
 from tests.test_resumed import LOADERS, NUM_STEPS, PATIENCE_S, orchestra_of, shuffled, task_of
 
 
@@ -98,3 +101,24 @@ def test_a_disk_that_refuses_is_asked_again_when_the_next_save_is_due(tmp_path, 
     report = orchestra.train_models()
     assert report.checkpoints.num_failed == 1 + NUM_STEPS // 4  # and the task's end
     assert capsys.readouterr().err.count("No space left on device") == 1 + NUM_STEPS // 4
+
+
+def test_a_run_that_saved_is_freed_as_its_call_returns(tmp_path, monkeypatch):
+    """With every arena it has: not by the collector of cycles, some time later."""
+    runs = []
+    begun = EngineRun.train
+
+    def train(run):
+        runs.append(weakref.ref(run))
+        return begun(run)
+
+    monkeypatch.setattr(EngineRun, "train", train)
+    orchestra = orchestra_of([task_of()], tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        orchestra.train_models()
+        [run] = runs
+        assert run() is None
+    finally:
+        gc.enable()
