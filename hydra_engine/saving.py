@@ -41,7 +41,7 @@ def note_instruction(tasks: Mapping[str, RunningTask], instruction: Instruction)
 
 
 class Saving:
-    """Belongs to the thread that decides; `submit` runs a job in a pool, and refers to no run, or none would be freed."""
+    """Belongs to the thread that decides; `submit` runs a job in a pool; it holds no run, which would hold itself."""
 
     def __init__(
         self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], object]

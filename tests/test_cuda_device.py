@@ -4,6 +4,7 @@ tests/test_gpu.py is what a GPU is asked. Here every copy that nobody waits for 
 checked; nothing here says that CUDA itself does what is expected of it.
 """
 
+import errno
 import threading
 import weakref
 
@@ -17,6 +18,7 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.callbacks import Callback
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
+from hydra_engine.disk import Disk
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
 from hydra_engine.trace import Trace
@@ -633,6 +635,18 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
     for name, (_, model) in again.items():
         exact.assert_as_expected(resumed, name, model, exact.expected(name, optimizer="adam"))
     del ended, report, resumed
+    orchestra.report = None
+
+
+def test_a_lost_device_says_so_where_nothing_could_be_saved(lost_cuda, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Disk, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    orchestra = orchestra_of([striking_task(lost_cuda)[0]], devices_of(lost_cuda))
+    with pytest.raises(SystemExit):
+        orchestra.train_models()
+    text = capsys.readouterr().err
+    assert "a checkpoint could not be saved" in text
+    assert "nothing is saved: no directory could be written to" in text
+    assert "hydra-engine resume" not in text
     orchestra.report = None
 
 
