@@ -5,11 +5,29 @@ from hydra_engine.batches import split
 from hydra_engine.callbacks import Callback
 from hydra_engine.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.device import CudaDevice, EmulatedDevice
-from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, HostOutOfMemory, ShardDoesNotFit, StopTask
+from hydra_engine.errors import (
+    CheckpointError,
+    DeviceOutOfMemory,
+    HostOutOfMemory,
+    LoaderTimeout,
+    NonFiniteLoss,
+    ShardDoesNotFit,
+    StopTask,
+)
 from hydra_engine.host import HostThreads
 from hydra_engine.orchestrator import ModelOrchestrator
 from hydra_engine.randomness import stream_seed
-from hydra_engine.report import CheckpointReport, DeviceReport, Evaluation, Plan, Report, Revision, TaskPlan, TaskReport
+from hydra_engine.report import (
+    CheckpointReport,
+    DeviceReport,
+    Evaluation,
+    Plan,
+    Report,
+    Retry,
+    Revision,
+    TaskPlan,
+    TaskReport,
+)
 from hydra_engine.simulated import Simulation
 from hydra_engine.simulator import simulate
 from hydra_engine.task import Model, ModelTask
@@ -28,11 +46,14 @@ __all__ = [
     "HostCost",
     "HostOutOfMemory",
     "HostThreads",
+    "LoaderTimeout",
     "Model",
     "ModelOrchestrator",
     "ModelTask",
+    "NonFiniteLoss",
     "Plan",
     "Report",
+    "Retry",
     "Revision",
     "ShardDoesNotFit",
     "Simulation",

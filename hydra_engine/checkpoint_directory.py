@@ -84,6 +84,11 @@ class CheckpointDirectory:
             self._spoilt.clear()
         return found
 
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The newest that was saved or loaded here; a later save may remove it while it is read."""
+        return self._newest
+
     def newest_files(self, task: str) -> frozenset[str]:
         """Files of a task that a new checkpoint could take over from the newest saved or loaded here; none without."""
         base = self._newest

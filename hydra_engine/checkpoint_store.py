@@ -32,7 +32,7 @@ class CheckpointStore:
         self._keep = keep
         self.directory = None if directory is None else Path(directory).absolute()
         self._open: CheckpointDirectory | None = None
-        self._found: Checkpoint | None = None  # the newest as the directory was opened
+        self._found: Checkpoint | None = None  # what is resumed
         self._is_own = False  # it holds what this object has saved
 
     def __enter__(self) -> CheckpointStore:
@@ -62,7 +62,8 @@ class CheckpointStore:
                 raise ValueError("resume: there is no checkpoint_dir to go on from; give ModelOrchestrator one")
             return None
         self._open = CheckpointDirectory(self.directory, keep=self._keep)
-        found = self._found = self._open.load_newest()
+        found = self._open.load_newest()
+        self._found = found if resume else None
         if found is not None and not resume and not self._is_own:
             raise CheckpointError(
                 f"{self.directory} holds checkpoints of another run, the newest {found.path.name}; go on from it with "
@@ -73,22 +74,40 @@ class CheckpointStore:
         self._is_own = True
         return found if resume else None
 
-    def saved(self, name: str) -> SavedTask | None:
-        """A task as it was saved last; None where it was not."""
-        if self._found is None or name not in self._found.task_names:
-            return None
-        return SavedTask(self._found, name, self.over(name))
+    def saved(self, name: str, put_back: Callable[[SavedTask], None]) -> SavedTask | None:
+        """A task as it was saved last, once `put_back` has taken its weights; None where it was not, or in no resume.
+
+        Saves may go on meanwhile, and remove what it is read from: then it is read from the next.
+        """
+        while (found := self._newest) is not None and name in found.task_names:
+            try:
+                saved = SavedTask(found, name, self.over(name))
+                put_back(saved)
+                if found is not self._found:
+                    saved.read_optimizer()
+            except CheckpointError:
+                if found is self._newest:
+                    raise
+            else:
+                return saved
+        return None
+
+    @property
+    def _newest(self) -> Checkpoint | None:
+        return None if self._found is None or self._open is None else self._open.newest
 
     def over(self, name: str) -> str | None:
         """How a task had ended, also where nothing was saved of it; None where it goes on, or is not known."""
-        over: str | None = None if self._found is None else self._found.data["tasks"].get(name, {}).get("over")
-        return over if over == LOST or name in (self._found.task_names if self._found else ()) else None
+        found = self._newest
+        over: str | None = None if found is None else found.data["tasks"].get(name, {}).get("over")
+        return over if found is not None and (over == LOST or name in found.task_names) else None
 
     def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
         """What saves a run there."""
         if self._open is None:
             return None
-        return Saver(self._open, self._every, about, {} if self._found is None else self._found.data["tasks"])
+        newest = self._open.newest
+        return Saver(self._open, self._every, about, {} if newest is None else newest.data["tasks"])
 
     def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
         """The same in a new directory, here or where temporary files go: the process has to end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,13 @@ from torch import nn
 
 # Freed weights are given back to the system in portions of so many bytes: that much DRAM is taken twice.
 TRIM_BYTES = 2**28
+# What torch's allocator says of it, on Linux and elsewhere.
+_NO_DRAM = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+DRAM_REMEDY = (
+    "the machine's DRAM is used up, or the limit of this process's cgroup reached: train fewer tasks at once, give "
+    "smaller batches or loaders with fewer workers, freeze layers, choose an optimizer with less state (SGD), or use "
+    "a machine with more DRAM"
+)
 
 
 def available_dram_bytes() -> int:
@@ -96,3 +104,16 @@ def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) 
     num_own = 1 + sum(first <= parameter.data_ptr() < end for parameter in parameters)
     num_users: int = torch._C._storage_Use_Count(storage._cdata)
     return num_users <= num_own
+
+
+def is_out_of_dram(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that the host gave no memory: Python's, torch's or the system's."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        is_torch = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _NO_DRAM)
+        if is_torch or isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -45,5 +45,30 @@ class HostOutOfMemory(RuntimeError):
     """The machine's DRAM cannot hold the training state of the tasks."""
 
 
+class NonFiniteLoss(ArithmeticError):
+    """A training step's loss is infinite or not a number, and the task was told to fail then."""
+
+    def __init__(self, task: str, step: int, loss: float) -> None:
+        super().__init__(
+            f"{task}: the loss of step {step} is {loss}, and nonfinite='raise'; the task keeps the weights of the step "
+            f"before it: look at that step's batch, lower lr, set max_grad_norm, or leave such steps out with "
+            f"nonfinite='skip'"
+        )
+        self.step = step
+        self.loss = loss
+
+
+class LoaderTimeout(TimeoutError):
+    """A loader did not give a batch in time."""
+
+    def __init__(self, task: str, timeout_s: float, thread: str) -> None:
+        super().__init__(
+            f"{task}: its loader gave no batch in {timeout_s:g} s (loader_timeout_s); its thread {thread!r} was left "
+            f"behind: look for what it waits on (a worker that died, a network share, a lock), or raise "
+            f"loader_timeout_s; None waits for ever"
+        )
+        self.timeout_s = timeout_s
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or there are some and none can be used."""

@@ -47,6 +47,7 @@ class EvaluationTask(ModelTask):
             unpack=task.unpack,
             split=task.split,
             metrics=task.metrics if metrics is None else metrics,
+            loader_timeout_s=task.loader_timeout_s,
         )
 
     @classmethod

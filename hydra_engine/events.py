@@ -89,7 +89,7 @@ class Failed(NamedTuple):
 
 
 class DidNotFit(NamedTuple):
-    """A device ran out of memory in a unit (after its `Computed`): the step in progress starts again, cut finer."""
+    """A unit raised (after its `Computed`), and the step in progress starts again: cut finer where memory ran short."""
 
     unit: Unit
 
@@ -104,6 +104,7 @@ class Fitted(NamedTuple):
     updates: tuple[int, ...]
     unit_s: dict[tuple[str, int], float]
     spreads: tuple[Spread, ...] = (Spread(),)
+    is_retried: bool = False  # nothing has changed: a batch that was read before this fits as it did
 
 
 class DataFailed(NamedTuple):
@@ -175,7 +176,7 @@ class Begin(NamedTuple):
 class Fit(NamedTuple):
     """See that the batch in hand fits, cut finer where it does not, and begin it: the one read, or the one in progress.
 
-    `unit`: where a device ran out of memory.
+    `unit`: where a device ran out of memory, or that is tried again.
     """
 
     task: str

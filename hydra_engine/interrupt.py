@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hydra_engine.events import StopRequested
 from hydra_engine.restart import is_interactive
@@ -24,12 +27,17 @@ _USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, 
 _STDERR = 2
 
 
+class Overdue(NamedTuple):
+    """Nothing was told until the deadline."""
+
+
 class Inbox(Generic[T]):
     """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
-        self._taken: deque[T | StopRequested] = deque()
+        self._taken: deque[T | StopRequested | Overdue] = deque()
+        self.deadline_s = math.inf  # of time.monotonic(): then, `Overdue` is the next event if there is no other
         self._depth = 0  # of events being handled
         self._is_deferred = False  # an interrupt waits for the end of what is being handled
 
@@ -42,13 +50,21 @@ class Inbox(Generic[T]):
         """Whether nothing is there now."""
         return not self._taken and self._queue.empty()
 
-    def __enter__(self) -> T | StopRequested:
-        """Wait for the next event."""
+    def __enter__(self) -> T | StopRequested | Overdue:
+        """Wait for the next event, or until the deadline."""
         if not self._taken:
-            # In one call of C: an exception out of a signal handler strikes before it or after it.
-            self._taken.extend(islice(iter(self._queue.get, None), 1))
+            self._wait()
         self._depth += 1
         return self._taken.popleft()
+
+    def _wait(self) -> None:
+        left_s = min(self.deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
+        get = partial(self._queue.get, True, None if self.deadline_s == math.inf else max(0.0, left_s))
+        try:
+            # In one call of C: an exception out of a signal handler strikes before it or after it.
+            self._taken.extend(islice(iter(get, None), 1))
+        except Empty:
+            self._taken.append(Overdue())
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1

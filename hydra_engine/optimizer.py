@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hydra_engine.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
+from hydra_engine.rollback import BeforeUpdate
 from hydra_engine.saved_state import restore_optimizer
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.stepping import DeviceStep
@@ -78,7 +79,7 @@ class TaskOptimizer:
             is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
             self._loss_scale.update(is_finite)
             if not is_finite:
-                return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=scale, is_skipped=True)
+                return replace(self.skipped(), loss_scale=scale)
         hooked = self._call_hooks(self._slots, staging, pool, scale)
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
@@ -98,6 +99,10 @@ class TaskOptimizer:
             self._average(self._slots, record)
         self._end_step()
         return record
+
+    def skipped(self) -> StepRecord:
+        """The record of a step that changes nothing, nor the loss scale."""
+        return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=self.loss_scale, is_skipped=True)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
@@ -259,6 +264,14 @@ class TaskOptimizer:
         self._step(hooked, pool, record, None)
         self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
         self._average(pool.owned(shard), record)
+
+    def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
+        """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
+        owned = pool.owned(shard) if not record.is_skipped else []
+        slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
+        gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
+        averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
+        return BeforeUpdate(self.optimizer, slots, gradients, averages)
 
     def _step(self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None) -> None:
         """Step some parameters, whose gradients carry a loss scale or none."""

@@ -99,15 +99,13 @@ class ModelOrchestrator:
 
     def _as_planned(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
         # A device that is lost takes the process with it, and what was committed is saved.
-        may_be_saved = self._store.may_save or not all(
-            isinstance(device, EmulatedDevice) for device in self._devices
-        )
+        may_be_saved = self._store.may_save or not all(isinstance(device, EmulatedDevice) for device in self._devices)
         return PlannedTask(
             task,
             name,
             self._frozen,
             alignment_bytes=self._alignment_bytes,
-            keeps_positions=may_be_saved,
+            keeps_positions=may_be_saved or task.max_retries > 0,
             saved=saved,
         )
 
@@ -147,6 +145,8 @@ class ModelOrchestrator:
         on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
         training has ended before the plan is made, the task waits for the next `train_models()`.
 
+        In a run that was resumed, it goes on as it was saved, if a task of its name was.
+
         While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
 
         Raises what the constructor raises of a task, and what `generate()` raises.
@@ -169,6 +169,11 @@ class ModelOrchestrator:
                 self.plan = None  # it would lack the new one
             else:
                 check_nothing_shared(planned, beside)
+                again = self._put_back(planned)
+                if again is None:
+                    self._planned.append(planned)
+                    return name
+                planned = again
                 # Not its helpers: what begins meanwhile may be the run's.
                 with bound(run.host.bound_cores, with_helpers=False):
                     self._plan_one([*beside, planned], planned, run.host)
@@ -451,24 +456,30 @@ class ModelOrchestrator:
             return []
         self.plan = None
         for each in list(self._pending):
-            saved, over = self._store.saved(each.name), self._store.over(each.name)
-            if saved is None and over is None:
-                continue
-            each.leave()
-            each.reader.close()
-            if saved is not None:
-                saved.put_weights(each.task, each.layout)
-            place = self._pending.index(each)
-            if saved is not None and saved.goes_on(each.task):
-                each.task.seed = saved.seed
-                again = self._as_planned(each.task, each.name, saved)
+            again, place = self._put_back(each), self._pending.index(each)
+            if again is None:
+                del self._pending[place]
+            else:
                 self._planned[self._planned.index(each)] = self._pending[place] = again
-                continue
-            del self._pending[place]
-            self._over[each.name] = never_committed(each.task, each.name) if saved is None else saved.report()
-            if saved is not None:
-                self._over[each.name].ema_state = saved.ema_state(each.task, each.layout)
         return [*found.messages, f"resumed from {found.path}"]
+
+    def _put_back(self, planned: PlannedTask) -> PlannedTask | None:
+        """A task as it goes on from what was saved of it, if something was; None where it is over."""
+        name, task = planned.name, planned.task
+        saved, over = (
+            self._store.saved(name, lambda found: found.put_weights(task, planned.layout)),
+            self._store.over(name),
+        )
+        if saved is None and over is None:
+            return planned
+        planned.leave()
+        planned.reader.close()
+        if saved is not None and saved.goes_on(task):
+            task.seed = saved.seed
+            return self._as_planned(task, name, saved)
+        self._over[name] = report = never_committed(task, name) if saved is None else saved.report()
+        report.ema_state = None if saved is None else saved.ema_state(task, planned.layout)
+        return None
 
     def _joined(self, report: Report, messages: Sequence[str]) -> Report:
         """A run's report with those of tasks that were over before, in the order of the tasks."""

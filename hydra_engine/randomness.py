@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op.
-GLOBAL_GENERATORS = threading.RLock()
+from hydra_engine.revocable_lock import RevocableLock
+
+# Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
+# loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
+# wake up one day, it may still draw from the process-wide generators while they are another task's, or the user's.
+GLOBAL_GENERATORS = RevocableLock()
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -81,15 +84,25 @@ class Stream:
 
 @contextmanager
 def installed(stream: Stream) -> Iterator[None]:
-    """Run the body with the stream as the process-wide generators, and leave those as they were."""
-    with GLOBAL_GENERATORS:
-        outside = capture()
-        install(stream.state)
+    """Run the body with the stream as the process-wide generators, and leave those as they were.
+
+    Raises TakenAway where the body came back too late: then the stream is where it was.
+    """
+    with GLOBAL_GENERATORS.held() as hold:
+
+        def enter() -> None:
+            hold.put_back.append(partial(install, capture()))
+            install(stream.state)
+
+        def leave() -> None:
+            stream.state = capture()._replace(device=stream.state.device)
+            hold.put_back.pop()()
+
+        hold.settle(enter)
         try:
             yield
         finally:
-            stream.state = capture()._replace(device=stream.state.device)
-            install(outside)
+            hold.settle(leave)
 
 
 @cache
@@ -169,7 +182,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         return self._run_with_global(lambda: func(*args, **kwargs))
 
     def _run_with_global(self, op: Callable[[], Any]) -> Any:
-        with GLOBAL_GENERATORS:
+        with GLOBAL_GENERATORS.held():
             outside = torch.get_rng_state()
             torch.set_rng_state(self.generator.get_state())
             try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
-from hydra_engine.randomness import RandomState, Stream, installed, seeded, stream_seed
+from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, installed, seeded, stream_seed
 from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
@@ -65,7 +66,12 @@ class _Item(NamedTuple):
     position: TaskPosition | None = None
 
 
-_RESTART = object()
+class _Goal(NamedTuple):
+    """Where to go back to: a position, past so many batches of the evaluation after it, and the stream as it was."""
+
+    last: TaskPosition
+    num_given: int
+    random: RandomState
 
 
 class Reader:
@@ -91,9 +97,15 @@ class Reader:
         self._first: _Item | None = None
         self._largest: _Item | None = None
         self._broken: BaseException | None = None
-        self._requests: SimpleQueue[tuple[Any] | None] = SimpleQueue()
+        self._asked_at = self._stream.state  # the stream, when the last item was asked for
+        self._is_to_restart = False
+        self._goal: _Goal | None = None  # not reached yet
+        self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._answering = threading.Lock()  # a batch comes in time, or its thread is left behind: never both
+        self._since_s: float | None = None  # when user code was last asked, by time.monotonic(); None: it is not
+        self._is_left = False
         self.accumulation_steps = 1
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
 
@@ -169,17 +181,45 @@ class Reader:
     def start(self, report: Callable[[Event], None], num_threads: int) -> None:
         """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
         self._thread = threading.Thread(
-            target=self._serve, args=(report, num_threads), name=f"{self._name}-reader", daemon=True
+            target=self._serve, args=(report, num_threads), name=self.thread_name, daemon=True
         )
         self._thread.start()
 
+    def leave_behind(self) -> float | None:
+        """Leave the thread to itself if user code did not come back in `loader_timeout_s`; else seconds until then.
+
+        Its lock on the process-wide generators is taken away, and they are as they were: others go on.
+        """
+        timeout_s = self._task.loader_timeout_s
+        assert timeout_s is not None
+        with self._answering:
+            late_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+            if late_s < timeout_s:
+                return timeout_s - late_s
+            self._leave()
+            return None
+
+    def _leave(self) -> None:
+        self._is_left = True
+        if self._thread is not None:
+            GLOBAL_GENERATORS.take_from(self._thread.ident)
+
+    @property
+    def thread_name(self) -> str:
+        """Of the thread that reads."""
+        return f"{self._name}-reader"
+
     def request(self, main: RandomState | None) -> None:
         """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it."""
+        self._since_s = None
         self._requests.put((main,))
 
     def restart(self) -> None:
-        """Ask for the batch that failed once more, from a new iterator; where positions are kept."""
-        self._requests.put((_RESTART,))
+        """With the next request, go back to where the batch that failed was asked for, and ask again.
+
+        The iterator is gone with its error. For a reader that keeps positions.
+        """
+        self._is_to_restart = True
 
     def take(self) -> Batch:
         """The batch that was reported ready."""
@@ -189,8 +229,10 @@ class Reader:
         """End the thread and the loader's iterator; False when user code does not come back."""
         self._requests.put(None)
         if self._thread is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(0.0 if self._is_left else JOIN_S)  # who is late already is not waited for again
             if self._thread.is_alive():
+                with self._answering:
+                    self._leave()
                 return False
         self._items.close()
         return True
@@ -199,31 +241,49 @@ class Reader:
         torch.set_num_threads(num_threads)
         while (request := self._requests.get()) is not None:
             try:
-                if request[0] is _RESTART:
-                    self._begin_again()
-                elif request[0] is not None:
-                    self._stream.state = request[0]
-                if self._last is not None and self._last.num_evaluated == self._num_evaluated:
-                    self._last = self._last.with_random(self._stream.state)
+                self._go_to(request[0])
                 item, self._first = self._first or next(self._items, None), None
-                if item is None:
-                    report(DataEnded(self._name))
-                    continue
-                batch = self._batch(item)
-                self._ready.put(batch)
-                report(BatchReady(self._name, batch.step, batch.training))
+                self._since_s = time.monotonic()  # splitting is user code, too
+                batch = None if item is None else self._batch(item)
+                answer: Event = DataEnded(self._name)
+                if batch is not None:
+                    answer = BatchReady(self._name, batch.step, batch.training)
             except BaseException as error:
-                report(DataFailed(self._name, error, "its loader"))
+                batch, answer = None, DataFailed(self._name, error, "its loader")
+            with self._answering:
+                self._since_s = None
+                if self._is_left:
+                    return
+                if batch is not None:
+                    self._ready.put(batch)
+                report(answer)
+
+    def _go_to(self, main: RandomState | None) -> None:
+        """Set the stream to where the next item begins, and the iterator, where it has to be another."""
+        if self._is_to_restart or self._goal is not None:
+            self._is_to_restart = False
+            self._begin_again()
+            return
+        if main is not None:
+            self._stream.state = main
+        self._asked_at = self._stream.state
+        if self._last is not None and self._last.num_evaluated == self._num_evaluated:  # it was given last
+            self._last = self._last.with_random(self._stream.state)
 
     def _begin_again(self) -> None:
-        """Go back to the last position, and past what was given since."""
-        assert self._last is not None, "positions are not kept"
-        num_given = self._num_evaluated - self._last.num_evaluated  # of the evaluation that follows it
-        self._num_evaluations, self._num_evaluated = self._last.num_evaluations, self._last.num_evaluated
+        """Go back to the last position, and past what was given since; that may raise, and is tried again as it was."""
+        if self._goal is None:
+            assert self._last is not None, "positions are not kept"
+            self._goal = _Goal(self._last, self._num_evaluated - self._last.num_evaluated, self._asked_at)
+        last, num_given, random = self._goal
+        self._num_evaluations, self._num_evaluated = last.num_evaluations, last.num_evaluated
         self._items.close()
-        self._items = self._sequence(self._last)
+        self._items = self._sequence(last)
         for _ in range(num_given):
             next(self._items)
+        if num_given:  # layers may have drawn in between
+            self._stream.state = random
+        self._goal = None
 
     def _sequence(self, start: TaskPosition | None) -> Generator[_Item, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
@@ -257,6 +317,7 @@ class Reader:
         task = self._task
         if task.validation is not None:
             set_states(task.validation, start.validation)
+        self._since_s = time.monotonic()
         restored = restore(task.dataloader, self._stream, start.loader)
         if restored.message is not None:
             self.messages.append(f"{self._name}: {restored.message}")
@@ -292,18 +353,26 @@ class Reader:
         self._num_evaluations += 1
 
     def _opened(self, loader: Any, stream: Stream) -> Iterator[Any]:
-        with installed(stream):
+        with self._asking(stream):
             return iter(loader)
 
     def _iterate(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
         while True:
-            with installed(stream):
+            with self._asking(stream):
                 item = next(iterator, _END)
                 if item is not _END:
                     item = self._task.unpack(item)
             if item is _END:
                 return
             yield item
+
+    @contextmanager
+    def _asking(self, stream: Stream) -> Iterator[None]:
+        """Ask user code; how long others were asked before does not count."""
+        self._since_s = None
+        with installed(stream):
+            self._since_s = time.monotonic()
+            yield
 
     def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
         """Inputs as they cross the link; the target as it is, since the loss computes in float32."""

@@ -118,9 +118,27 @@ class Revision:
         return f"from step {self.step} on {len(self.boundaries)} shards, {micro_batches}: {self.reason}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """Something of a task raised, and was tried again."""
+
+    step: int  # whose unit or update it was; of a loader or an evaluation: training steps committed before
+    where: str  # the unit, or "its optimizer", "its loader"
+    error: str  # type and first line
+
+    def __str__(self) -> str:
+        return f"at step {self.step} {self.where} was tried again: {self.error}"
+
+
 @dataclass(kw_only=True)
 class TaskReport:
-    """What became of one task."""
+    """What became of one task.
+
+    Attributes:
+        skipped_steps: of float16 those whose gradients were not all finite; with nonfinite="skip" those whose loss was
+            not finite. Each has its place in `losses`.
+        error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
+    """
 
     name: str
     seed: int
@@ -131,10 +149,11 @@ class TaskReport:
     validation_steps: list[int] = field(default_factory=list)  # by validation: training steps committed before it
     validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per validation
     loss_scales: list[float] = field(default_factory=list)  # float16: one per step
-    skipped_steps: list[int] = field(default_factory=list)  # float16: those whose gradients were not all finite
+    skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see below
+    retries: list[Retry] = field(default_factory=list)  # at most max_retries
     revisions: list[Revision] = field(default_factory=list)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
-    error: str | None = None  # with its traceback
+    error: str | None = None
     exception: BaseException | None = None
 
 
@@ -248,11 +267,11 @@ class Report:
                     peak,
                 )
             )
-        revisions = [f"{task.name}: {revision}" for task in self.tasks.values() for revision in task.revisions]
+        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in (*task.revisions, *task.retries)]
         end = [str(self.host)] if self.host is not None else []
         end += [str(self.checkpoints)] if self.checkpoints is not None else []
         end.append(f"makespan {self.makespan_s:.1f} s")
-        return "\n".join([*table(rows), *([""] if revisions else []), *revisions, "", *table(columns), *launches, *end])
+        return "\n".join([*table(rows), *([""] if told else []), *told, "", *table(columns), *launches, *end])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
 from hydra_engine.optimizer import TaskOptimizer, with_averages
-from hydra_engine.report import FAILED, FINISHED, STOPPED, Revision, TaskReport
+from hydra_engine.report import FAILED, FINISHED, STOPPED, Retry, Revision, TaskReport
 from hydra_engine.saved_state import losses_from_state
 from hydra_engine.shard import ModelLayout
 from hydra_engine.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
@@ -31,6 +31,7 @@ class SavedTask:
         self._checkpoint = checkpoint
         self._name = name
         self._state: dict[str, Any] = checkpoint.read_nested(name, STATE)
+        self._optimizer: dict[str, Any] | None = None
         self.over = over
         self.steps: int = self._state["steps"]
         self.seed: int = self._state["seed"]
@@ -68,11 +69,20 @@ class SavedTask:
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""
-        optimizer.restore(self._checkpoint.read_nested(self._name, OPTIMIZER), self._state["schedule"])
+        state, self._optimizer = self._optimizer or self._read_optimizer(), None
+        optimizer.restore(state, self._state["schedule"])
+
+    def read_optimizer(self) -> None:
+        """Have it in DRAM from now on: the checkpoint may be removed before it is put back."""
+        self._optimizer = self._read_optimizer()
+
+    def _read_optimizer(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._checkpoint.read_nested(self._name, OPTIMIZER)
+        return state
 
     def ema_state(self, task: ModelTask, layout: ModelLayout) -> dict[str, Tensor] | None:
         """As `TaskReport.ema_state` of a task that is over."""
-        averages = self._checkpoint.read_nested(self._name, OPTIMIZER)["averages"]
+        averages = (self._optimizer or self._read_optimizer())["averages"]
         slots = {slot.name: slot for slot in layout.trainable_slots()}
         by_id = {id(slots[name].parameter): value for name, value in averages.items()}
         return with_averages(task.model, by_id) if averages else None
@@ -91,6 +101,7 @@ class SavedTask:
         report.loss_scales = losses_from_state(state["loss_scales"])
         report.skipped_steps = list(state["skipped_steps"])
         report.revisions = [Revision(**each) for each in state["revisions"]]
+        report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:
             report.status = {LOST: FAILED, None: STOPPED}.get(self.over, self.over)
             report.error = state["error"]

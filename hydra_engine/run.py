@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hydra_engine.deadlines import Deadlines
 from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec, host_memory
 from hydra_engine.dram import return_free_memory
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory, LoaderTimeout, NonFiniteLoss
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -43,22 +44,25 @@ from hydra_engine.events import (
     Update,
 )
 from hydra_engine.host import HostThreads
-from hydra_engine.interrupt import Inbox, Signals
+from hydra_engine.interrupt import Inbox, Overdue, Signals
 from hydra_engine.notifier import Notifier
-from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
+from hydra_engine.optimizer import StepRecord, TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
+from hydra_engine.reader import Batch
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
 from hydra_engine.resumed import LOST
+from hydra_engine.retries import FINAL, Retries
 from hydra_engine.running import RunningTask
 from hydra_engine.saver import Saver
 from hydra_engine.saving import Saving, note_event, note_instruction
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
+from hydra_engine.shard import Shard
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
@@ -104,6 +108,7 @@ class EngineRun:
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
+        self._deadlines = Deadlines()  # of loaders
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -230,7 +235,8 @@ class EngineRun:
             if self._saving is not None:
                 self._saving.saver.began_at(planned.name, saved.steps)
         notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
-        training = RunningTask(planned=planned, report=report, notifier=notifier)
+        retries = Retries(planned.task.max_retries, report)
+        training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
         try:
             self._set_up(training)
@@ -265,7 +271,7 @@ class EngineRun:
         if training.planned.saved is not None:
             training.position = training.planned.saved.position
             training.buffers = list(training.planned.state.pool.buffers)
-        with GLOBAL_GENERATORS:  # others may train already, and what user code draws here must not be theirs
+        with GLOBAL_GENERATORS.held():  # others may train already, and what user code draws here must not be theirs
             self._call_factories(training)
 
     def _call_factories(self, training: RunningTask) -> None:
@@ -308,8 +314,7 @@ class EngineRun:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
         while not self._has_ended():
             with self._events as event:
-                task = self._tasks[event.task] if isinstance(event, StepCommitted) else None
-                if task is not None and task.outputs:
+                if isinstance(event, StepCommitted) and (task := self._tasks[event.task]).outputs:
                     # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
                     while task.is_reading and not self._interrupted:
                         with self._events as other:
@@ -327,7 +332,10 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Ended) -> None:
+    def _handle(self, event: Event | _Arrived | _Stop | _Ended | Overdue) -> None:
+        if isinstance(event, Overdue):
+            self._leave_late_loaders()
+            return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
             return
@@ -341,12 +349,16 @@ class EngineRun:
                 return  # it is over, of an earlier run, or was never begun
             training.notifier.is_stopped = True
             event = TaskStopped(event.task)
+        if isinstance(event, DataFailed) and self._may_go_again(event):
+            self._read_again(event.task)
+            return
         event = self._made_fit(event)
         note_event(self._tasks, event)
         if self._saving is not None:
             self._saving.told(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
             self._tasks[event.task].is_reading = False
+            self._deadlines.drop(event.task)
         if isinstance(event, Failed) and isinstance(event.error, DeviceLost) and self._lost is None:
             self._lost = event.error
             if self._saving is None and self._rescue is not None:
@@ -404,8 +416,50 @@ class EngineRun:
             may_retry = event.unit.kind != BACKWARD or not training.state.pool.early_release
             if training.report.exception is None and may_retry:
                 training.to_begin_again = event.error.with_traceback(None)  # whose frames hold the unit's tensors
+                training.is_retried = False
                 return DidNotFit(event.unit)
+        if isinstance(event, Failed) and event.unit is not None and self._may_go_again(event):
+            training = self._tasks[event.task]
+            if training.to_begin_again is None and isinstance(event.error, Exception):
+                training.to_begin_again, training.is_retried = event.error.with_traceback(None), True
+            return DidNotFit(event.unit)
         return event
+
+    def _may_go_again(self, event: Failed | DataFailed) -> bool:
+        """Whether what raised is tried again. Another part of a step that begins again anyway counts no more."""
+        training = self._tasks[event.task]
+        if self._interrupted or training.notifier.is_stopped or training.report.exception is not None:
+            return False
+        unit = event.unit if isinstance(event, Failed) else None
+        if unit is not None and training.is_retried:
+            return isinstance(event.error, Exception) and not isinstance(event.error, FINAL)
+        return training.retries.allow(event.error, str(unit or event.where), training.report.steps)
+
+    def _read_again(self, task: str) -> None:
+        """Ask once more for the batch that the loader failed to give."""
+        self._tasks[task].planned.reader.restart()
+        self._request(self._tasks[task])
+
+    def _request(self, training: RunningTask) -> None:
+        training.planned.reader.request(training.read_from)
+        if training.planned.task.loader_timeout_s is not None:
+            self._await(training.report.name, training.planned.task.loader_timeout_s)
+
+    def _await(self, task: str, seconds: float) -> None:
+        """Look after its loader in so many seconds."""
+        self._deadlines.set(task, seconds)
+        self._events.deadline_s = self._deadlines.next_s
+
+    def _leave_late_loaders(self) -> None:
+        for name in self._deadlines.take_due():
+            reader, timeout_s = self._tasks[name].planned.reader, self._tasks[name].planned.task.loader_timeout_s
+            assert timeout_s is not None
+            left_s = reader.leave_behind()
+            if left_s is not None:  # it was asked only later, after others' loaders
+                self._await(name, left_s)
+            elif not self._tasks[name].is_ending:
+                self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, reader.thread_name), "its loader"))
+        self._events.deadline_s = self._deadlines.next_s
 
     def _close(self) -> None:
         with self._arriving:
@@ -427,7 +481,8 @@ class EngineRun:
             worker.close()
         for training in self._tasks.values():
             if not training.planned.reader.close():
-                text = f"{training.report.name}: its loader did not return; its thread was left behind\n"
+                thread = training.planned.reader.thread_name
+                text = f"{training.report.name}: its loader did not return; its thread {thread!r} was left behind\n"
                 training.report.error = text + (training.report.error or "")
             training.state.close()
         self._makespan_s = self._trace.now_s()
@@ -469,7 +524,8 @@ class EngineRun:
             main = state.end_of_forward()
             training.layers_moved_reader = True
         training.is_reading = True
-        training.planned.reader.request(main)
+        training.read_from = main
+        self._request(training)
 
     def _run(self, instruction: Run) -> None:
         self._tasks[instruction.unit.task].state.begun(instruction.unit)
@@ -510,6 +566,9 @@ class EngineRun:
         if instruction.unit is None:
             training.is_new_shape = True
             training.take()
+        else:
+            for worker in self._workers:
+                worker.begin_again(instruction.task)
         self._submit(instruction.task, "its fit", partial(self._fit, instruction), self._planner)
 
     def _fit(self, instruction: Fit) -> Event:
@@ -525,21 +584,24 @@ class EngineRun:
         if was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
             training.may_spread = False
             training.revise(f"a part of a step did not fit, so none is spread any more: {training.to_begin_again}")
-        training.batch = refit(
-            state,
-            training.planned.reader,
-            batch,
-            self.can_hold,
-            misfit=None if was_part else instruction.unit,
-            error=training.to_begin_again,
-            may_split=not training.layers_moved_reader,
-        )
+        is_retried = training.is_retried
+        if not is_retried:  # else it fits as it is
+            training.batch = refit(
+                state,
+                training.planned.reader,
+                batch,
+                self.can_hold,
+                misfit=None if was_part else instruction.unit,
+                error=training.to_begin_again,
+                may_split=not training.layers_moved_reader,
+            )
         if (state.boundaries, state.accumulation_steps) != before:
             state.unit_s = shared_out(old_s, old, state.shards)
             training.revise(
                 str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             )
-        training.to_begin_again = None
+        training.to_begin_again, training.is_retried = None, False
+        assert training.batch is not None
         specs = self._specs if training.may_spread else self._specs[:1]
         training.planned.spread_over(specs, len(training.batch.micro_batches) if batch.training else None)
         training.stage()
@@ -551,6 +613,7 @@ class EngineRun:
             updates=training.updates,
             unit_s=training.planned.unit_s,
             spreads=training.planned.spreads,
+            is_retried=is_retried,
         )
 
     def _commit(self, instruction: Commit) -> Event:
@@ -567,6 +630,8 @@ class EngineRun:
                 f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
                 f"batch was read too early for exact results; let it draw at every step, or none"
             )
+        if instruction.training and (loss := training.nonfinite_loss()) is not None:
+            return self._not_finite(training, batch, loss)
         if instruction.training:
             assert training.optimizer is not None
             training.is_torn = True  # until it is through
@@ -577,12 +642,9 @@ class EngineRun:
                 report.loss_scales.append(record.loss_scale)
             if record.is_skipped:
                 report.skipped_steps.append(report.steps)
-            losses = [staging.losses[m] for m in range(len(batch.micro_batches))]
-            report.losses.append(losses[0] if state.accumulation_steps == 1 else sum(losses))
+            report.losses.append(training.loss)
             report.steps += 1
-            if batch.position is not None:
-                random = state.end_of_forward() if training.draws_from_main else batch.main
-                training.position = batch.position.with_random(random)
+            training.note_position()
             self._return_memory()
         elif training.planned.task.predicts:
             training.commit_prediction()
@@ -593,6 +655,26 @@ class EngineRun:
         if instruction.training:
             training.buffers, training.is_torn = list(state.pool.buffers), False
         return StepCommitted(instruction.task, instruction.training)
+
+    def _not_finite(self, training: RunningTask, batch: Batch, loss: float) -> Event:
+        """Do with a step as the task asks for: nothing of it is in the task's state, and nothing gets there."""
+        report, nonfinite = training.report, training.planned.task.nonfinite
+        error = NonFiniteLoss(report.name, batch.step, loss)
+        if nonfinite == "raise":
+            raise error
+        if nonfinite == "stop":
+            training.notifier.is_stopped = True  # its callbacks have been told all that was before
+            report.error = f"{report.name} stopped before step {batch.step}, whose loss is {loss}\n"
+            return TaskStopped(report.name, uncommitted=True)
+        assert training.optimizer is not None
+        training.record = training.optimizer.skipped()
+        if training.record.loss_scale is not None:
+            report.loss_scales.append(training.record.loss_scale)
+        report.skipped_steps.append(report.steps)
+        report.losses.append(loss)
+        report.steps += 1
+        training.note_position()
+        return StepCommitted(report.name, training=True)
 
     def _update(self, instruction: Update) -> Event:
         training = self._tasks[instruction.task]
@@ -605,13 +687,30 @@ class EngineRun:
                 optimizer.release(shard, state.staging, state.pool, training.batch.epoch)
             else:
                 assert training.record is not None
-                optimizer.update(shard, state.pool, training.record)
+                while not self._updated(training, optimizer, shard, training.record):
+                    pass
         except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
             training.is_torn = True
             step = training.report.steps - (0 if state.pool.early_release else 1)
             behind = f"its optimizer: shard {instruction.shard} misses the update of step {step}"
             self._events.put(Failed(instruction.task, error, behind))
         return ShardUpdated(instruction.task, instruction.shard)
+
+    def _updated(self, training: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: StepRecord) -> bool:
+        """Update a shard; False where that raised and may be tried again, and the shard is as it was."""
+        pool = training.state.pool
+        before = optimizer.before(shard, pool, record) if training.retries.are_asked_for else None
+        try:
+            optimizer.update(shard, pool, record)
+        except BaseException as error:
+            if before is None:
+                raise
+            before.put_back()
+            pool.renew(pool.owned(shard))
+            if not training.retries.allow(error, f"its optimizer, shard {shard.index},", training.report.steps - 1):
+                raise
+            return False
+        return True
 
     def _start_finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]

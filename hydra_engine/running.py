@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.batches import batch_size
+from hydra_engine.dram import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.events import DataFailed, Failed
 from hydra_engine.means import EvaluationMeans, joined
 from hydra_engine.notifier import Notifier
@@ -18,8 +20,10 @@ from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.parts import StepParts
 from hydra_engine.planner import PlannedTask
 from hydra_engine.progress import TaskProgress
+from hydra_engine.randomness import RandomState
 from hydra_engine.reader import Batch
 from hydra_engine.report import FAILED, Evaluation, Revision, TaskReport
+from hydra_engine.retries import Retries
 from hydra_engine.snapshot import Snapshot
 from hydra_engine.task_position import TaskPosition
 from hydra_engine.task_state import TaskState
@@ -33,6 +37,7 @@ class RunningTask:
     planned: PlannedTask
     report: TaskReport
     notifier: Notifier
+    retries: Retries
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     is_reading: bool = False
@@ -42,9 +47,11 @@ class RunningTask:
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
     is_spread: bool = False  # the batch in progress, over several devices
+    read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
     may_spread: bool = True  # over several devices; False once a part of a step did not fit
     to_begin_again: Exception | None = None  # why the step in progress has to be fitted
+    is_retried: bool = False  # the step in progress begins again as it is: it fits
     record: StepRecord | None = None
     means: EvaluationMeans | None = None  # of the evaluation in progress
     evaluation: Evaluation | None = None  # the last that is through
@@ -67,11 +74,31 @@ class RunningTask:
         if self.snapshot is not None:
             self.snapshot.secure(slots)
 
+    def note_position(self) -> None:
+        """The batch in progress is committed: the next begins where its layers have left the random stream."""
+        batch = self.batch
+        if batch is not None and batch.position is not None:
+            random = self.state.end_of_forward() if self.draws_from_main else batch.main
+            self.position = batch.position.with_random(random)
+
     @property
     def draws_from_main(self) -> bool:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
         assert self.batch is not None
         return self.state.accumulation_steps == 1 or not self.batch.training
+
+    @property
+    def loss(self) -> float:
+        """Of the step in progress, once its units are through: of all its micro-batches."""
+        losses = self.state.staging.losses
+        parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
+        return parts[0] if self.state.accumulation_steps == 1 else sum(parts)
+
+    def nonfinite_loss(self) -> float | None:
+        """The step's loss, where that is not finite and the task does not take any."""
+        if self.planned.task.nonfinite is None:
+            return None
+        return None if math.isfinite(loss := self.loss) else loss
 
     @property
     def updates(self) -> tuple[int, ...]:
@@ -165,4 +192,5 @@ class RunningTask:
             where = " in " + ", ".join(filter(None, (unit, event.where)))
             text = "".join(traceback.format_exception(event.error))
             self.report.status, self.report.exception = FAILED, event.error
-            self.report.error = f"{event.task} failed{where}\n{text}"
+            remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
+            self.report.error = f"{event.task} failed{where}\n{text}{remedy}"

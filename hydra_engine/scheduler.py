@@ -6,7 +6,7 @@ A task works through its batches; a batch is a chain of units, then a commit, th
                                    each: Load, Run, Computed, Stored
 
 Where a batch has new shapes, Fit -> Fitted stands for Begin; and a unit that does not fit, DidNotFit -> Fit -> Fitted,
-starts the step again, on a finer partition.
+starts the step again, on a finer partition. So does one that raised and is tried again, on the same.
 
 A unit is load-ready when its shard's weights are up to date. It is run-ready when its input is in DRAM as well, or on
 its way there: then on the device that computed the unit before it, and on no other until that is stored; gradients of
@@ -259,7 +259,7 @@ class Scheduler:
         )
         self._numbers = None
         task.unit_s = dict(event.unit_s)
-        if task.next_batch is not None:  # read before this
+        if task.next_batch is not None and not event.is_retried:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
         if task.over:
             self._advance(task)

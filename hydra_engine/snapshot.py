@@ -165,6 +165,7 @@ class Snapshot:
             "loss_scales": losses_to_state(report.loss_scales[: self.steps]),
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
             "revisions": [dict(vars(each)) for each in list(report.revisions)],
+            "retries": [dict(vars(each)) for each in list(report.retries)],
         }
 
     def _updated(self) -> Files:

@@ -19,6 +19,10 @@ from partitioners.precision import DTYPES
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
 
+# Of a loader, for one batch: what torch.distributed's collectives wait by default where they wait longest.
+LOADER_TIMEOUT_S = 1800.0
+NONFINITE = ("skip", "stop", "raise")
+
 
 class Model(nn.Sequential):
     """An `nn.Sequential` that shares the layers of `x`.
@@ -97,9 +101,9 @@ class ModelTask:
             stepped at once at the commit.
         early_release: update a shard as soon as its gradient has arrived, in the middle of the step. DRAM then holds
             the gradients of two shards instead of all: SGD takes little more than the weights. For tasks whose step
-            nothing can veto: not with `max_grad_norm`, float16 or scope "task". A failure or a stop in the middle of
-            a step leaves the shards above with that step's update, and a device that runs out of memory in a
-            recomputing backward fails the task.
+            nothing can veto: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. A failure
+            or a stop in the middle of a step leaves the shards above with that step's update, and a device that runs
+            out of memory in a recomputing backward fails the task.
         optimizer_device: where updates run. "host": on the CPU, under other work of the devices. "device": at the end
             of a shard's backward unit; the optimizer's state is loaded and stored with the shard, and no gradient
             crosses the link. Steps are then released early, with the limits of `early_release`, and nothing may hook
@@ -140,6 +144,24 @@ class ModelTask:
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
             room for when it comes.
+        max_retries: how often, in one run, the task goes on after an exception of a unit (load, forward, backward,
+            store, evaluation), of an update or of its loader, instead of failing. After a unit's the step begins again
+            from its first unit, with the same batch and the same random numbers; an update's shard is put back and
+            updated again; a loader is brought back to the last batch that it gave. Bits are those of a run in which
+            nothing was raised, as long as layers and loader keep nothing of the attempt. Not tried again: what is
+            raised in the commit (hooks on parameters, `lr_scheduler`, an optimizer of scope "task"), in callbacks and
+            set-up, what is no `Exception`, `DeviceLost`, `LoaderTimeout`. Above 0, each shard's weights, gradients,
+            optimizer state and averages are copied before it is updated; with 0 nothing is. In `TaskReport.retries`.
+        nonfinite: what becomes of a training step whose loss (as reported, of all its micro-batches) is infinite or
+            NaN. None: as in the plain loop, nobody looks. "skip": the step changes nothing, neither weights, optimizer
+            state, schedule, loss scale, averages nor buffers; its loss is in `losses`, its index in `skipped_steps`,
+            and the random stream goes on as it was drawn from. "stop": the task ends with the step before it, and
+            `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
+        loader_timeout_s: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
+            the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
+            does not count; `generate()`, which reads the first batch in your own thread, waits for ever. The default of
+            half an hour is what collectives of torch.distributed commonly wait: no batch takes as long, and a run of
+            days loses little.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
@@ -187,6 +209,9 @@ class ModelTask:
         scan_batches: bool = False,
         priority: int = 0,
         weight: float = 1.0,
+        max_retries: int = 0,
+        nonfinite: str | None = None,
+        loader_timeout_s: float | None = LOADER_TIMEOUT_S,
         compile: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -196,6 +221,8 @@ class ModelTask:
         _check_choice("optimizer_device", optimizer_device, ("host", "device", "auto"))
         vetoes = {"max_grad_norm": max_grad_norm is not None, "precision='float16'": precision == "float16"}
         vetoes["optimizer_scope='task'"] = optimizer_scope == "task"
+        _check_faults(max_retries, nonfinite, loader_timeout_s)
+        vetoes["max_retries"], vetoes["nonfinite"] = max_retries > 0, nonfinite is not None
         early = {"early_release": early_release, "optimizer_device='device'": optimizer_device == "device"}
         for option, veto in ((a, b) for a in early for b in vetoes if early[a] and vetoes[b]):
             raise ValueError(f"{option}: with {veto} a step waits until all gradients are there; leave out one")
@@ -247,6 +274,9 @@ class ModelTask:
         self.early_release = bool(early_release)
         self.priority = priority
         self.weight = float(weight)
+        self.max_retries = max_retries
+        self.nonfinite = nonfinite
+        self.loader_timeout_s = loader_timeout_s
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
@@ -353,6 +383,21 @@ def _check_interval(interval: object, validation: object) -> None:
     _check_int("validation_interval", interval)
     if validation is None:
         raise ValueError(f"validation_interval: {interval} without a validation loader; give validation=")
+
+
+def _check_faults(max_retries: object, nonfinite: object, loader_timeout_s: object) -> None:
+    if isinstance(max_retries, bool) or not isinstance(max_retries, int):
+        raise TypeError(f"max_retries: {max_retries!r} is not an int")
+    if max_retries < 0:
+        raise ValueError(f"max_retries: {max_retries}, limit: at least 0, which fails the task at its first error")
+    if nonfinite is not None:
+        _check_choice("nonfinite", nonfinite, NONFINITE)
+    if loader_timeout_s is None:
+        return
+    if isinstance(loader_timeout_s, bool) or not isinstance(loader_timeout_s, (int, float)):
+        raise TypeError(f"loader_timeout_s: {loader_timeout_s!r} is not a number; None waits for ever")
+    if not 0 < loader_timeout_s < math.inf:
+        raise ValueError(f"loader_timeout_s: {loader_timeout_s}, limit: finite, above 0; None waits for ever")
 
 
 def _check_choice(field: str, value: object, known: tuple[str, ...]) -> None:

@@ -84,13 +84,21 @@ class Worker:
         """Forget a task."""
         del self._executors[name]
         self._residents.forget(name)
-        for key in list(self._left):  # units of other tasks are begun meanwhile
-            if key[0] == name:
-                self._left.pop(key, None)
+        self._forget_left(name)
 
     def sweep(self, name: str) -> None:
         """A step of a task begins: nothing that was kept for the one before is of any use."""
         self._residents.sweep(name)
+
+    def begin_again(self, name: str) -> None:
+        """A step of a task begins again; nothing of it is under way. Its last unit here may have failed."""
+        self.sweep(name)
+        self._forget_left(name)
+
+    def _forget_left(self, name: str) -> None:
+        for key in list(self._left):  # units of other tasks are begun meanwhile
+            if key[0] == name:
+                self._left.pop(key, None)
 
     def holds(self, state: TaskState, shard: int) -> bool:
         """Whether most of a shard is on the device, or on its way there."""

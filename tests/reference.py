@@ -1,6 +1,7 @@
 """Plain PyTorch: the loop that says what the engine's results must be, and the only thing they are compared with."""
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ class Result:
     losses: list  # one float per step
     validation_losses: list  # one float per epoch
     loss_scales: list = field(default_factory=list)  # one float per step, with a grad_scaler
+    skipped_steps: list = field(default_factory=list)  # whose loss was not finite, with nonfinite="skip"
 
 
 def train(
@@ -38,6 +40,7 @@ def train(
     on_step=lambda: None,
     precision="float32",
     grad_scaler=None,
+    nonfinite=None,
 ):
     """Train `model` in place, on the CPU, and stop after `max_steps` steps if given.
 
@@ -58,6 +61,7 @@ def train(
             return result
         for batch in loader:  # iter() and the sampler draw too
             inputs, target = unpack(batch)
+            before = [buffer.clone() for buffer in model.buffers()]
             optimizer.zero_grad(set_to_none=True)
             n = accumulation_steps(len(result.losses)) if callable(accumulation_steps) else accumulation_steps
             if precision != "float32":
@@ -78,6 +82,14 @@ def train(
                 result.losses.append(sum(parts))
             if grad_scaler is not None:
                 result.loss_scales.append(grad_scaler.get_scale())
+            if nonfinite == "skip" and not math.isfinite(result.losses[-1]):
+                for buffer, value in zip(model.buffers(), before, strict=True):
+                    buffer.copy_(value)
+                result.skipped_steps.append(len(result.losses) - 1)
+                if len(result.losses) == max_steps:
+                    return result
+                continue
+            if grad_scaler is not None:
                 grad_scaler.unscale_(optimizer)
             if max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(params, max_grad_norm)

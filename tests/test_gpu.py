@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from hydra_engine import CudaDevice, ModelOrchestrator, ModelTask
 from hydra_engine.callbacks import Callback
+from hydra_engine.checkpoint import load_newest
 from partitioners import Presharded
 from tests import reference, zoo
 from tests.fake_cuda import MIB, FakeCuda
@@ -517,14 +518,15 @@ def test_a_device_side_assert_ends_the_process_with_the_others_saved(tmp_path):
     assert ended.returncode == 75, ended.stderr
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     [directory] = tmp_path.glob("hydra-rescue-*")
-    assert [path.name for path in directory.iterdir()] == ["other.pt"]
-    saved = torch.load(directory / "other.pt", weights_only=True)
+    checkpoint = load_newest(directory)
+    said = checkpoint.data["tasks"]
     assert expected["statuses"]["struck"] == ("failed", STRUCK_STEP)
-    assert expected["statuses"]["other"] == ("stopped", saved["steps"])
-    assert len(saved["losses"]) == saved["steps"]
-    assert saved["weights"].keys() == expected["weights"].keys()
-    assert all(torch.equal(each, expected["weights"][key]) for key, each in saved["weights"].items())
-    assert "last commits of other are in" in ended.stderr
+    assert expected["statuses"]["other"] == ("stopped", said["other"]["steps"])
+    assert (said["struck"]["over"], said["other"]["over"]) == ("lost", None)
+    weights = checkpoint.read_tensors("other", "weights.safetensors")
+    assert weights.keys() == expected["weights"].keys()
+    assert all(torch.equal(each, expected["weights"][key]) for key, each in weights.items())
+    assert "last commits are in" in ended.stderr
     assert "device-side assert" in ended.stderr
 
 

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 import shutil
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.disk import Disk
@@ -120,7 +123,7 @@ def saved_of(directory, name="task"):
     """Everything that a checkpoint holds of a task, as bytes and nested values that compare bit for bit."""
     found = load_newest(directory)
     state = found.read_nested(name, "state")
-    for key in ("position", "accumulation_steps", "revisions"):
+    for key in ("position", "accumulation_steps", "revisions", "retries"):
         state.pop(key)
     weights = found.read_tensors(name, "weights.safetensors")
     return plain([weights, state, found.read_nested(name, "optimizer")])
@@ -300,6 +303,12 @@ def test_plan_made_before_is_made_anew(tmp_path):
 
 def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     """It was not there as the call began."""
+    begun = []
+
+    class Notes(Callback):
+        def on_step(self, report):
+            begun.append(report.steps)
+
     expected = orchestra_of([task_of(name="b", draws=True)]).train_models().tasks["b"].losses
     first = [task_of(name="a"), task_of(name="b", draws=True, callbacks=[FailsAfter(5)])]
     orchestra_of(first, tmp_path).train_models()
@@ -307,11 +316,12 @@ def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     class Adds(Callback):
         def on_epoch(self, report, epoch):
             if epoch == 0:
-                orchestra.add_task(task_of(name="b", draws=True))
+                orchestra.add_task(task_of(name="b", draws=True, callbacks=[Notes()]))
 
-    orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path)
+    orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path, keep=1)
     report = orchestra.train_models(resume=True)
     assert report.tasks["b"].losses == expected
+    assert begun[0] == 6
     assert load_newest(tmp_path).data["tasks"].keys() == {"a", "b", "c"}
 
 
@@ -445,6 +455,15 @@ def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
     orchestra.train_models()
     tasks = load_newest(tmp_path).data["tasks"]
     assert {name: each["over"] for name, each in tasks.items()} == {"a": "finished", "b": "finished"}
+
+
+def test_what_a_run_saves_is_documented(tmp_path):
+    orchestra_of([task_of(epochs=1)], tmp_path).train_models()
+    found = load_newest(tmp_path)
+    text = (Path(hydra_engine.__file__).parent / "checkpoint.md").read_text()
+    assert set(re.findall(r"^\| `data\.(\w+)` \|", text, re.MULTILINE)) == found.data.keys()
+    [row] = re.findall(r"^\| `state` \(nested\) \| (.*) \|", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == found.read_nested("task", "state").keys()
 
 
 def test_last_ones_are_kept_and_what_they_say_of_the_run(tmp_path):
