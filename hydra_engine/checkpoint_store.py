@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine import restart
-from hydra_engine.checkpoint import Checkpoint
+from hydra_engine.checkpoint import Checkpoint, newest_first
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
 from hydra_engine.resumed import LOST, SavedTask
@@ -117,8 +117,8 @@ class CheckpointStore:
 
     def remedy(self) -> str:
         """How to go on after the process has ended."""
-        if self.directory is None:
-            return "nothing is saved: no task had committed a step, or no directory could be written to"
+        if self.directory is None or not newest_first(self.directory):
+            return "nothing is saved: no directory could be written to; begin again without the task or its data"
         return (
             f"last commits are in {self.directory}; go on without the task that struck the device by "
             f"`hydra-engine resume {self.directory}`"

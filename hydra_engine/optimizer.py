@@ -161,6 +161,7 @@ class TaskOptimizer:
             parameter = parameters[index] if master is None else nn.Parameter(master)
             parameter.grad = gradient.to(parameter.dtype)
             own[id(self._by_index[index].parameter)] = parameter
+        self.secure(())  # the schedule may go on to an epoch
         groups = self._record_released(self.epoch).groups
         part = part_of(
             self.optimizer, [{**g, "params": [own[id(p)] for p in g["params"] if id(p) in own]} for g in groups]

@@ -59,7 +59,7 @@ from hydra_engine.resumed import LOST
 from hydra_engine.retries import FINAL, Retries
 from hydra_engine.running import RunningTask
 from hydra_engine.saver import Saver
-from hydra_engine.saving import Saving
+from hydra_engine.saving import Saving, note_event, note_instruction
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
 from hydra_engine.shard import Shard
@@ -133,7 +133,7 @@ class EngineRun:
         self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
-        self._saving = None if saver is None else Saving(saver, self._tasks, self._submit_apart)
+        self._saving = None if saver is None else Saving(saver, self._tasks, self._pool.submit)
         self._rescue = rescue
         self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
@@ -353,6 +353,7 @@ class EngineRun:
             self._read_again(event.task)
             return
         event = self._made_fit(event)
+        note_event(self._tasks, event)
         if self._saving is not None:
             self._saving.told(event)
         if isinstance(event, (BatchReady, DataEnded, DataFailed)):
@@ -372,13 +373,12 @@ class EngineRun:
         if isinstance(event, StepCommitted) and event.training:
             self._tasks[event.task].notifier.step()
         for instruction in self._scheduler.handle(event):
-            if self._saving is not None:
-                self._saving.instructed(instruction)
+            note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
-            self._saving = Saving(rescue(), self._tasks, self._submit_apart)
+            self._saving = Saving(rescue(), self._tasks, self._pool.submit)
         except Exception as error:  # the run ends all the same
             print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
 
@@ -498,10 +498,6 @@ class EngineRun:
         return self._workers[device].holds(self._tasks[task].state, shard)
 
     # -- instructions
-
-    def _submit_apart(self, job: Callable[[], None]) -> None:
-        """A job that reports nothing, and raises nothing."""
-        self._pool.submit(job)
 
     def _submit(
         self, task: str, where: str, job: Callable[[], Event | None], pool: ThreadPoolExecutor | None = None

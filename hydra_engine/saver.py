@@ -72,6 +72,7 @@ class Saver:
         self._every = every
         self._about = about
         self._tasks = dict(tasks)
+        self._given_steps: dict[str, int] = {}  # of each task's last turn, whatever came of it
         self._saved_steps: dict[str, int] = {}
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
         self.cost = SaveCost()
@@ -95,7 +96,7 @@ class Saver:
         if self._every.seconds is not None:
             return time.monotonic() - self._begun_s >= self._every.seconds
         assert self._every.steps is not None
-        return steps - self._saved_steps.get(task, 0) >= self._every.steps
+        return steps - self._given_steps.get(task, 0) >= self._every.steps
 
     def has(self, task: str, steps: int) -> bool:
         """Whether a task is saved, or being saved, as it is after so many steps."""
@@ -103,7 +104,7 @@ class Saver:
 
     def began_at(self, task: str, steps: int) -> None:
         """A task goes on from so many steps, which are saved."""
-        self._saved_steps[task] = steps
+        self._given_steps[task] = self._saved_steps[task] = steps
 
     def begin(self, tasks: Collection[str]) -> None:
         """Begin a round of these tasks; each is given, or passed over, later."""
@@ -117,12 +118,12 @@ class Saver:
         self._wanted.discard(name)
         assert self._round is not None
         if snapshot is not None:
-            self._saved_steps[name] = snapshot.steps
+            self._given_steps[name] = self._saved_steps[name] = snapshot.steps
         given = self._round.given
         return lambda: given.put((name, snapshot))
 
     def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
-        """Save that a task is over, and how it is, unless it stays as it was saved; then call. From any thread.
+        """Save that a task is over, and how it is, unless that is saved already; then call. From any thread.
 
         It is called whether that could be saved or not.
         """
@@ -175,16 +176,27 @@ class Saver:
                 if snapshot is not None and self._is_whole(snapshot):
                     self._add(new, snapshot)
 
+        is_saved = False
         try:
-            self._save(add_all, snapshots, is_full=True)
+            is_saved = self._save(add_all, snapshots, is_full=True)
         finally:
-            while left:  # nobody shall wait for what is not written
-                next_one()
+            # Nobody shall wait for what is not written; or the tasks that are left might wait behind who does.
             for each in snapshots:
                 each.done()
+            while left:
+                last = next_one()
+                if last is not None:
+                    last.done()
+            for each in snapshots:
+                if not is_saved or each.error is not None:
+                    self._saved_steps.pop(each.name, None)
 
     def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
         try:
+            saved = self._tasks.get(task)
+            now = None if snapshot is None else (snapshot.steps, over)
+            if over is None and saved is not None and (saved["steps"], saved["over"]) == now:
+                return
             if snapshot is not None and self._is_whole(snapshot):
                 self._save(lambda new: self._add(new, snapshot), [snapshot], is_full=False)
             elif over is not None:
@@ -215,15 +227,15 @@ class Saver:
         ended: Mapping[str, dict[str, Any]] = MappingProxyType({}),
         *,
         is_full: bool,
-    ) -> None:
-        """Save what `add` adds, and the other tasks as they were; `snapshots` is filled meanwhile."""
+    ) -> bool:
+        """Save what `add` adds, and other tasks as they were; `snapshots` is filled meanwhile. Whether it is there."""
         start_s, self._waited_s = time.perf_counter(), 0.0
         try:
             with self.directory.begin() as new:
                 add(new)
                 whole = [each for each in snapshots if each.error is None]
                 if not whole and not ended:
-                    return
+                    return False
                 tasks = {**self._tasks, **ended}
                 for name in tasks.keys() - {each.name for each in whole}:
                     if self.directory.newest_files(name):
@@ -233,10 +245,8 @@ class Saver:
         except Exception as error:
             with self._lock:
                 self._report = replace(self._report, num_failed=self._report.num_failed + 1)
-            for each in snapshots:
-                self._saved_steps.pop(each.name, None)
             self.tell(f"a checkpoint could not be saved, and training goes on without: {error}")
-            return
+            return False
         self._tasks = tasks
         self._has_frozen |= {each.name for each in whole}
         with self._lock:
@@ -250,6 +260,7 @@ class Saver:
             )
         for message in saved.messages:
             self.tell(message)
+        return True
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""

@@ -9,50 +9,56 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from hydra_engine.events import Commit, Event, Failed, Instruction, Run, ShardUpdated, StepCommitted, TaskStopped
+from hydra_engine.events import Commit, Event, Instruction, Run, ShardUpdated, StepCommitted, TaskStopped
 from hydra_engine.running import RunningTask
 from hydra_engine.saver import Saver
 from hydra_engine.schedule import BACKWARD, FUSED
 from hydra_engine.snapshot import Snapshot
 
 
+def note_event(tasks: Mapping[str, RunningTask], event: Event) -> None:
+    """Note what an event changes about which tasks are settled; also while nothing is saved: it may be, any moment."""
+    if isinstance(event, StepCommitted):
+        training = tasks[event.task]
+        training.is_committing = False
+        if event.training:
+            training.is_releasing = False
+            training.num_updating = 0 if training.state.pool.early_release else len(training.updates)
+    elif isinstance(event, ShardUpdated):
+        training = tasks[event.task]
+        training.num_updating = max(0, training.num_updating - 1)
+    elif isinstance(event, TaskStopped) and event.uncommitted:
+        tasks[event.task].is_committing = False
+
+
+def note_instruction(tasks: Mapping[str, RunningTask], instruction: Instruction) -> None:
+    """The same of an instruction, before it is carried out."""
+    if isinstance(instruction, Commit):
+        tasks[instruction.task].is_committing = True
+    elif isinstance(instruction, Run) and instruction.unit.kind in (FUSED, BACKWARD):
+        training = tasks[instruction.unit.task]
+        training.is_releasing = training.state.pool.early_release
+
+
 class Saving:
-    """Belongs to the thread that decides; `submit` runs a job in a pool."""
+    """Belongs to the thread that decides; `submit` runs a job in a pool; it holds no run, which would hold itself."""
 
     def __init__(
-        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], None]
+        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], object]
     ) -> None:
         self.saver = saver
         self._tasks = tasks
         self._submit = submit
 
     def told(self, event: Event) -> None:
-        """Before the event is acted upon."""
+        """Before the event is acted upon, and after `note_event`."""
         if isinstance(event, StepCommitted):
             training = self._tasks[event.task]
-            training.is_committing = False
-            if event.training:
-                training.is_releasing = False
-                training.num_updating = 0 if training.state.pool.early_release else len(training.updates)
-                if self.saver.is_due(event.task, training.report.steps):
-                    self._begin()
+            if event.training and self.saver.is_due(event.task, training.report.steps):
+                self._begin()
             self._capture(training)
         elif isinstance(event, ShardUpdated):
-            training = self._tasks[event.task]
-            training.num_updating = max(0, training.num_updating - 1)
-            self._capture(training)
-        elif isinstance(event, (Failed, TaskStopped)):
-            training = self._tasks[event.task]
-            if isinstance(event, TaskStopped) and event.uncommitted:
-                training.is_committing = False
-
-    def instructed(self, instruction: Instruction) -> None:
-        """Before an instruction is carried out."""
-        if isinstance(instruction, Commit):
-            self._tasks[instruction.task].is_committing = True
-        elif isinstance(instruction, Run) and instruction.unit.kind in (FUSED, BACKWARD):
-            training = self._tasks[instruction.unit.task]
-            training.is_releasing = training.state.pool.early_release
+            self._capture(self._tasks[event.task])
 
     def ends(self, training: RunningTask) -> None:
         """Nothing of a task is under way any more: a round need not wait for it."""
@@ -68,9 +74,6 @@ class Saving:
         snapshot = None
         is_whole = not (training.is_torn or training.is_releasing)
         if training.position is not None and training.optimizer is not None and is_whole:
-            if over is None and self.saver.has(report.name, report.steps):
-                then()
-                return
             snapshot = self._snapshot(training, over)
             snapshot.capture()
         self.saver.save_end(report.name, over, snapshot, then)

@@ -160,7 +160,7 @@ class Snapshot:
             "validation_losses": losses_to_state(report.validation_losses[:num]),
             "validation_steps": report.validation_steps[:num],
             "validation_metrics": {
-                name: losses_to_state(values[:num]) for name, values in report.validation_metrics.items()
+                name: losses_to_state(values[:num]) for name, values in list(report.validation_metrics.items())
             },
             "loss_scales": losses_to_state(report.loss_scales[: self.steps]),
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
@@ -171,15 +171,18 @@ class Snapshot:
     def _updated(self) -> Files:
         """What the optimizer's updates change beside weights."""
         files = nested_files(OPTIMIZER, self._optimizer.state(), f"task {self.name!r}: optimizer")
-        slots = {
-            each.untyped_storage().data_ptr(): slot for slot, each in self._optimizer.moving_tensors() if each.numel()
-        }
+        slots: dict[int, int | None] = {}
+        for slot, each in self._optimizer.moving_tensors():
+            if each.numel():
+                # An optimizer may cut states of several parameters from one piece, which then belongs to none.
+                memory = each.untyped_storage().data_ptr()
+                slots[memory] = slot if slots.get(memory, slot) == slot else None
         for name, tensors in files.items():
             if not isinstance(tensors, bytes):
                 files[name] = {key: self._as_moving(slots, tensor) for key, tensor in tensors.items()}
         return files
 
-    def _as_moving(self, slots: Mapping[int, int], tensor: Tensor | MovingTensor) -> Tensor | MovingTensor:
+    def _as_moving(self, slots: Mapping[int, int | None], tensor: Tensor | MovingTensor) -> Tensor | MovingTensor:
         assert isinstance(tensor, Tensor)
         slot = slots.get(tensor.untyped_storage().data_ptr())
         # What belongs to no parameter may change whenever the optimizer likes.

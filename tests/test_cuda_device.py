@@ -4,6 +4,7 @@ tests/test_gpu.py is what a GPU is asked. Here every copy that nobody waits for 
 checked; nothing here says that CUDA itself does what is expected of it.
 """
 
+import errno
 import threading
 import weakref
 
@@ -17,6 +18,7 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.callbacks import Callback
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
+from hydra_engine.disk import Disk
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
 from hydra_engine.trace import Trace
@@ -643,6 +645,39 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
     assert (report.tasks["struck"].status, report.tasks["struck"].steps) == ("failed", STRUCK_STEP)
     for name, (_, model) in again.items():
         exact.assert_as_expected(report, name, model, exact.expected(name, optimizer="adam"))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("settings", [{"early_release": True}, {"optimizer_device": "device"}], ids=str)
+def test_a_step_that_a_lost_device_cut_off_is_not_saved(lost_cuda, tmp_path, num_devices, settings):
+    """Some of its weights are updated already, and nobody had asked for checkpoints."""
+    names = ("gpt", "dropout")
+    others = [exact.task_of(name, optimizer="adam", **settings)[0] for name in names]
+    orchestra = orchestra_of([striking_task(lost_cuda)[0], *others], devices_of(lost_cuda, num_devices))
+    with pytest.raises(SystemExit):
+        orchestra.train_models()
+    orchestra.report = None
+    [directory] = tmp_path.glob("hydra-rescue-*")
+    again = {name: exact.task_of(name, optimizer="adam", **settings) for name in names}
+    tasks = [striking_task(lost_cuda)[0], *(task for task, _ in again.values())]
+    resumed = orchestra_of(tasks, [EmulatedDevice(MIB)], checkpoint_dir=directory).train_models(resume=True)
+    for name, (_, model) in again.items():
+        exact.assert_as_expected(resumed, name, model, exact.expected(name, optimizer="adam"))
+
+
+def test_a_lost_device_says_so_where_nothing_could_be_saved(lost_cuda, capsys, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Disk, "write", refuse)
+    orchestra = orchestra_of([striking_task(lost_cuda)[0]], devices_of(lost_cuda))
+    with pytest.raises(SystemExit):
+        orchestra.train_models()
+    text = capsys.readouterr().err
+    assert "a checkpoint could not be saved" in text
+    assert "nothing is saved: no directory could be written to" in text
+    assert "hydra-engine resume" not in text
+    orchestra.report = None
 
 
 def committed(name, num_steps):
