@@ -10,8 +10,9 @@ class Callback:
 
     A call sees the report as it was at its step: the task's next commit waits for it, while devices compute on. The
     model's weights may be in the middle of that step's updates until the task's end. Draw nothing from the process-wide
-    random generators there, as making a model does: loaders read them at the same time. Raise `StopTask` to end the task
-    with what it has committed; anything else that is raised fails the task.
+    random generators there, as making a model does: loaders read them at the same time.
+
+    Raise `StopTask` to end the task with what it has committed; anything else that is raised fails the task.
     """
 
     def on_step(self, report: TaskReport) -> None:
