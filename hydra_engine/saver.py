@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.new_checkpoint import NewCheckpoint
-from hydra_engine.report import CheckpointReport
+from hydra_engine.report import FINISHED, STOPPED, CheckpointReport
 from hydra_engine.snapshot import FROZEN, SaveCost, Snapshot
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
@@ -199,7 +200,8 @@ class Saver:
                 return
             if snapshot is not None and self._is_whole(snapshot):
                 self._save(lambda new: self._add(new, snapshot), [snapshot], is_full=False)
-            elif over is not None:
+            elif over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
+                # Of one that has ended well and cannot be saved, an older step stays, which is not its end.
                 before = self._tasks.get(task, {"steps": 0, "loss": None})
                 self._save(lambda _: None, [], {task: {**before, "over": over}}, is_full=False)
         finally:
@@ -264,6 +266,7 @@ class Saver:
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""
-        print(f"hydra_engine: {message}", file=sys.stderr)
         with self._lock:
             self._report = replace(self._report, messages=(*self._report.messages, message))
+        with suppress(OSError, ValueError):  # nobody may read it any more, and what is saved goes before
+            print(f"hydra_engine: {message}", file=sys.stderr)

@@ -8,9 +8,11 @@ import threading
 import weakref
 
 import pytest
+import torch
 
 from hydra_engine import Callback, snapshot
 from hydra_engine.checkpoint import load_newest
+from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.disk import Disk
 from hydra_engine.run import EngineRun
 from tests.test_resumed import LOADERS, NUM_STEPS, PATIENCE_S, orchestra_of, shuffled, task_of
@@ -122,3 +124,49 @@ def test_a_run_that_saved_is_freed_as_its_call_returns(tmp_path, monkeypatch):
         assert run() is None
     finally:
         gc.enable()
+
+
+class Unsavable(torch.optim.SGD):
+    """Keeps something beside that is no value, from the fourth step on."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                count = self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+                if count >= 4:
+                    self.state[parameter]["handle"] = threading.Lock()
+
+
+def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_last(tmp_path, monkeypatch, capsys):
+    """And others are saved."""
+    is_saved, publish = threading.Event(), CheckpointDirectory._publish
+
+    def published(directory, path, manifest):
+        found = publish(directory, path, manifest)
+        if "a" in manifest.folders:
+            is_saved.set()
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+
+    class Waits(Callback):
+        def on_step(self, report):
+            assert report.steps != 3 or is_saved.wait(PATIENCE_S)
+
+    def tasks(*callbacks):
+        return [
+            task_of(name="a", epochs=1, optimizer=Unsavable, callbacks=callbacks),
+            task_of(name="b", epochs=1),
+        ]
+
+    expected = orchestra_of(tasks()).train_models().tasks["a"].losses
+    report = orchestra_of(tasks(Waits()), tmp_path).train_models()
+    assert report.checkpoints.num_failed == 0
+    found = load_newest(tmp_path).data["tasks"]
+    assert found["a"]["steps"] <= 3
+    assert found["a"]["over"] is None
+    assert (found["b"]["steps"], found["b"]["over"]) == (6, "finished")
+    assert "task 'a' could not be saved at step 6: task 'a': optimizer" in capsys.readouterr().err
+    report = orchestra_of(tasks(), tmp_path).train_models(resume=True)
+    assert (report.tasks["a"].status, report.tasks["a"].losses) == ("finished", expected)
