@@ -128,7 +128,7 @@ class EngineRun:
         self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
-        self._saving = None if saver is None else Saving(saver, self._tasks, self._submit_apart)
+        self._saving = None if saver is None else Saving(saver, self._tasks, self._pool.submit)
         self._rescue = rescue
         self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
@@ -366,7 +366,7 @@ class EngineRun:
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
-            self._saving = Saving(rescue(), self._tasks, self._submit_apart)
+            self._saving = Saving(rescue(), self._tasks, self._pool.submit)
         except Exception as error:  # the run ends all the same
             print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
 
@@ -443,10 +443,6 @@ class EngineRun:
         return self._workers[device].holds(self._tasks[task].state, shard)
 
     # -- instructions
-
-    def _submit_apart(self, job: Callable[[], None]) -> None:
-        """A job that reports nothing, and raises nothing."""
-        self._pool.submit(job)
 
     def _submit(
         self, task: str, where: str, job: Callable[[], Event | None], pool: ThreadPoolExecutor | None = None
@@ -641,6 +637,8 @@ class EngineRun:
     def _conclude(self, training: RunningTask) -> None:
         """Say what became of a task."""
         report, optimizer = training.report, training.optimizer
+        if training.notifier.failed is not None:  # its event may not have been handled yet
+            training.note_failure(training.notifier.failed)
         if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
             return
         if optimizer is not None:

@@ -17,10 +17,13 @@ from hydra_engine.snapshot import Snapshot
 
 
 class Saving:
-    """Belongs to the thread that decides; `submit` runs a job in a pool."""
+    """Belongs to the thread that decides; `submit` runs a job in a pool, and is no method of the run's.
+
+    Through one, the run would be part of a cycle: its memory, and the user's loaders, would wait for the collector.
+    """
 
     def __init__(
-        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], None]
+        self, saver: Saver, tasks: Mapping[str, RunningTask], submit: Callable[[Callable[[], None]], object]
     ) -> None:
         self.saver = saver
         self._tasks = tasks
