@@ -178,10 +178,13 @@ class Saver:
         try:
             self._save(add_all, snapshots, is_full=True)
         finally:
-            while left:  # nobody shall wait for what is not written
-                next_one()
+            # Nobody shall wait for what is not written: an update that does keeps its thread from capturing the others.
             for each in snapshots:
                 each.done()
+            while left:
+                snapshot = next_one()
+                if snapshot is not None:
+                    snapshot.done()
 
     def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
         try:
