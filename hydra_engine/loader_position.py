@@ -146,11 +146,14 @@ class _Advanced:
     def advance(self) -> None:
         """Draw what is before the position, unless an iterator has done so."""
         position, self._sampler.position = self._sampler.position, None
+        # A loader keeps the iterator of its persistent workers, which keeps the sampler: a cycle, whose workers torch
+        # ends only after time-outs.
+        loader, self._sampler.loader = self._sampler.loader, None
         if position is None:
             return
         if position.start.has_workers:  # no seed was drawn for them then, as it was just now
             install(position.start.random)
-            set_states(self._sampler.loader, position.start.generators)
+            set_states(loader, position.start.generators)
             self._indices = iter(self._sampler.sampler)
         after_first = None
         for k in range(position.num_batches):
@@ -167,7 +170,7 @@ class _AdvancedOnce:
     """
 
     def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
-        self.loader = loader
+        self.loader: Any = loader  # until the position was reached
         self.sampler = sampler
         self.position: LoaderPosition | None = position  # until it was reached
         self.drew_later = False  # at every batch, not only at the first

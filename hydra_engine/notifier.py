@@ -33,6 +33,7 @@ class Notifier:
         self._put = put
         self._last: Future[None] | None = None  # the last call that was asked for
         self.is_stopped = False  # by a callback: nothing more is to be committed
+        self.failed: Failed | None = None  # what a callback raised
 
     def step(self) -> None:
         """A training step was committed."""
@@ -76,5 +77,6 @@ class Notifier:
             self.is_stopped = True
             self._put(TaskStopped(self._report.name))
         except BaseException as error:
+            self.failed = Failed(self._report.name, error, "its callback")
             self.is_stopped = True
-            self._put(Failed(self._report.name, error, "its callback"))
+            self._put(self.failed)

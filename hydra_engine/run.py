@@ -736,6 +736,8 @@ class EngineRun:
     def _conclude(self, training: RunningTask) -> None:
         """Say what became of a task."""
         report, optimizer = training.report, training.optimizer
+        if training.notifier.failed is not None:  # its event may not have been handled yet
+            training.note_failure(training.notifier.failed)
         if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
             return
         if optimizer is not None:

@@ -1,6 +1,8 @@
 """After a restore the batches are bit for bit those of the loop that was not interrupted, whatever draws in between."""
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -232,6 +234,24 @@ def test_loaders_with_workers(data, persistent):
     found, message, _ = resumed(make, interrupted(make, epoch, 3))
     assert found == [expected[0][3:], expected[1]]
     assert message is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
+    """From which torch's workers end only after time-outs."""
+    make = workers(Plain, persistent_workers=True)
+    position, loader, stream = interrupted(make, 1, 3), make(), seeded_stream()
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = restore(loader, stream, position).iterator
+        with installed(stream):
+            next(iterator)
+        freed = weakref.ref(loader)
+        del loader, iterator
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -1,10 +1,12 @@
 """A run that goes on from a checkpoint ends with the bits of one that was never interrupted."""
 
 import errno
+import gc
 import os
 import re
 import shutil
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.disk import Disk
+from hydra_engine.run import EngineRun
+from hydra_engine.saver import Saver
 from partitioners import Presharded
 from tests import exact, zoo
 
@@ -285,6 +289,64 @@ def test_a_stopped_task_stays_stopped(tmp_path):
     report = orchestra_of([again], tmp_path).train_models(resume=True)
     assert (report.tasks["task"].status, report.tasks["task"].steps) == ("stopped", 4)
     exact.assert_same_state(zoo.state(again.model), zoo.state(first.model))
+
+
+def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
+    """Also where the task's end is saved before the thread that decides has heard of the failure."""
+    ending, saved = threading.Event(), threading.Event()
+    start_finish, note_failure, save_end = EngineRun._start_finish, EngineRun._note_failure, Saver.save_end
+
+    def starts(run, instruction):
+        start_finish(run, instruction)
+        ending.set()
+
+    def notes(run, event):
+        assert saved.wait(PATIENCE_S)
+        note_failure(run, event)
+
+    def saves(*arguments):
+        save_end(*arguments)
+        saved.set()
+
+    class Fails(Callback):
+        def on_step(self, report):
+            if report.steps == NUM_STEPS:
+                assert ending.wait(PATIENCE_S)
+                raise Boom
+
+    expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineRun, "_start_finish", starts)
+        patched.setattr(EngineRun, "_note_failure", notes)
+        patched.setattr(Saver, "save_end", saves)
+        with pytest.raises(Boom):
+            orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()
+    found = load_newest(tmp_path)
+    assert found.data["tasks"]["task"]["over"] == "failed"
+    assert "Boom" in found.read_nested("task", "state")["error"]
+    again = orchestra_of([task_of()], tmp_path).train_models(resume=True).tasks["task"]
+    assert (again.status, again.losses) == ("finished", expected)
+
+
+def test_a_run_that_saves_is_freed_without_the_cyclic_collector(tmp_path, monkeypatch):
+    """With it go devices' arenas, and the workers of loaders, which torch ends only from a loader that is let go."""
+    runs = []
+    close = EngineRun._close
+
+    def closes(run):
+        runs.append(weakref.ref(run))
+        close(run)
+
+    monkeypatch.setattr(EngineRun, "_close", closes)
+    orchestra = orchestra_of([task_of()], tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        orchestra.train_models()
+        [run] = runs
+        assert run() is None
+    finally:
+        gc.enable()
 
 
 def test_resume_begins_where_nothing_is_saved(tmp_path):
