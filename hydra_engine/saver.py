@@ -240,7 +240,13 @@ class Saver:
                     return False
                 tasks = {**self._tasks, **ended}
                 for name in tasks.keys() - {each.name for each in whole}:
-                    if self.directory.newest_files(name):
+                    if tasks[name]["over"] is not None and self._is_spoilt(name):
+                        tasks[name] = {**tasks[name], "steps": 0, "loss": None}  # whose files are not there any more
+                        self.tell(
+                            f"what was saved of task {name!r} has been damaged since, and is left out: a resume trains "
+                            f"it from the beginning, unless it is from an older checkpoint"
+                        )
+                    elif self.directory.newest_files(name):
                         new.keep(name)
                 tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
                 saved = new.commit({"tasks": tasks, **self._about()}, is_full=is_full)
@@ -263,6 +269,12 @@ class Saver:
         for message in saved.messages:
             self.tell(message)
         return True
+
+    def _is_spoilt(self, task: str) -> bool:
+        """Whether a file of a task in the newest checkpoint is gone: nobody can write that anew once it is over."""
+        newest = self.directory.newest
+        is_there = newest is not None and task in newest.task_names
+        return is_there and newest is not None and self.directory.newest_files(task) != newest.files(task)
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""

@@ -170,3 +170,25 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
     assert "task 'a' could not be saved at step 6: task 'a': optimizer" in capsys.readouterr().err
     report = orchestra_of(tasks(), tmp_path).train_models(resume=True)
     assert (report.tasks["a"].status, report.tasks["a"].losses) == ("finished", expected)
+
+
+def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path, monkeypatch, capsys):
+    publish, damaged = CheckpointDirectory._publish, []
+
+    def published(directory, path, manifest):
+        found = publish(directory, path, manifest)
+        if manifest.data["tasks"].get("a", {}).get("over") == "finished" and not damaged:
+            damaged.extend(tmp_path.glob("checkpoint-*/*-a/optimizer.json"))
+            for each in damaged:
+                each.unlink()
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+    report = orchestra_of([task_of(name="a", epochs=1), task_of(name="b", epochs=10)], tmp_path).train_models()
+    assert report.checkpoints.num_failed == 0
+    assert capsys.readouterr().err.count("what was saved of task 'a' has been damaged since") == 1
+    assert load_newest(tmp_path).data["tasks"]["b"]["steps"] == report.tasks["b"].steps
+    again = [task_of(name="a", epochs=1), task_of(name="b", epochs=10)]
+    resumed = orchestra_of(again, tmp_path).train_models(resume=True)
+    assert resumed.tasks["a"].losses == report.tasks["a"].losses
+    assert resumed.tasks["b"].losses == report.tasks["b"].losses
