@@ -17,6 +17,8 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.resumed import LOST, SavedTask
 from hydra_engine.saver import Every, Saver
 
+RESCUE = "hydra-rescue-"
+
 
 class CheckpointStore:
     """A directory that is open while a call trains, or none; what was saved there before, and by whom."""
@@ -46,7 +48,12 @@ class CheckpointStore:
     @property
     def may_save(self) -> bool:
         """Whether there is a directory, or one is asked for."""
-        return self.directory is not None or restart.directory_asked_for() is not None
+        asked_for = restart.directory_asked_for()
+        return self.directory is not None or (asked_for is not None and self._is_for_this(asked_for))
+
+    def _is_for_this(self, asked_for: Path) -> bool:
+        """Whether this one saves there; one without a directory does if it was made as a device was lost."""
+        return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
 
     def open(self, *, resume: bool) -> Checkpoint | None:
         """Lock the directory, and find what there is to go on from: at once where `hydra-engine resume` asks for it.
@@ -54,7 +61,7 @@ class CheckpointStore:
         Raises CheckpointError where it holds checkpoints of another run that is not to be resumed.
         """
         asked_for = restart.directory_asked_for()
-        if asked_for is not None and self.directory in (None, asked_for):
+        if asked_for is not None and self._is_for_this(asked_for):
             self.directory, resume = asked_for, True
             restart.forget()  # others in this process begin anew
         if self.directory is None:
@@ -126,7 +133,7 @@ class CheckpointStore:
 
 
 def _new_directory(parents: Iterable[Path]) -> Path:
-    stamp, refused = time.strftime("hydra-rescue-%Y%m%d-%H%M%S"), []
+    stamp, refused = time.strftime(f"{RESCUE}%Y%m%d-%H%M%S"), []
     for parent in parents:
         try:
             return Path(tempfile.mkdtemp(prefix=f"{stamp}-", dir=parent))

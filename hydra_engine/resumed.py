@@ -58,9 +58,9 @@ class SavedTask:
             if {name: each.shape for name, each in other.items()} != {n: each.shape for n, each in of_loss.items()}:
                 raise ValueError("its loss holds other parameters")
             own = {name: torch.empty_like(buffers[number]) for name, number in layout.persistent_buffers().items()}
+            self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
             if frozen or FROZEN in self._checkpoint.files(self._name):
                 self._checkpoint.read_tensors(self._name, FROZEN, into=frozen)
-            self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
         except ValueError as error:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():

@@ -75,6 +75,7 @@ class Saver:
         self._tasks = dict(tasks)
         self._given_steps: dict[str, int] = {}  # of each task's last turn, whatever came of it
         self._saved_steps: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()  # which task could not be saved, and why
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
         self.cost = SaveCost()
         self._begun_s = time.monotonic()  # of the last round
@@ -210,7 +211,9 @@ class Saver:
             then()
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
-        if snapshot.error is not None:
+        said = (snapshot.name, str(snapshot.error))
+        if snapshot.error is not None and said not in self._said:  # it may be so at every save
+            self._said.add(said)
             self.tell(f"task {snapshot.name!r} could not be saved at step {snapshot.steps}: {snapshot.error}")
         return snapshot.error is None
 

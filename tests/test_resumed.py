@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hydra_engine
-from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask, restart
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.disk import Disk
 from hydra_engine.run import EngineRun
@@ -510,6 +510,38 @@ def test_refusals(tmp_path):
     other = task_of(optimizer=torch.optim.SGD, lr_scheduler=lambda each: torch.optim.lr_scheduler.StepLR(each, 1))
     with pytest.raises(ValueError, match="lr_scheduler: the task has one, and was saved with none"):
         orchestra_of([other], tmp_path).train_models(resume=True)
+
+
+@pytest.mark.parametrize("name", ["runs", "hydra-rescue-7"])
+def test_the_variable_of_the_command_asks_for_a_resume(tmp_path, monkeypatch, name):
+    directory = tmp_path / name
+    with pytest.raises(Boom):
+        orchestra_of([task_of(callbacks=[FailsAfter(5)])], directory).train_models()
+    monkeypatch.setenv(restart.VARIABLE, str(directory))
+    other = orchestra_of([task_of()], tmp_path / "other").train_models()
+    assert other.messages == (), "it has a directory of its own"
+    if name == "runs":  # only what was made for a lost device is nobody's own
+        assert orchestra_of([task_of()]).train_models().messages == ()
+    found = orchestra_of([task_of()], directory if name == "runs" else None).train_models()
+    assert any("resumed from" in message for message in found.messages)
+    assert found.tasks["task"].losses == other.tasks["task"].losses
+    assert load_newest(directory).data["tasks"]["task"]["over"] == "finished"
+    assert orchestra_of([task_of()]).train_models().messages == (), "it was asked for once"
+
+
+def test_a_task_that_cannot_be_saved_is_told_once_and_trains_on(tmp_path):
+    def with_more(params, **options):
+        optimizer = torch.optim.SGD(params, **options)
+        optimizer.param_groups[0]["told"] = threading.Lock()
+        return optimizer
+
+    tasks = [task_of(name="a", optimizer=with_more), task_of(name="b")]
+    report = orchestra_of(tasks, tmp_path, every=2).train_models()
+    assert [report.tasks[name].status for name in "ab"] == ["finished", "finished"]
+    [message] = report.messages
+    assert "task 'a' could not be saved" in message
+    assert "told" in message
+    assert load_newest(tmp_path).task_names == ("b",)
 
 
 def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
