@@ -167,7 +167,7 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
     assert found["a"]["steps"] <= 3
     assert found["a"]["over"] is None
     assert (found["b"]["steps"], found["b"]["over"]) == (6, "finished")
-    assert "task 'a' could not be saved at step 4: task 'a': optimizer" in capsys.readouterr().err
+    assert "task 'a' could not be saved at step" in capsys.readouterr().err
     report = orchestra_of(tasks(), tmp_path).train_models(resume=True)
     assert (report.tasks["a"].status, report.tasks["a"].losses) == ("finished", expected)
 
