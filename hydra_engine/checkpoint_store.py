@@ -14,6 +14,7 @@ from hydra_engine import restart
 from hydra_engine.checkpoint import Checkpoint, newest_first
 from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
+from hydra_engine.report import CheckpointReport
 from hydra_engine.resumed import LOST, SavedTask
 from hydra_engine.saver import Every, Saver
 
@@ -54,6 +55,11 @@ class CheckpointStore:
     def _is_for_this(self, asked_for: Path) -> bool:
         """Whether this one saves there; one without a directory does if it was made as a device was lost."""
         return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
+
+    @property
+    def nothing_saved(self) -> CheckpointReport | None:
+        """The report of a call that had nothing to train; None without a directory."""
+        return None if self._open is None else CheckpointReport()
 
     def open(self, *, resume: bool) -> Checkpoint | None:
         """Lock the directory, and find what there is to go on from: at once where `hydra-engine resume` asks for it.

@@ -440,7 +440,8 @@ class ModelOrchestrator:
                 with self._changing:
                     self._running = None
                     self._pending += [] if run is None else run.left_over
-                report = Report(makespan_s=0.0, tasks={}, devices=[], host=host) if run is None else run.report()
+                nothing = Report(makespan_s=0.0, tasks={}, devices=[], host=host, checkpoints=self._store.nothing_saved)
+                report = nothing if run is None else run.report()
                 messages += [text for each in self._training for text in each.reader.messages]
                 self.report = self._joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]

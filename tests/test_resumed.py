@@ -270,7 +270,7 @@ def test_finished_run_is_not_trained_again_and_more_epochs_go_on(tmp_path):
     again = task_of(validation=shuffled())
     report = orchestra_of([again], tmp_path).train_models(resume=True)
     assert (report.tasks["task"].status, report.tasks["task"].losses) == ("finished", expected.losses[:NUM_STEPS])
-    assert report.devices == []
+    assert (report.devices, report.checkpoints.num_saved) == ([], 0)
     more = task_of(epochs=3, validation=shuffled())
     found = orchestra_of([more], tmp_path).train_models(resume=True).tasks["task"]
     assert (found.losses, found.validation_losses) == (expected.losses, expected.validation_losses)
