@@ -131,7 +131,7 @@ class CheckpointStore:
     def remedy(self) -> str:
         """How to go on after the process has ended."""
         if self.directory is None or not newest_first(self.directory):
-            return "nothing is saved: no directory could be written to; begin again without the task or its data"
+            return "nothing could be saved; begin again without the task that struck the device, or correct its data"
         return (
             f"last commits are in {self.directory}; go on without the task that struck the device by "
             f"`hydra-engine resume {self.directory}`"

@@ -20,7 +20,7 @@ class DeviceLost(RuntimeError):
     """Nothing can be done on a device any more until this process ends: a kernel has failed on it for good.
 
     The commonest cause is an index out of range, a token or a class, which on the CPU raises an error of the layer.
-    `train_models` then saves what the other tasks have committed, and ends the process with exit code 75.
+    `train_models` then saves what all tasks have committed, and ends the process with exit code 75.
     """
 
     def __init__(self, device: str, error: BaseException, task: str = "") -> None:
@@ -71,4 +71,7 @@ class LoaderTimeout(TimeoutError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or there are some and none can be used."""
+    """A directory of checkpoints cannot be written to, is another run's, or holds some and none that can be used.
+
+    In a report: why a resume did not train a task, which had struck a device before.
+    """

@@ -20,7 +20,7 @@ from hydra_engine.saved_state import copied, random_from_state, random_to_state
 
 _MISSING = object()
 _REMEDY = (
-    "are not followed, so that batches after a resume may differ from those of an uninterrupted run; make the loader "
+    "is not followed, so that batches after a resume may differ from those of an uninterrupted run; make the loader "
     "with a generator of its own, or give it a state_dict"
 )
 
@@ -83,10 +83,10 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     """
     start = position.start
     if (position.own is not None) != _is_stateful(loader):
-        kinds = ("has no", "has a") if position.own is None else ("has a", "has no")
+        kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
         raise ValueError(
-            f"the loader that was saved {kinds[0]} state_dict, and this one {kinds[1]} one; resume with the loader "
-            f"that was saved"
+            f"the loader that was saved {kinds[0]} state_dict, and this one {kinds[1]}; resume with the loader that "
+            f"was saved"
         )
     stream.state = start.random
     if position.own is not None:

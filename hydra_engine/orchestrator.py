@@ -48,11 +48,11 @@ class ModelOrchestrator:
             "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
         checkpoint_dir: where `train_models` saves, made if it is not there: see hydra_engine/checkpoint.md for what
-            is in it. One run at a time writes to a directory.
+            is in it. One run at a time writes to a directory. None: nothing is saved, unless a device is lost.
         checkpoint_every: "10min", "30s", "2h" and the like, or a number of steps: after so many of any task, all that
             train are saved, each at the end of its step in progress; while they train on, in the background. Tasks are
             saved at their ends as well.
-        keep: so many checkpoints stay, beside one for each task's end since the last.
+        keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
@@ -128,12 +128,15 @@ class ModelOrchestrator:
 
         resume: go on from the newest whole checkpoint in `checkpoint_dir`, with the bits of a run that was never
         interrupted; from the beginning where nothing is saved yet. Tasks are known by their names, and are made as they
-        were then: model, optimizer, loader. Partition, devices, budgets and policy may be others; more `epochs` go on
-        with a task that had finished. A task that has failed is tried again from its last step that was saved, and one
-        that has struck a device is not. Without it, a directory that holds checkpoints is refused.
+        were then: model, optimizer, loader. One that is not in the checkpoint begins anew. Partition, number of
+        devices, budgets and policy may be others; more `epochs` go on with a task that had finished. A task that has
+        failed is tried again from its last step that was saved; one that was stopped, or has struck a device, is not
+        trained. Without it, a directory that holds another run's checkpoints is refused, unless `hydra-engine resume`
+        has started this process: then it is True for that directory.
 
-        Raises CheckpointError where no checkpoint is whole or the directory cannot be written to, ValueError where a
-        model, optimizer or loader is another than was saved.
+        Raises CheckpointError where no checkpoint is whole, or the directory is in use, refused or cannot be written
+        to; ValueError where a model or loader is another than was saved. A task whose optimizer, schedule or loss scale
+        is another fails. A save that fails ends nothing, and is told in `report.messages`.
         """
         with self._alone("train_models"), Signals() as signals, self._bound() as host:
             return self._train(host, signals, resume)
@@ -513,7 +516,7 @@ class ModelOrchestrator:
     def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
         """Exit: in this process, nothing can be done on the device any more. Raises SystemExit.
 
-        What tasks have committed is saved; the struck task does not go on with a resume, whose data would strike again.
+        What tasks have committed is saved; a resume goes on without the struck task, whose data would strike again.
         """
         for task in run.report().tasks.values():
             if task.status == FAILED:

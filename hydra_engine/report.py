@@ -123,7 +123,7 @@ class Retry:
     """Something of a task raised, and was tried again."""
 
     step: int  # whose unit or update it was; of a loader or an evaluation: training steps committed before
-    where: str  # the unit, or "its optimizer", "its loader"
+    where: str  # the unit, or "its optimizer, shard 2,", or "its loader"
     error: str  # type and first line
 
     def __str__(self) -> str:
@@ -149,8 +149,8 @@ class TaskReport:
     validation_steps: list[int] = field(default_factory=list)  # by validation: training steps committed before it
     validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per validation
     loss_scales: list[float] = field(default_factory=list)  # float16: one per step
-    skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see below
-    retries: list[Retry] = field(default_factory=list)  # at most max_retries
+    skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see above
+    retries: list[Retry] = field(default_factory=list)  # at most max_retries; after a resume as many again
     revisions: list[Revision] = field(default_factory=list)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
@@ -184,14 +184,14 @@ class DeviceReport:
 class CheckpointReport:
     """What a run has saved, and what that cost it."""
 
-    num_saved: int = 0
-    num_failed: int = 0
+    num_saved: int = 0  # checkpoints, those at tasks' ends too
+    num_failed: int = 0  # that the directory did not take
     num_bytes: int = 0  # written; what was linked is not
     write_s: float = 0.0  # in which they were written, beside all other work
     copied_bytes: int = 0  # since they changed before they were written
-    held_s: float = 0.0  # that updates and commits waited for that, all threads together
+    held_s: float = 0.0  # that updates, commits and stores waited for saves, all threads together
     path: str | None = None  # of the last one
-    messages: tuple[str, ...] = ()  # what went wrong
+    messages: tuple[str, ...] = ()  # what went wrong; also in Report.messages
 
     def __str__(self) -> str:
         rate = format_bytes(int(self.num_bytes / self.write_s)) + "/s" if self.write_s else "-"
@@ -210,6 +210,8 @@ class Report:
         spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
             task) and updates ("update", labelled "task.shard"), and steps that began again ("again", labelled with the
             unit that stopped them); of a long run the last 100,000.
+
+    After a resume, what a task's report lists begins with its first step; all other figures are of this call alone.
     """
 
     makespan_s: float
@@ -218,7 +220,7 @@ class Report:
     spans: Sequence[Span] = field(default=(), repr=False)
     host: HostThreads | None = None  # the run's threads and cores
     checkpoints: CheckpointReport | None = None  # where a directory was given for them
-    messages: Sequence[str] = ()  # what a resume found, and what could not be saved
+    messages: Sequence[str] = ()  # what a resume found, batches it is in doubt about, what could not be saved
 
     @property
     def schedule(self) -> list[Placed]:

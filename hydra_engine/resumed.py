@@ -10,7 +10,7 @@ from torch import Tensor
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
 from hydra_engine.optimizer import TaskOptimizer, with_averages
-from hydra_engine.report import FAILED, FINISHED, STOPPED, Retry, Revision, TaskReport
+from hydra_engine.report import FAILED, FINISHED, Retry, Revision, TaskReport
 from hydra_engine.saved_state import losses_from_state
 from hydra_engine.shard import ModelLayout
 from hydra_engine.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
@@ -103,14 +103,23 @@ class SavedTask:
         report.revisions = [Revision(**each) for each in state["revisions"]]
         report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:
-            report.status = {LOST: FAILED, None: STOPPED}.get(self.over, self.over)
+            report.status = FAILED if self.over == LOST else self.over
             report.error = state["error"]
             if report.status == FAILED:
-                report.exception = CheckpointError(f"{self._name} had failed before: {state['error']}")
+                report.error = _struck(self._name, state["error"])
+                report.exception = CheckpointError(report.error)
         return report
 
 
 def never_committed(task: ModelTask, name: str) -> TaskReport:
     """The report of a task that had struck a device before its first commit."""
-    error = f"{name} had struck a device before its first step was committed, and is not tried again"
+    error = _struck(name, None)
     return TaskReport(name=name, seed=task.seed, status=FAILED, error=error, exception=CheckpointError(error))
+
+
+def _struck(name: str, error: str | None) -> str:
+    text = (
+        f"{name} had struck a device before, and is not tried again, since its data would do so again; correct the "
+        f"data, and give the task another name to train it from the beginning"
+    )
+    return text if error is None else f"{text}\n{error}"

@@ -15,9 +15,8 @@ class Retries:
     """Counts a task's retries in one run, and reports each. From any thread: shards are updated side by side."""
 
     def __init__(self, most: int, report: TaskReport) -> None:
-        self._most = most
+        self._most = most + len(report.retries)  # the latter of a run before, that is resumed
         self._report = report
-        self._most += len(report.retries)  # of a run before, that is resumed
         self._lock = threading.Lock()
 
     @property

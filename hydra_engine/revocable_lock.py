@@ -13,7 +13,7 @@ class TakenAway(RuntimeError):
 
 
 class Hold:
-    """One thread's turn. `settle` runs what must not happen once the turn is over for it, and not while it is ended."""
+    """One thread's turn. `settle` runs what must happen within it: never after its end, nor while another ends it."""
 
     def __init__(self, mutex: threading.Lock) -> None:
         self.thread = threading.get_ident()

@@ -1,7 +1,8 @@
 """One run: feeds the scheduler real events and carries out its instructions. Built for the run and thrown away.
 
-Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits and updates. They
-all speak to the caller through one queue of events, so everything the scheduler knows is touched by one thread.
+Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits, updates and
+captures; one fits batches, one calls back, one writes checkpoints. They all speak to the caller through one queue of
+events, so everything the scheduler knows is touched by one thread.
 """
 
 from __future__ import annotations

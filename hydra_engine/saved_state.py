@@ -65,7 +65,10 @@ def random_to_state(random: RandomState) -> dict[str, Any]:
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     """The other way round; raises ValueError where one is missing, or there is one more."""
     if saved.keys() != set(RandomState._fields):
-        raise ValueError(f"a random stream's states are {list(saved)}, expected {list(RandomState._fields)}")
+        raise ValueError(
+            f"a random stream's states are {list(saved)}, expected {list(RandomState._fields)}; resume with the "
+            f"hydra_engine that saved them"
+        )
     return RandomState(**saved)
 
 

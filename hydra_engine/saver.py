@@ -116,7 +116,10 @@ class Saver:
         self._submit(self._write_round, self._round)
 
     def give(self, name: str, snapshot: Snapshot | None) -> Callable[[], None]:
-        """One of the round's tasks is at hand, or is not to be had: what its capturing thread shall call."""
+        """One of the round's tasks is at hand, or None of it is to be had.
+
+        Returns what is to be called once it is captured: only then does the writing thread begin with it.
+        """
         self._wanted.discard(name)
         assert self._round is not None
         if snapshot is not None:

@@ -102,8 +102,8 @@ class ModelTask:
         early_release: update a shard as soon as its gradient has arrived, in the middle of the step. DRAM then holds
             the gradients of two shards instead of all: SGD takes little more than the weights. For tasks whose step
             nothing can veto: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. A failure
-            or a stop in the middle of a step leaves the shards above with that step's update, and a device that runs
-            out of memory in a recomputing backward fails the task.
+            or a stop in the middle of a step leaves the shards above with that step's update (Ctrl-C and SIGTERM let
+            the step end), and a device that runs out of memory in a recomputing backward fails the task.
         optimizer_device: where updates run. "host": on the CPU, under other work of the devices. "device": at the end
             of a shard's backward unit; the optimizer's state is loaded and stored with the shard, and no gradient
             crosses the link. Steps are then released early, with the limits of `early_release`, and nothing may hook
@@ -149,9 +149,10 @@ class ModelTask:
             from its first unit, with the same batch and the same random numbers; an update's shard is put back and
             updated again; a loader is brought back to the last batch that it gave. Bits are those of a run in which
             nothing was raised, as long as layers and loader keep nothing of the attempt. Not tried again: what is
-            raised in the commit (hooks on parameters, `lr_scheduler`, an optimizer of scope "task"), in callbacks and
-            set-up, what is no `Exception`, `DeviceLost`, `LoaderTimeout`. Above 0, each shard's weights, gradients,
-            optimizer state and averages are copied before it is updated; with 0 nothing is. In `TaskReport.retries`.
+            raised in the commit (hooks on parameters, `lr_scheduler`, an optimizer of scope "task"), in callbacks,
+            in set-up and as a larger batch is fitted, what is no `Exception`, `DeviceLost`, `LoaderTimeout`. Above 0,
+            each shard's weights, gradients, optimizer state and averages are copied before it is updated; with 0
+            nothing is. In `TaskReport.retries`.
         nonfinite: what becomes of a training step whose loss (as reported, of all its micro-batches) is infinite or
             NaN. None: as in the plain loop, nobody looks. "skip": the step changes nothing, neither weights, optimizer
             state, schedule, loss scale, averages nor buffers; its loss is in `losses`, its index in `skipped_steps`,
@@ -159,9 +160,9 @@ class ModelTask:
             `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
         loader_timeout_s: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
-            does not count; `generate()`, which reads the first batch in your own thread, waits for ever. The default of
-            half an hour is what collectives of torch.distributed commonly wait: no batch takes as long, and a run of
-            days loses little.
+            does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
+            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
+            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer

@@ -675,7 +675,7 @@ def test_a_lost_device_says_so_where_nothing_could_be_saved(lost_cuda, capsys, m
         orchestra.train_models()
     text = capsys.readouterr().err
     assert "a checkpoint could not be saved" in text
-    assert "nothing is saved: no directory could be written to" in text
+    assert "nothing could be saved; begin again without the task" in text
     assert "hydra-engine resume" not in text
     orchestra.report = None
 

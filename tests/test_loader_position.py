@@ -258,7 +258,7 @@ def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
 def test_what_workers_drew_in_earlier_epochs_is_told():
     make = workers(Augmented, persistent_workers=True)
     _, message, _ = resumed(make, interrupted(make, 1, 3))
-    assert "the loader has workers that may draw, and drew in earlier epochs as well, which are not followed" in message
+    assert "the loader has workers that may draw, and drew in earlier epochs as well, which is not followed" in message
 
 
 def test_generators_that_are_made_later_are_told():
@@ -272,7 +272,7 @@ def test_generators_that_are_made_later_are_told():
         return DataLoader(Lazy(), BATCH)
 
     _, message, _ = resumed(make, interrupted(make, 0, 3))
-    assert "the loader makes random generators while it reads, which are not followed" in message
+    assert "the loader makes random generators while it reads, which is not followed" in message
 
 
 def test_generators_of_the_loaders_own_are_found_in_order():
@@ -293,7 +293,7 @@ def test_another_loader_is_refused():
                 ValueError, match="the loader ended after 3 batches, and was saved after 6; resume with"
             ):
                 restore(other, stream, position)
-    with pytest.raises(ValueError, match="that was saved has no state_dict, and this one has a one"):
+    with pytest.raises(ValueError, match="that was saved had no state_dict, and this one has one"):
         restore(Stateful(), stream, position)
-    with pytest.raises(ValueError, match="that was saved has a state_dict, and this one has no one"):
+    with pytest.raises(ValueError, match="that was saved had a state_dict, and this one has none"):
         restore([], stream, interrupted(Stateful, 0, 3))
