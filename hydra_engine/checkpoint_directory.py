@@ -27,8 +27,8 @@ _LEFTOVER = re.compile(r"\.tmp-(checkpoint|LATEST|try)-.*")  # a user may have o
 class CheckpointDirectory:
     """Where one run saves; locked from here to `close`, and what another run left unfinished is removed.
 
-    directory: made if it is not there. keep: so many whole checkpoints stay. Raises CheckpointError where it cannot be
-    written to, or another run does so.
+    directory: made if it is not there. keep: so many full checkpoints stay (see `NewCheckpoint.commit`). Raises
+    CheckpointError where it cannot be written to, or another run does so.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, disk: Disk | None = None) -> None:

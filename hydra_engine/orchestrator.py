@@ -50,8 +50,8 @@ class ModelOrchestrator:
         checkpoint_dir: where `train_models` saves, made if it is not there: see hydra_engine/checkpoint.md for what
             is in it. One run at a time writes to a directory. None: nothing is saved, unless a device is lost.
         checkpoint_every: "10min", "30s", "2h" and the like, or a number of steps: after so many of any task, all that
-            train are saved, each at the end of its step in progress; while they train on, in the background. Tasks are
-            saved at their ends as well.
+            train are saved, each at the end of its step in progress; while they train on, in the background. A save
+            that falls due while another is written begins after it. Tasks are saved at their ends as well.
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
 
     Attributes:

@@ -55,7 +55,7 @@ class _Round(NamedTuple):
 
 
 class Saver:
-    """Where and when a run saves. All but `give` belongs to the thread that decides.
+    """Where and when a run saves. For the thread that decides; `save_end`, `cost`, `report` and `tell` for any.
 
     about: what a checkpoint says of the run, asked for as one is written. tasks: what the newest one in the directory
     says of its tasks: {name: {"steps", "over", "loss"}}.
