@@ -26,7 +26,7 @@ class Deadlines:
         self._by_name.pop(name, None)
 
     def take_due(self) -> list[str]:
-        """Whose time is up: they are forgotten."""
+        """Whose time is up; they are waited for no more."""
         now_s = time.monotonic()
         due = [name for name, deadline_s in self._by_name.items() if deadline_s <= now_s]
         for name in due:

@@ -470,10 +470,8 @@ class ModelOrchestrator:
     def _put_back(self, planned: PlannedTask) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
-        saved, over = (
-            self._store.saved(name, lambda found: found.put_weights(task, planned.layout)),
-            self._store.over(name),
-        )
+        saved = self._store.saved(name, lambda found: found.put_weights(task, planned.layout))
+        over = self._store.over(name)
         if saved is None and over is None:
             return planned
         planned.leave()

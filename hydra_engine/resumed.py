@@ -18,6 +18,7 @@ from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 
 LOST = "lost"  # it struck a device
+_REMEDY = "resume with the model and the loss_fn that were saved"
 
 
 class SavedTask:
@@ -54,9 +55,9 @@ class SavedTask:
         buffers, of_loss = self._state["buffers"], self._state["loss_parameters"]
         try:
             if len(buffers) != len(layout.buffers):
-                raise ValueError(f"it has {len(layout.buffers)} buffers, and was saved with {len(buffers)}")
+                raise ValueError(f"it has {len(layout.buffers)} buffers, and was saved with {len(buffers)}; {_REMEDY}")
             if {name: each.shape for name, each in other.items()} != {n: each.shape for n, each in of_loss.items()}:
-                raise ValueError("its loss holds other parameters")
+                raise ValueError(f"its loss holds other parameters; {_REMEDY}")
             own = {name: torch.empty_like(buffers[number]) for name, number in layout.persistent_buffers().items()}
             self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
             if frozen or FROZEN in self._checkpoint.files(self._name):

@@ -388,7 +388,7 @@ def _check_interval(interval: object, validation: object) -> None:
 
 def _check_faults(max_retries: object, nonfinite: object, loader_timeout_s: object) -> None:
     if isinstance(max_retries, bool) or not isinstance(max_retries, int):
-        raise TypeError(f"max_retries: {max_retries!r} is not an int")
+        raise TypeError(f"max_retries: {max_retries!r} is not an int; give a number of retries, 0 for none")
     if max_retries < 0:
         raise ValueError(f"max_retries: {max_retries}, limit: at least 0, which fails the task at its first error")
     if nonfinite is not None:
