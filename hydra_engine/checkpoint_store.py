@@ -87,16 +87,16 @@ class CheckpointStore:
         self._is_own = True
         return found if resume else None
 
-    def saved(self, name: str, put_back: Callable[[SavedTask], None]) -> SavedTask | None:
+    def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """A task as it was saved last, once `put_back` has taken its weights; None where it was not, or in no resume.
 
-        Saves may go on meanwhile, and remove what it is read from: then it is read from the next.
+        while_training: saves go on, and may remove what it is read from. Then it is read from the next, and whole.
         """
         while (found := self._newest) is not None and name in found.task_names:
             try:
                 saved = SavedTask(found, name, self.over(name))
                 put_back(saved)
-                if found is not self._found:
+                if while_training:
                     saved.read_optimizer()
             except CheckpointError:
                 if found is self._newest:

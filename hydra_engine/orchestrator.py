@@ -172,7 +172,7 @@ class ModelOrchestrator:
                 self.plan = None  # it would lack the new one
             else:
                 check_nothing_shared(planned, beside)
-                again = self._put_back(planned)
+                again = self._put_back(planned, while_training=True)
                 if again is None:
                     self._planned.append(planned)
                     return name
@@ -460,17 +460,19 @@ class ModelOrchestrator:
             return []
         self.plan = None
         for each in list(self._pending):
-            again, place = self._put_back(each), self._pending.index(each)
+            again, place = self._put_back(each, while_training=False), self._pending.index(each)
             if again is None:
                 del self._pending[place]
             else:
                 self._planned[self._planned.index(each)] = self._pending[place] = again
         return [*found.messages, f"resumed from {found.path}"]
 
-    def _put_back(self, planned: PlannedTask) -> PlannedTask | None:
+    def _put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
-        saved = self._store.saved(name, lambda found: found.put_weights(task, planned.layout))
+        saved = self._store.saved(
+            name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
+        )
         over = self._store.over(name)
         if saved is None and over is None:
             return planned

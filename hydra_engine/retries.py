@@ -15,7 +15,8 @@ class Retries:
     """Counts a task's retries in one run, and reports each. From any thread: shards are updated side by side."""
 
     def __init__(self, most: int, report: TaskReport) -> None:
-        self._most = most + len(report.retries)  # the latter of a run before, that is resumed
+        self._most = most
+        self._num_before = len(report.retries)  # of a run that is resumed
         self._report = report
         self._lock = threading.Lock()
 
@@ -29,7 +30,7 @@ class Retries:
         if not isinstance(error, Exception) or isinstance(error, FINAL):
             return False
         with self._lock:
-            if len(self._report.retries) >= self._most:
+            if len(self._report.retries) - self._num_before >= self._most:
                 return False
             first_line = (str(error).strip() or "no message").splitlines()[0]
             text = f"{type(error).__name__}: {first_line}"

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hydra_engine.committing import commit, update
 from hydra_engine.deadlines import Deadlines
 from hydra_engine.device import COMPUTE, LOAD, STORE, DeviceSpec, host_memory
 from hydra_engine.dram import return_free_memory
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory, LoaderTimeout, NonFiniteLoss
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory, LoaderTimeout
 from hydra_engine.events import (
     BatchReady,
     Begin,
@@ -37,7 +38,6 @@ from hydra_engine.events import (
     Load,
     Read,
     Run,
-    ShardUpdated,
     StepCommitted,
     StopRequested,
     TaskAdded,
@@ -47,13 +47,12 @@ from hydra_engine.events import (
 from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox, Overdue, Signals
 from hydra_engine.notifier import Notifier
-from hydra_engine.optimizer import StepRecord, TaskOptimizer, check_no_hooks
+from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
-from hydra_engine.reader import Batch
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
 from hydra_engine.resumed import LOST
@@ -63,7 +62,6 @@ from hydra_engine.saver import Saver
 from hydra_engine.saving import Saving, note_event, note_instruction
 from hydra_engine.schedule import BACKWARD
 from hydra_engine.scheduler import Scheduler
-from hydra_engine.shard import Shard
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
@@ -618,100 +616,13 @@ class EngineRun:
         )
 
     def _commit(self, instruction: Commit) -> Event:
-        training = self._tasks[instruction.task]
-        if training.notifier.is_stopped:
-            return TaskStopped(instruction.task, uncommitted=True)
-        state, batch, report = training.state, training.batch, training.report
-        assert batch is not None
-        staging = state.staging
-        state.check_draws()
-        main_moved = training.draws_from_main and not state.end_of_forward().same_as(batch.main)
-        if not state.draws and main_moved:
-            raise RuntimeError(
-                f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
-                f"batch was read too early for exact results; let it draw at every step, or none"
-            )
-        if instruction.training and (loss := training.nonfinite_loss()) is not None:
-            return self._not_finite(training, batch, loss)
+        event = commit(self._tasks[instruction.task], training_step=instruction.training)
         if instruction.training:
-            assert training.optimizer is not None
-            training.is_torn = True  # until it is through
-            state.num_commits += 1  # what devices hold of trained shards is of no more use
-            record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
-            state.loss_scale = training.optimizer.loss_scale
-            if record.loss_scale is not None:
-                report.loss_scales.append(record.loss_scale)
-            if record.is_skipped:
-                report.skipped_steps.append(report.steps)
-            report.losses.append(training.loss)
-            report.steps += 1
-            training.note_position()
             self._return_memory()
-        elif training.planned.task.predicts:
-            training.commit_prediction()
-        else:
-            training.commit_evaluation()
-        for index, value in staging.buffers.items():
-            state.pool.buffers[index] = value
-        if instruction.training:
-            training.buffers, training.is_torn = list(state.pool.buffers), False
-        return StepCommitted(instruction.task, instruction.training)
-
-    def _not_finite(self, training: RunningTask, batch: Batch, loss: float) -> Event:
-        """Do with a step as the task asks for: nothing of it is in the task's state, and nothing gets there."""
-        report, nonfinite = training.report, training.planned.task.nonfinite
-        error = NonFiniteLoss(report.name, batch.step, loss)
-        if nonfinite == "raise":
-            raise error
-        if nonfinite == "stop":
-            training.notifier.is_stopped = True  # its callbacks have been told all that was before
-            report.error = f"{report.name} stopped before step {batch.step}, whose loss is {loss}\n"
-            return TaskStopped(report.name, uncommitted=True)
-        assert training.optimizer is not None
-        training.record = training.optimizer.skipped()
-        if training.record.loss_scale is not None:
-            report.loss_scales.append(training.record.loss_scale)
-        report.skipped_steps.append(report.steps)
-        report.losses.append(loss)
-        report.steps += 1
-        training.note_position()
-        return StepCommitted(report.name, training=True)
+        return event
 
     def _update(self, instruction: Update) -> Event:
-        training = self._tasks[instruction.task]
-        state = training.state
-        shard, optimizer = state.shards[instruction.shard], training.optimizer
-        assert optimizer is not None
-        try:
-            if state.pool.early_release:
-                assert training.batch is not None
-                optimizer.release(shard, state.staging, state.pool, training.batch.epoch)
-            else:
-                assert training.record is not None
-                while not self._updated(training, optimizer, shard, training.record):
-                    pass
-        except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
-            training.is_torn = True
-            step = training.report.steps - (0 if state.pool.early_release else 1)
-            behind = f"its optimizer: shard {instruction.shard} misses the update of step {step}"
-            self._events.put(Failed(instruction.task, error, behind))
-        return ShardUpdated(instruction.task, instruction.shard)
-
-    def _updated(self, training: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: StepRecord) -> bool:
-        """Update a shard; False where that raised and may be tried again, and the shard is as it was."""
-        pool = training.state.pool
-        before = optimizer.before(shard, pool, record) if training.retries.are_asked_for else None
-        try:
-            optimizer.update(shard, pool, record)
-        except BaseException as error:
-            if before is None:
-                raise
-            before.put_back()
-            pool.renew(pool.owned(shard))
-            if not training.retries.allow(error, f"its optimizer, shard {shard.index},", training.report.steps - 1):
-                raise
-            return False
-        return True
+        return update(self._tasks[instruction.task], instruction.shard, self._events.put)
 
     def _start_finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]

@@ -79,7 +79,7 @@ class RunningTask:
         batch = self.batch
         if batch is not None and batch.position is not None:
             random = self.state.end_of_forward() if self.draws_from_main else batch.main
-            self.position = batch.position.with_random(random)
+            self.position, self.buffers = batch.position.with_random(random), list(self.state.pool.buffers)
 
     @property
     def draws_from_main(self) -> bool:

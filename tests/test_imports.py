@@ -73,7 +73,7 @@ GROUPS = (
     ("checkpoint_store", "rehearsal", "simulator"),
     ("planner",),
     ("running", "sharing"),
-    ("saving",),
+    ("committing", "saving"),
     ("run",),
     ("orchestrator",),
     ("integrations", "plots", "sweep"),
