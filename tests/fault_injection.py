@@ -286,17 +286,22 @@ def stores(strike, rng):
 
 
 class StruckDisk(Disk):
-    """Refuses what it is asked for when it is struck."""
+    """Refuses what it is asked for when it is struck, from the first save on: a directory that cannot be opened is
+    refused before any work.
+    """
 
     strike = None
+    has_begun = False
 
 
 def _refusing(name):
     original = getattr(Disk, name)
 
     def call(self, *arguments):
+        self.has_begun |= name == "make_folder" and arguments[0].name.startswith(".tmp-checkpoint")
         try:
-            self.strike.touch("save")
+            if self.has_begun:
+                self.strike.touch("save")
         except Struck as error:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         return original(self, *arguments)
