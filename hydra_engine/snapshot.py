@@ -109,15 +109,15 @@ class Snapshot:
         self._cost.add(copied_bytes, time.perf_counter() - start_s)
 
     def _copy(self, moving: list[MovingTensor]) -> int:
-        pause, copied_bytes = threading.Event(), 0
+        pause = threading.Event()
         while left := [each for each in moving if not each.is_done]:
             try:
                 if _has_room(sum(each.nbytes for each in left)):
-                    return copied_bytes + sum(each.secure() for each in left)
-            except (MemoryError, RuntimeError):  # there was less than the system said
+                    return sum(each.secure() for each in left)
+            except (MemoryError, RuntimeError):  # there was less than the system said: the writer makes room
                 pass
             pause.wait(LOOK_S)
-        return copied_bytes
+        return 0
 
     def done(self) -> None:
         """It is written, or nobody will write it."""

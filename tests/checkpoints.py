@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hydra_engine.checkpoint import load_newest
+from hydra_engine.checkpoint_directory import CheckpointDirectory
 from hydra_engine.disk import Disk
 from hydra_engine.nested import nested_files
 
@@ -64,6 +66,20 @@ def assert_holds(found, k):
 
 def save(store, k):
     return save_tasks(store, content(k), {"k": k})
+
+
+def assert_stopped_whole(folder, assert_holds, save, k):
+    """After a save that was cut off: one of two is there, whole, and the next, of `k`, succeeds; which it was."""
+    found = load_newest(folder)
+    assert_holds(found, found.data["k"])
+    assert found.messages == ()
+    with CheckpointDirectory(folder, keep=1) as store:
+        assert_nothing_temporary(folder)
+        assert_holds(store.load_newest(), found.data["k"])
+        path = save(store, k).path
+        assert_holds(store.load_newest(), k)
+    assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+    return found.data["k"]
 
 
 def assert_nothing_temporary(folder):

@@ -34,6 +34,7 @@ from tests.checkpoints import (
     all_calls,
     assert_holds,
     assert_nothing_temporary,
+    assert_stopped_whole,
     bits,
     flip,
     one_call,
@@ -530,16 +531,7 @@ def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
             disk.num_left = n - 1
             with contextlib.suppress(Killed):
                 save(store, 1)
-        found = load_newest(folder)
-        assert_holds(found, found.data["k"])
-        assert found.messages == ()
-        outcomes.append(found.data["k"])
-        with CheckpointDirectory(folder, keep=1) as store:
-            assert_nothing_temporary(folder)
-            assert_holds(store.load_newest(), outcomes[-1])
-            path = save(store, 2).path
-            assert_holds(store.load_newest(), 2)
-        assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+        outcomes.append(assert_stopped_whole(folder, assert_holds, save, 2))
         if not disk.failed:
             break
     else:

@@ -25,6 +25,7 @@ from tests.checkpoints import (
     LosingDisk,
     all_calls,
     assert_nothing_temporary,
+    assert_stopped_whole,
     bits,
     flip,
     one_call,
@@ -600,16 +601,7 @@ def test_a_kill_at_every_system_call_of_a_save_with_links(tmp_path, disk_type, i
             with contextlib.suppress(Killed):
                 save_round(store, 2, is_full=is_full)
         stopped.update(disk.failed[:1])
-        found = load_newest(folder)
-        assert_round(found, found.data["k"])
-        assert found.messages == ()
-        outcomes.append(found.data["k"])
-        with CheckpointDirectory(folder, keep=1) as store:
-            assert_nothing_temporary(folder)
-            assert_round(store.load_newest(), outcomes[-1])
-            path = save_round(store, 3).path
-            assert_round(store.load_newest(), 3)
-        assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+        outcomes.append(assert_stopped_whole(folder, assert_round, save_round, 3))
         if not disk.failed:
             break
     else:

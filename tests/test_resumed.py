@@ -1,12 +1,10 @@
 """A run that goes on from a checkpoint ends with the bits of one that was never interrupted."""
 
 import errno
-import gc
 import os
 import re
 import shutil
 import threading
-import weakref
 from functools import partial
 from pathlib import Path
 
@@ -332,27 +330,6 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
     assert "Boom" in found.read_nested("task", "state")["error"]
     again = orchestra_of([task_of()], tmp_path).train_models(resume=True).tasks["task"]
     assert (again.status, again.losses) == ("finished", expected)
-
-
-def test_a_run_that_saves_is_freed_without_the_cyclic_collector(tmp_path, monkeypatch):
-    """With it go devices' arenas, and the workers of loaders, which torch ends only from a loader that is let go."""
-    runs = []
-    close = EngineRun._close
-
-    def closes(run):
-        runs.append(weakref.ref(run))
-        close(run)
-
-    monkeypatch.setattr(EngineRun, "_close", closes)
-    orchestra = orchestra_of([task_of()], tmp_path)
-    gc.collect()
-    gc.disable()
-    try:
-        orchestra.train_models()
-        [run] = runs
-        assert run() is None
-    finally:
-        gc.enable()
 
 
 def test_resume_begins_where_nothing_is_saved(tmp_path):
