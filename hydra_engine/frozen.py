@@ -124,17 +124,18 @@ class FrozenBlocks:
                     new.setdefault(group, slot)
                 if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
                     uncast.setdefault((group, slot.link_dtype), slot)
-            storage = host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()))
+            storage = host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=offset)
-                block.links[slot.dtype] = (storage, offset)
+                start = offset + slot.residue
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=start)
+                block.links[slot.dtype] = (storage, start)
                 block.weight.copy_(slot.parameter.data)
                 self._blocks[group] = block
                 self._bind(block, slot.parameter)
                 freed.add(slot.num_bytes)
-                offset += layout.aligned(slot.num_bytes)
+                offset += layout.aligned(slot.residue + slot.num_bytes)
             found = {}
             for slot in _frozen(layout):
                 block = found[slot.index] = self._blocks[groups[slot.index]]
