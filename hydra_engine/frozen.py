@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_engine.boundary import copy_of
+from hydra_engine.boundary import copy_of, flat
 from hydra_engine.dram import Freed, HostMemory, is_alone
 from hydra_engine.shard import ModelLayout, Slot
 
@@ -131,7 +131,7 @@ class FrozenBlocks:
                 start = offset + slot.residue
                 block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=start)
                 block.links[slot.dtype] = (storage, start)
-                block.weight.copy_(slot.parameter.data)
+                flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
                 self._bind(block, slot.parameter)
                 freed.add(slot.num_bytes)
@@ -145,7 +145,7 @@ class FrozenBlocks:
             for slot in uncast.values():
                 block = found[slot.index]
                 block.links[slot.link_dtype] = (link, offset)
-                block.cast(slot).copy_(block.weight)
+                flat(block.cast(slot)).copy_(flat(block.weight))
                 offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hydra_engine.boundary import ALIGNMENT_BYTES, extent, residue
 from partitioners.cost import Skip
@@ -329,6 +330,24 @@ def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield path, name, buffer
 
 
+def _storages(layers: Iterable[nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
+    """Copies of storages that begin beside a multiple of 64, as an array of numpy does, at the same address modulo 64.
+
+    Of tensors that are plain attributes of modules, or in lists, tuples and dicts there; not of those in `memo`.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    for module in nn.ModuleList(layers).modules():
+        for value in pytree.tree_leaves(vars(module)):
+            if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
+                continue
+            storage = value.untyped_storage()
+            start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
+            if start and storage._cdata not in found:
+                place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]
+                found[storage._cdata] = place.copy_(storage)
+    return found
+
+
 class Structure:
     """One device's copy of a task's layers: all of their Python, none of their tensors.
 
@@ -339,7 +358,7 @@ class Structure:
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
-        memo: dict[int, object] = {}
+        memo: dict[Any, Any] = {}
         self.device = device
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
@@ -350,6 +369,7 @@ class Structure:
             memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
+        memo["torch"] = _storages(layout.layers, memo)  # by which torch's deepcopy knows what it has copied
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.
         self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
