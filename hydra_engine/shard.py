@@ -236,6 +236,11 @@ class ModelLayout:
                 else:  # a forward bound a tensor of another kind, or at another address
                     module._buffers[name] = self.buffers[index] = value
 
+    def moved(self) -> Slot | None:
+        """The first parameter whose address modulo 64 is another than it was, if it is kept."""
+        slots = self.slots if self._keeps_residues else []
+        return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
+
     def aligned(self, num_bytes: int) -> int:
         """Rounded up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, residue
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -181,7 +181,14 @@ class TaskState:
         return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self, host: HostMemory | None = None) -> None:
-        """Take the model over from its user, into memory of `host`'s."""
+        """Take the model over from its user, into memory of `host`'s. Raises ValueError where it has moved."""
+        moved = self.layout.moved()
+        if moved is not None:
+            raise ValueError(
+                f"{self.name}: parameter {moved.name} begins at an address of {residue(moved.parameter)} modulo 64, "
+                f"planned: {moved.residue}, since it was given other memory meanwhile; write into it "
+                f"(parameter.data.copy_(...)), or make a new ModelOrchestrator"
+            )
         self.pool.open(self.shards, host)
 
     def close(self) -> None:

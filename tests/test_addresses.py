@@ -4,20 +4,16 @@ The layers, losses and optimizers here have results that depend on these address
 nothing depends on the kernels of the machine that runs the tests.
 """
 
-import copy
-import os
-import threading
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, split
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Skips, split
 from hydra_engine.boundary import copy_in_dram, copy_of, place_for, residue
 from hydra_engine.shard import ModelLayout
 from partitioners import Presharded, profile
@@ -615,3 +611,78 @@ def test_a_layer_that_gives_a_view_at_an_odd_offset(first):
         )
         assert report.tasks["a"].losses == expected.losses
         assert_same(model, plain)
+
+
+class Puts(nn.Module):
+    def __init__(self, skips, name):
+        super().__init__()
+        self.skips, self.name = skips, name
+
+    def forward(self, x):
+        self.skips.put(self.name, x)
+        return x
+
+
+class Gets(nn.Module):
+    """Beside what was put, as a U-Net has it: both gradients are views of one tensor."""
+
+    def __init__(self, skips, name):
+        super().__init__()
+        self.skips, self.name = skips, name
+
+    def forward(self, x):
+        y = torch.cat([x, self.skips.get(self.name)])
+        return torch.tanh(y).view(2, *x.shape).sum(0)
+
+
+def skipping():
+    torch.manual_seed(6)
+    skips = Skips()
+    return nn.Sequential(
+        Sees(20),
+        Puts(skips, "a"),
+        Sees(40),
+        Puts(skips, "b"),
+        Moves(8, 28),
+        Sees(4),
+        Gets(skips, "b"),
+        Sees(),
+        Gets(skips, "a"),
+    )
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_values_that_skip_layers(ends):
+    assert_trains_as_plain(skipping, ends=ends)
+
+
+def test_a_parameter_that_is_moved_after_it_was_planned_is_refused():
+    model = build()
+    orchestra = orchestra_of(task_of(model))
+    orchestra.generate()
+    model[6].weight.data = at(model[6].weight.data, 44)
+    with pytest.raises(ValueError, match=r"a: parameter 6\.weight begins at an address of 44 modulo 64, planned: 0"):
+        orchestra.train_models()
+
+
+def test_tasks_with_parameters_of_their_own_on_one_frozen_memory():
+    def pair():
+        torch.manual_seed(4)
+        models = []
+        weights = [at(torch.randn(SIZE, SIZE) / 8, 36), mapped(torch.randn(SIZE, SIZE) / 8, 29)]
+        for k in range(2):
+            layers = [Sees(20), Sees(48), Sees(4 * k)]
+            for layer, weight in zip(layers, weights, strict=False):
+                layer.weight = nn.Parameter(weight, requires_grad=False)
+            models.append(nn.Sequential(*layers))
+        return models
+
+    models, plains = pair(), pair()
+    report = orchestra_of(
+        *(task_of(model, name=f"t{k}") for k, model in enumerate(models)), num_devices=2
+    ).train_models()
+    report.raise_failures()
+    for k, plain in enumerate(plains):
+        expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
+        assert report.tasks[f"t{k}"].losses == expected.losses
+        assert_same(models[k], plain)
