@@ -17,6 +17,9 @@ class _Slot(NamedTuple):
     number: int
 
 
+# The CPU's kernels choose by where operands lie modulo so many bytes, and so do the bits: copies keep it. torch's own
+# allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
+ALIGNMENT_BYTES = 64
 # Of a lone tensor, which most values are: taken apart and put together without walking a tree.
 _LEAF = pytree.tree_structure(0)
 
@@ -90,15 +93,26 @@ def extent_bytes(tensor: Tensor) -> int:
     return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
-def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
+def residue(tensor: Tensor) -> int:
+    """Bytes from a multiple of 64 to its first element, in DRAM; on a device it is 0, and nothing is kept of it."""
+    return tensor.data_ptr() % ALIGNMENT_BYTES if tensor.device.type == "cpu" else 0
+
+
+def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:
+    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path.
+
+    `start`: its residue, on the CPU; None: the tensor's.
+    """
     device = device if device is not None else tensor.device
-    if tensor.is_contiguous():
+    start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
+    if not start and tensor.is_contiguous():
         place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         # Dimensions of size 1 may have any stride, and torch tells channels_last by them.
         if place.stride() == tensor.stride():
             return place
-    storage = torch.UntypedStorage(extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    if start:
+        storage = storage[start:]  # a storage of its own in the same memory, of as many bytes as a copy has elsewhere
     # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
     return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 
@@ -122,8 +136,8 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in storage of its own, with the very same strides."""
-    place = place_for(tensor)
+def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
+    """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
+    place = place_for(tensor, start=start)
     flat(place).copy_(flat(tensor))
     return place

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, copy_of, place_in_dram
+from hydra_engine.boundary import Boundary, copy_of, place_in_dram, residue
 from hydra_engine.dram import Freed, HostMemory, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
@@ -89,7 +89,7 @@ class HostPool:
         self.gradients: list[Tensor | None] = [None] * len(self.layout.slots)
         if not self.early_release:
             for slot in self.layout.trainable_slots():
-                self.gradients[slot.index] = slot.gradient_view(self._gradients, slot.link_offset)
+                self.gradients[slot.index] = self._gradient_place(slot)
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
 
@@ -130,11 +130,24 @@ class HostPool:
             self.gradients[slot.index] = None
         self._free_loans.put(self._lent.pop(shard.index))
 
+    def _gradient_place(self, slot: Slot) -> Tensor:
+        """Where a gradient lies for good, unless it is lent a place; it begins where autograd's own would."""
+        return slot.gradient_view(self._gradients, slot.link_offset - slot.link_residue)
+
     def gradient(self, slot: Slot) -> Tensor:
         """Where a trainable parameter's gradient lies."""
         gradient = self.gradients[slot.index]
         assert gradient is not None
         return gradient
+
+    def place_gradient(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """Where a gradient that arrives goes: autograd may have left it as a view, whose address modulo 64 it keeps."""
+        place = self.gradient(slot)
+        if gradient.device.type == "cpu" and residue(place) != residue(gradient):
+            is_lent = self.early_release  # its place is made anew for each step
+            place = place_in_dram(gradient) if residue(gradient) or is_lent else self._gradient_place(slot)
+            self.gradients[slot.index] = place
+        return place
 
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update."""
@@ -315,7 +328,7 @@ def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
 
 
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
-    """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
-    if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
-        return old
-    return place_for(new)
+    """Host memory for a copy of `new` with the very same strides and residue: the old place where it fits."""
+    if old is None or old.shape != new.shape or old.stride() != new.stride() or old.dtype != new.dtype:
+        return place_for(new)
+    return old if new.device.type != "cpu" or residue(old) == residue(new) else place_for(new)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.boundary import ALIGNMENT_BYTES
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
@@ -26,7 +27,6 @@ from hydra_engine.report import TaskPlan
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
-from hydra_engine.shard import ALIGNMENT_BYTES
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
@@ -319,7 +319,7 @@ class PlannedTask:
         frozen, cast = self._frozen.brought(layout)
         casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
         return {
-            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.num_bytes) for slot in frozen),
+            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradient_bytes(state.shards),
             "optimizer": sum(state.state_bytes.values()),

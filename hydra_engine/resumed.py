@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_engine.boundary import copy_of, residue
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
 from hydra_engine.optimizer import TaskOptimizer, with_averages
@@ -66,7 +67,9 @@ class SavedTask:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():
             parameter.copy_(of_loss[name])
-        layout.put_buffers(buffers)
+        # A checkpoint of an earlier version tells nothing of addresses: then they are those of the model that resumes.
+        residues = self._state.get("buffer_residues") or [residue(buffer) for buffer in layout.buffers]
+        layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, residues, strict=True)])
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""

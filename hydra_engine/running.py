@@ -153,6 +153,7 @@ class RunningTask:
                 in_sums=self.planned.spreads[num_parts - 1].in_sums,
                 is_narrow=self.state.layout.narrow is not None,
                 place=lambda index: pool.gradient(slots[index]),
+                fit=lambda index, gradient: pool.place_gradient(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
 

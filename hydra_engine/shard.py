@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from hydra_engine.boundary import extent
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, residue
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
-
-# Kernels choose by alignment: parameters start where torch's own CPU allocator would start them.
-ALIGNMENT_BYTES = 64
 
 
 def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
@@ -28,7 +26,8 @@ class Slot:
     """One parameter of a task and its place in the host buffers of its kind (trainable or frozen).
 
     At `offset` lies the parameter itself, the master that the optimizer steps; at `link_offset` of another buffer what
-    devices are sent. Where the precision casts nothing, the two are one.
+    devices are sent. Where the precision casts nothing, the two are one. Places of parameters follow each other at
+    multiples of the alignment; within its own a parameter begins at its user's address modulo 64 (`residue`).
     """
 
     index: int
@@ -45,6 +44,16 @@ class Slot:
     link_offset: int
     link_bytes: int
     link_dtype: torch.dtype  # on devices, and of the gradient
+
+    @property
+    def residue(self) -> int:
+        """Bytes from the start of its place to the parameter."""
+        return self.offset % ALIGNMENT_BYTES
+
+    @property
+    def link_residue(self) -> int:
+        """Bytes from the start of its place to what devices are sent."""
+        return self.link_offset % ALIGNMENT_BYTES
 
     def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The gradient's tensor at byte `offset` of a host buffer."""
@@ -63,6 +72,8 @@ class Slot:
         # By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
         # arena would then make autograd refuse this one.
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        if offset % dtype.itemsize:  # a file that was mapped may have any address; storages begin at any byte
+            storage, offset = storage[offset:], 0
         return tensor.set_(storage, offset // dtype.itemsize, self.shape, self.stride)
 
 
@@ -127,9 +138,13 @@ class ModelLayout:
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
-        """`alignment_bytes`: that the start of every parameter is a multiple of, in DRAM and in slabs."""
+        """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
+
+        Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
+        """
         self._trains = trains
         self._alignment_bytes = alignment_bytes
+        self._keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -158,26 +173,28 @@ class ModelLayout:
             size = extent(parameter.shape, parameter.stride())
             num_bytes = size * parameter.element_size()
             link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
+            start = residue(parameter) if self._keeps_residues else 0
+            link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
             slot = Slot(
                 index=len(self.slots),
                 name=self.full_name(layer, path, name),
                 parameter=parameter,
                 trainable=kind,
                 owner=min(layer, self.num_layers - 1),
-                offset=self.num_bytes[kind],
+                offset=self.num_bytes[kind] + start,
                 num_bytes=num_bytes,
                 shape=tuple(parameter.shape),
                 stride=parameter.stride(),
                 gradient_stride=torch.empty_like(parameter, device="meta").stride(),
                 dtype=parameter.dtype,
-                link_offset=self.link_bytes[kind],
+                link_offset=self.link_bytes[kind] + link_start,
                 link_bytes=size * link_dtype.itemsize,
                 link_dtype=link_dtype,
             )
             numbers[id(parameter)] = slot.index
             self.slots.append(slot)
-            self.num_bytes[kind] += self.aligned(num_bytes)
-            self.link_bytes[kind] += self.aligned(slot.link_bytes)
+            self.num_bytes[kind] += self.aligned(start + num_bytes)
+            self.link_bytes[kind] += self.aligned(link_start + slot.link_bytes)
         return Binding(path, name, numbers[id(parameter)])
 
     def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
@@ -207,19 +224,29 @@ class ModelLayout:
 
     def put_buffers(self, values: Sequence[Tensor]) -> None:
         """Give the user's modules these values, by number."""
+        before, self.buffers = self.buffers, list(self.buffers)
         for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
             for path, name, index in bindings:
                 module, value = layer.get_submodule(path), values[index]
-                own = self.buffers[index]
-                if own.shape == value.shape and own.dtype == value.dtype:
+                own = before[index]
+                is_there = not self._keeps_residues or residue(own) == residue(value)
+                if own.shape == value.shape and own.dtype == value.dtype and is_there:
                     if not torch.equal(own, value):  # expanded ones cannot be written to
                         own.copy_(value)
-                else:  # a forward bound a tensor of another kind
-                    module._buffers[name] = value
+                else:  # a forward bound a tensor of another kind, or at another address
+                    module._buffers[name] = self.buffers[index] = value
+
+    def moved(self) -> Slot | None:
+        """The first parameter whose address modulo 64 is another than it was, if it is kept."""
+        slots = self.slots if self._keeps_residues else []
+        return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
         """Rounded up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)
+
+    def _buffer_bytes(self, buffer: Tensor) -> int:
+        return self.aligned((residue(buffer) if self._keeps_residues else 0) + buffer.nbytes)
 
     def trainable_slots(self) -> list[Slot]:
         """In the order of `model.parameters()`."""
@@ -263,9 +290,9 @@ class ModelLayout:
             for index in held:
                 slot = self.slots[index]
                 if slot.trainable == kind and owner_shard[index] != j:
-                    pieces.append(SlabPiece(kind, slot.link_offset, target, slot.link_bytes))
-                    offsets[index] = target
-                    target += self.aligned(slot.link_bytes)
+                    offsets[index] = target + slot.link_residue
+                    pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
+                    target += self.aligned(slot.link_residue + slot.link_bytes)
             own_bytes = target if kind else own_bytes
         held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
@@ -285,7 +312,7 @@ class ModelLayout:
             borrowed=tuple(index for index in trainable if owner_shard[index] != j),
             upper=upper,
             buffers=tuple(buffers),
-            buffer_bytes=sum(self.aligned(self.buffers[index].nbytes) for index in buffers),
+            buffer_bytes=sum(self._buffer_bytes(self.buffers[index]) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
             arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
@@ -308,6 +335,24 @@ def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield path, name, buffer
 
 
+def _storages(layers: Iterable[nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
+    """Copies of storages that begin beside a multiple of 64, as an array of numpy does, at the same address modulo 64.
+
+    Of tensors that are plain attributes of modules, or in lists, tuples and dicts there; not of those in `memo`.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    for module in nn.ModuleList(layers).modules():
+        for value in pytree.tree_leaves(vars(module)):
+            if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
+                continue
+            storage = value.untyped_storage()
+            start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
+            if start and storage._cdata not in found:
+                place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]
+                found[storage._cdata] = place.copy_(storage)
+    return found
+
+
 class Structure:
     """One device's copy of a task's layers: all of their Python, none of their tensors.
 
@@ -318,7 +363,7 @@ class Structure:
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
-        memo: dict[int, object] = {}
+        memo: dict[Any, Any] = {}
         self.device = device
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
@@ -329,6 +374,7 @@ class Structure:
             memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
+        memo["torch"] = _storages(layout.layers, memo)  # by which torch's deepcopy knows what it has copied
         # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
         # so no id in the memo can be taken over by another object.
         self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Slab
-from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
+from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for, residue
 from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
@@ -191,7 +191,7 @@ class Spiller:
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
-                    self._copy_gradient(state.pool.gradient(state.layout.slots[slot]), gradient)
+                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a shard's forward changed to DRAM."""
@@ -203,7 +203,11 @@ class Spiller:
         is_here = self._device.torch_device.type == "cpu"
         after = out.buffers if is_here else {index: self._sent(value) for index, value in out.buffers.items()}
         self._device.finish()
-        changed = {index: value for index, value in after.items() if not _same(value, before[index])}
+        changed = {
+            index: value
+            for index, value in after.items()
+            if not _same(value, before[index]) or (is_here and residue(value) != residue(before[index]))
+        }
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
@@ -300,7 +304,7 @@ class Spiller:
 
 
 def _is_compact(tensor: Tensor) -> bool:
-    """Whether it lies in a storage of its own, as a copy would: kernels choose by alignment."""
+    """Whether it lies in a storage of its own, which takes no more bytes than a copy would."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import extent, flat
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, residue
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -18,7 +18,7 @@ from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.opened import Timing
 from hydra_engine.randomness import RandomState
 from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
-from hydra_engine.shard import ALIGNMENT_BYTES, ModelLayout, Shard
+from hydra_engine.shard import ModelLayout, Shard
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
 
@@ -48,7 +48,7 @@ class Region(NamedTuple):
 
 
 def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
-    """Where the task's parameters and buffers lie, each at a multiple of `alignment_bytes`."""
+    """Where the task's parameters and buffers lie, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
@@ -181,7 +181,14 @@ class TaskState:
         return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self, host: HostMemory | None = None) -> None:
-        """Take the model over from its user, into memory of `host`'s."""
+        """Take the model over from its user, into memory of `host`'s. Raises ValueError where it has moved."""
+        moved = self.layout.moved()
+        if moved is not None:
+            raise ValueError(
+                f"{self.name}: parameter {moved.name} begins at an address of {residue(moved.parameter)} modulo 64, "
+                f"planned: {moved.residue}, since it was given other memory meanwhile; write into it "
+                f"(parameter.data.copy_(...)), or make a new ModelOrchestrator"
+            )
         self.pool.open(self.shards, host)
 
     def close(self) -> None:
