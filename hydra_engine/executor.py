@@ -48,6 +48,9 @@ class Inspector(Protocol):
     def enters(self, tensors: Iterable[Tensor]) -> None:
         """What a micro-batch starts from."""
 
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        """What a layer starts from."""
+
     def drew_in_backward(self) -> None:
         """A backward left the generators otherwise than it found them."""
 
@@ -260,7 +263,7 @@ class Executor:
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
             gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
             with self._hooks(), drawing.forward(), framed(arriving) as frame:
-                value = self._layers(shard, micro.value.build(tensors))
+                value = self._layers(shard, micro.value.build(tensors), frame)
                 gotten = [tensor for _, found in skips.values() for tensor in found]
                 if gotten_versions != [tensor._version for tensor in gotten]:
                     raise ValueError(
@@ -367,9 +370,11 @@ class Executor:
         ]
         return arrivals, tensors
 
-    def _layers(self, shard: Shard, value: Any) -> Any:
+    def _layers(self, shard: Shard, value: Any, frame: Frame) -> Any:
         for k in range(shard.first, shard.last):
             self.current = self.structure.names[k]
+            if self.inspector is not None:
+                self.inspector.enters_layer(value, frame)
             if self._compiled is None or not self._may_compile:
                 value = self.structure.layers[k](value)
             else:
@@ -379,6 +384,8 @@ class Executor:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self.current = "loss_fn"
+        if self.inspector is not None:
+            self.inspector.enters_layer(value, Frame({}))
         loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -432,13 +432,13 @@ class PlannedTask:
         """Refuse in the task's name what shows as layers are profiled."""
         try:
             yield
-        except (ChangesParameters, AttributeError) as error:
-            is_of_module = isinstance(getattr(error, "obj", None), nn.Module)
-            if isinstance(error, AttributeError) and not is_of_module:
+        except (ChangesParameters, AttributeError, RuntimeError) as error:
+            reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
+            if not reads_another and not isinstance(error, ChangesParameters):
                 raise
-            note = "".join(f", {each}" for each in getattr(error, "__notes__", ()))
-            said = f"{error}; {REMEDY}" if is_of_module else str(error)
-            raise ValueError(f"{self.name}: {said}{note}") from error
+            note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
+            remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
+            raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:

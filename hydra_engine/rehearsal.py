@@ -42,6 +42,7 @@ from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 from partitioners.copies import copy_of_function
+from partitioners.skips import Frame
 
 # (of which shard, of what, which number): a digest.
 Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
@@ -52,6 +53,7 @@ NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.Random
 # that a layer waits for, and one before a multiple of most periods.
 LATE, PERIODIC = 1_000_003, 1_007_999
 LATE_LENGTH = 10_000
+VALUES = (Tensor, dict, list, tuple)
 # Attributes that a message names.
 MOST_NAMED = 4
 REMEDY = (
@@ -126,8 +128,10 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self.names: Callable[[int], str] = str  # of a parameter, by slot
         self.current: Callable[[], str] = str  # the layer that runs
         self.is_carrying = False
+        self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
         self._unit = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which unit, by which layer
+        self._entered: set[int] = set()  # what a layer takes as its input
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -142,6 +146,10 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         """The unit may take these."""
         for tensor in tensors:
             self._made.pop(_address(tensor), None)
+
+    def enter_layer(self, tensors: Iterable[Tensor]) -> None:
+        """A layer of it runs, on these."""
+        self._entered = set(map(_address, tensors))
 
     def end(self) -> None:
         """What comes now may write to the parameters."""
@@ -178,6 +186,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
                 f"or pass it with Skips"
             )
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current():
+            self.coupled.add((layer, self.current()))
 
     def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
@@ -230,6 +240,9 @@ class _Inspector:
 
     def enters(self, tensors: Iterable[Tensor]) -> None:
         self._guard.enter(tensors)
+
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
 
     def drew_in_backward(self) -> None:
         raise _Refused(
@@ -400,6 +413,8 @@ class _Stage:
             _, seen = self.run(batch)
         if different:
             self._refuse(different[0])
+        names = state.layout.names
+        state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
         self._check_numbers(batch, seen, left)
 
     @contextmanager
@@ -517,7 +532,7 @@ class _Stage:
 
 
 def _growing(layer: int, before: Sequence[Contents], after: Sequence[Contents]) -> Iterator[tuple[int, int, Any]]:
-    """Places of numbers that a second run changed again, and of lists that it made longer: (layer, container, key)."""
+    """Places of what a second run changed again, and of lists that it made longer (None): (layer, container, key)."""
     for node, (old, new) in enumerate(zip(before, after, strict=True)):
         if isinstance(old, dict) and isinstance(new, dict):
             pairs = [(key, old[key], new[key]) for key in new if key in old]
@@ -526,7 +541,8 @@ def _growing(layer: int, before: Sequence[Contents], after: Sequence[Contents]) 
             if len(new) > len(old):
                 yield layer, node, None
         for key, a, b in pairs:
-            if _is_number(a) and _is_number(b) and a != b:
+            is_other = a != b if _is_number(a) and _is_number(b) else a is not b and isinstance(b, VALUES)
+            if is_other and type(a) is type(b):
                 yield layer, node, key
 
 
@@ -537,16 +553,29 @@ def _is_number(value: Any) -> bool:
 def _late(contents: Any, key: Any) -> Any:
     """A container as it may be after many calls."""
     if key is None:
-        return [*contents, *[contents[-1]] * LATE_LENGTH]
-    contents[key] = type(contents[key])(LATE)
+        return [*contents, *[_poisoned(contents[-1])] * LATE_LENGTH]
+    contents[key] = _poisoned(contents[key])
     return contents
+
+
+def _poisoned(value: Any) -> Any:
+    """Another value of the same kind, that shows where it is used."""
+    if isinstance(value, Tensor):
+        is_float = value.is_floating_point() or value.is_complex()
+        return torch.full_like(value.detach(), float("nan")) if is_float else ~value if value.dtype == torch.bool else 1 - value
+    if isinstance(value, dict):
+        return {key: _poisoned(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_poisoned, value))
+    return type(value)(LATE) if _is_number(value) else value
 
 
 def _periodic(contents: Any, key: Any) -> Any:
     """A container as it may be when a layer does what it does every so many calls, or at a certain one."""
     if key is None:
         return contents
-    contents[key] = _Periodic(PERIODIC) if isinstance(contents[key], int) else -float(LATE)
+    if _is_number(contents[key]):
+        contents[key] = _Periodic(PERIODIC) if isinstance(contents[key], int) else -float(LATE)
     return contents
 
 

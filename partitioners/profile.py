@@ -149,8 +149,9 @@ def _measure(
     profiler.begin(inputs, target, runs=runs)
     costs = []
     for index, (name, layer) in enumerate(layers):
-        with _naming(index, name):
-            fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
+        is_last = index == len(layers) - 1
+        with _naming(index, f"{name}, or loss_fn" if is_last and loss_fn is not None else name):
+            fields = profiler.layer(layer, loss_fn if is_last else None)
         fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
         costs.append(LayerCost(index=index, name=name, **fields))
     return costs

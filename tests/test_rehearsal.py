@@ -48,11 +48,13 @@ def orchestrator(*tasks, num_devices=1, memory="1MiB"):
 def assert_exact(build, loss_of=lambda model: F.cross_entropy, **options):
     """Trained as by the plain loop: in one shard, in one for each layer, and on two devices."""
     validation = options.pop("validation", None)
+    torch.manual_seed(0)
     expected = build()
     result = reference.train(
         expected, loss_of(expected), data(), seed=SEED, lr=LR, epochs=2, validation=validation, **options
     )
     for shards, num_devices in (("one", 1), ("one", 2), ("each", 1), ("each", 2)):
+        torch.manual_seed(0)
         model = build()
         task = task_for(model, loss_of(model), shards, validation=validation, **options)
         report = orchestrator(task, num_devices=num_devices).train_models()
@@ -308,8 +310,8 @@ def test_base_that_another_task_shares_is_not_changed():
     adapted = nn.Sequential(Adapter(base, 0.1), nn.Linear(8, 4))
     before = Before(nn.Sequential(plain, adapted))
     tasks = [
-        ModelTask(plain, F.cross_entropy, data(), LR, name="plain"),
-        ModelTask(adapted, F.cross_entropy, data(), LR, name="adapted", validation=data(1)),
+        ModelTask(plain, F.cross_entropy, data(), LR, name="plain", seed=1),
+        ModelTask(adapted, F.cross_entropy, data(), LR, name="adapted", seed=1, validation=data(1)),
     ]
     with pytest.raises(ValueError, match="adapted.*writes to its parameter"):
         orchestrator(*tasks).generate()
@@ -358,6 +360,7 @@ WRITES = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("how", WRITES)
 def test_layer_that_writes_to_its_parameters_is_refused(how):
     assert_refused("parameter", lambda: model_with(Writes(how)))
@@ -451,7 +454,7 @@ def test_layer_that_reads_what_a_layer_of_another_shard_left_is_refused(start):
         layer = Leaves(start)
         return model_with(layer, Reads(layer))
 
-    assert_refused("aux", build, shards=("each", "late"))
+    assert_refused("aux", build, shards=("each",))
 
 
 def test_activation_that_a_hook_hands_to_another_shard_is_refused():
@@ -697,7 +700,7 @@ def test_activations_that_a_layer_keeps_do_not_stay_on_the_device(where):
 
     def wide():
         gc.collect()
-        return sum(isinstance(each, torch.Tensor) and each.numel() == 2048 for each in gc.get_objects())
+        return sum(type(each) is torch.Tensor and each.numel() == 2048 for each in gc.get_objects())
 
     assert_exact(build)
     counts = []
