@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from hydra_engine.attributes import Attributes
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.compiled import CompiledLayers
 from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.opened import DeviceGenerator
-from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
+from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 from partitioners.precision import cast
@@ -32,6 +33,32 @@ OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # se
 
 def _drop(_: Any) -> Any:
     return None
+
+
+class Inspector(Protocol):
+    """Looks on while units run on trial."""
+
+    # The process-wide states that a backward runs with, where a unit has these to itself; None: those of its forward.
+    in_backward: RandomState | None
+    carries: bool  # units find the Python attributes that those before have left
+
+    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
+        """A unit begins, with these parameters."""
+
+    def enters(self, tensors: Iterable[Tensor]) -> None:
+        """What a micro-batch starts from."""
+
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        """What a layer starts from."""
+
+    def drew_in_backward(self) -> None:
+        """A backward left the generators otherwise than it found them."""
+
+    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        """All micro-batches of a unit are through."""
+
+    def leaves(self, layer: int, attributes: Attributes) -> None:
+        """A unit has changed Python attributes of a layer."""
 
 
 class Executor:
@@ -64,6 +91,10 @@ class Executor:
         self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
         self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
+        # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
+        # of a layer another one than those of other devices.
+        self.attributes = [Attributes(layer, name) for layer, name in zip(structure.layers, structure.names, strict=True)]
+        self.inspector: Inspector | None = None
 
     def run(
         self,
@@ -112,6 +143,8 @@ class Executor:
             self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
+        if self.inspector is not None:
+            self.inspector.begins(kind, shard, views)
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 self._go_on_from(so_far or {})
@@ -127,6 +160,8 @@ class Executor:
                     emit(m, out)
                     m += 1
                     del micro, out
+            if self.inspector is not None:
+                self.inspector.ends(views, structure.parameters)
             gradients: dict[int, Tensor | None] = {}
             stepped = None
             if has_gradients and not in_pieces:
@@ -139,11 +174,30 @@ class Executor:
                         if structure.parameters[index].data_ptr() != views[index].data_ptr():
                             views[index].copy_(structure.parameters[index].data)
             taken = structure.take_buffers(shard.first, self._end(shard))
+            self._check_attributes(shard)
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
             structure.release(shard)
+            if self.inspector is None or not self.inspector.carries:
+                for k in range(shard.first, self._end(shard)):
+                    self.attributes[k].put_back()
+
+    def _check_attributes(self, shard: Shard) -> None:
+        """Refuse what a unit has changed of its layers beside plain attributes, which are put back when it ends."""
+        for k in range(shard.first, self._end(shard)):
+            attributes = self.attributes[k]
+            changed = attributes.changed()
+            own = next((each for each in changed if each.is_own), None)
+            if own is not None:
+                raise ValueError(
+                    f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
+                    f"while it ran, which only this device's copy would have; register buffers with a tensor of their "
+                    f"final shape, write to that, and leave parameters in place"
+                )
+            if changed and self.inspector is not None:
+                self.inspector.leaves(k, attributes)
 
     def _accumulate(self, shard: Shard) -> None:
         """Add the narrow gradients of the last micro-batch to those before it, in float32."""
@@ -200,14 +254,16 @@ class Executor:
     def _micro(
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
-        with _Drawing(micro.random, locked, self._redirects, self._generator) as drawing:
+        if self.inspector is not None:
+            self.inspector.enters(micro.tensors())
+        with _Drawing(micro.random, locked, self._redirects, self._generator, self.inspector) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
             gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
             with self._hooks(), drawing.forward(), framed(arriving) as frame:
-                value = self._layers(shard, micro.value.build(tensors))
+                value = self._layers(shard, micro.value.build(tensors), frame)
                 gotten = [tensor for _, found in skips.values() for tensor in found]
                 if gotten_versions != [tensor._version for tensor in gotten]:
                     raise ValueError(
@@ -314,9 +370,11 @@ class Executor:
         ]
         return arrivals, tensors
 
-    def _layers(self, shard: Shard, value: Any) -> Any:
+    def _layers(self, shard: Shard, value: Any, frame: Frame) -> Any:
         for k in range(shard.first, shard.last):
             self.current = self.structure.names[k]
+            if self.inspector is not None:
+                self.inspector.enters_layer(value, frame)
             if self._compiled is None or not self._may_compile:
                 value = self.structure.layers[k](value)
             else:
@@ -326,6 +384,8 @@ class Executor:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self.current = "loss_fn"
+        if self.inspector is not None:
+            self.inspector.enters_layer(value, Frame({}))
         loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -378,8 +438,17 @@ def _number(value: Tensor) -> float | Tensor:
 class _Drawing:
     """Where the draws of one micro-batch go, and the random state they leave."""
 
-    def __init__(self, state: RandomState, locked: bool, redirects: bool, generator: DeviceGenerator | None) -> None:
+    def __init__(
+        self,
+        state: RandomState,
+        locked: bool,
+        redirects: bool,
+        generator: DeviceGenerator | None,
+        inspector: Inspector | None = None,
+    ) -> None:
         self.state = state
+        self._inspector = inspector
+        self._after: Any = None  # of the device's generator, once the forward is through
         self._redirects = redirects
         self._stream = Stream(state)
         self._installed = installed(self._stream) if locked else None
@@ -397,6 +466,8 @@ class _Drawing:
         if self._installed is not None:
             yield
             self.state = capture()._replace(device=self.state.device)
+            if self._inspector is not None and self._inspector.in_backward is not None:
+                install(self._inspector.in_backward)
         elif not self._redirects:
             yield
         else:
@@ -411,9 +482,21 @@ class _Drawing:
                     "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
                     "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
                 )
+            self._after = after
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)
 
     def __exit__(self, *exc: Any) -> None:
+        inspector = self._inspector
+        drew = exc[0] is None and inspector is not None and self._drew_in_backward(inspector.in_backward)
         if self._installed is not None:
             self._installed.__exit__(*exc)
+        if drew and inspector is not None:
+            inspector.drew_in_backward()
+
+    def _drew_in_backward(self, before: RandomState | None) -> bool:
+        """Whether the states are others than a backward found; a checkpoint in a layer puts them back."""
+        if self._installed is None or before is None:
+            return False
+        drew_there = self._generator is not None and self._generator.state() != self._after
+        return drew_there or not capture()._replace(device=before.device).same_as(before)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
+
+from torch import nn
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
@@ -22,7 +24,7 @@ from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes,
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
-from hydra_engine.rehearsal import TooLarge, rehearse
+from hydra_engine.rehearsal import REMEDY, TooLarge, rehearse
 from hydra_engine.report import TaskPlan
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
@@ -41,7 +43,7 @@ from partitioners import (
     profile_evaluation,
     shard_bytes,
 )
-from partitioners.cost import skips_of
+from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -409,7 +411,7 @@ class PlannedTask:
         task = self.task
         self.state.accumulation_steps = self.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())):
+        with installed(Stream(capture())), self._naming():
             if task.trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -424,6 +426,19 @@ class PlannedTask:
                 )
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Refuse in the task's name what shows as layers are profiled."""
+        try:
+            yield
+        except (ChangesParameters, AttributeError, RuntimeError) as error:
+            reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
+            if not reads_another and not isinstance(error, ChangesParameters):
+                raise
+            note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
+            remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
+            raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:

@@ -72,6 +72,7 @@ class TaskState:
         self.locked: set[int] = set()  # shards that draw from process-wide generators
         self.drawing: set[int] = set()  # shards with layers that draw random numbers, or may
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
+        self.coupled: set[tuple[int, int]] = set()  # layers of which the second takes what the first left on the side
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
         # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
         self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
@@ -198,6 +199,14 @@ class TaskState:
 
     def cut(self, boundaries: Sequence[int]) -> None:
         """Set the partition. A shard that is part of an old one draws and differentiates as that one did."""
+        for low, high in self.coupled:
+            if any(low < end <= high for end in boundaries):
+                names = self.layout.names
+                raise ValueError(
+                    f"{self.name}: layer {names[high]} takes a tensor that layer {names[low]} has left outside its "
+                    f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
+                    f"with Skips"
+                )
         old, locked, keep_saved = self.shards, self.locked, self.keep_saved
         proven = {(s.first, s.last) for s in old[:-1] if s.index not in self.unproven}
         self.boundaries = list(boundaries)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -45,6 +45,7 @@ from partitioners import MemoryMeter
 
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
+Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
 
 class Worker:
@@ -67,18 +68,22 @@ class Worker:
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
-    def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
-        """Make this device's copy of a task's structure; units run inside `modes()`."""
+    def admit(self, state: TaskState, modes: Modes = nullcontext, functions: Functions | None = None) -> None:
+        """Make this device's copy of a task's structure; units run inside `modes()`.
+
+        functions: the loss and the metrics, where they are not the task's own.
+        """
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
         compiled = CompiledLayers(structure) if task.compile else None
+        loss_fn, metrics = functions or (task.loss_fn, task.metrics)
         self._executors[state.name] = Executor(
-            structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, self.device.random, compiled
+            structure, loss_fn, state.layout.num_layers, modes, metrics, self.device.random, compiled
         )
 
-    def structure(self, name: str) -> Structure:
-        """This device's copy of a task's structure."""
-        return self._executors[name].structure
+    def executor(self, name: str) -> Executor:
+        """What runs a task's units here, on this device's copy of its structure."""
+        return self._executors[name]
 
     def dismiss(self, name: str) -> None:
         """Forget a task."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partitioners.boundary import Boundary
-from partitioners.cost import ALIGNMENT_BYTES
+from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
@@ -46,7 +46,7 @@ class Work:
         self._arriving = arriving or {}
         self._frame = Frame({})
         self.target = Boundary(target if loss_fn else None).detached()
-        self._layer, self._loss_fn = layer, loss_fn
+        self.layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
     def prepare(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Work:
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
         with framed(arriving) as self._frame:
-            output = self._layer(value)
+            output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
         if not Boundary(output).tensors:
@@ -362,10 +362,7 @@ def _changed(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str,
 def _check_unchanged(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str, torch.Tensor]) -> None:
     for name, (parameter, version) in before.items():
         if after.get(name) is not parameter or parameter._version != version:
-            raise ValueError(
-                f"parameter {name.partition('.')[2]}: changed while the layer ran, limit: only the optimizer changes "
-                f"parameters; keep what forward changes in a buffer, and leave out options such as max_norm"
-            )
+            raise ChangesParameters(name.partition(".")[2])
 
 
 def _scalar(loss: object) -> torch.Tensor:

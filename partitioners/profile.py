@@ -55,9 +55,9 @@ def profile(
     structure are counted once. What depends on values is not seen by those: such a layer is run metered after all, or
     refused if it has no values.
 
-    Leaves gradients, buffers, generators, flags and grad mode as they were. Parameters are shared, not copied, so a
-    layer that changes its own parameters in forward is refused. An exception in a layer comes out as it is, with
-    a note that names the layer.
+    Leaves parameters, gradients, buffers, generators, flags, grad mode and what the loss remembers as they were: a
+    layer is copied while it is measured. One that changes its own parameters is refused. An exception in a layer comes
+    out as it is, with a note that names the layer.
     """
     place = _place(device)
     if precision not in DTYPES:
@@ -67,7 +67,8 @@ def profile(
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
 
     def measure(*, runs: bool) -> list[LayerCost]:
-        return _measure(layers, inputs, target, loss_fn, _Profiler(place, precision, rates), runs=runs)
+        profiler = _Profiler(place, precision, rates, [layer for _, layer in layers])
+        return _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
 
     with _generators_kept(), torch.enable_grad():
         if time_layers or not can_run:
@@ -93,9 +94,10 @@ def profile_shapes(
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
     place = _place(device)
-    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision])
+    layers = named_layers(model)
+    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision], [layer for _, layer in layers])
     with torch.enable_grad():
-        return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
+        return _measure(layers, inputs, target, loss_fn, profiler, runs=False)
 
 
 def profile_evaluation(
@@ -119,7 +121,8 @@ def profile_evaluation(
 
     def measure(*, runs: bool) -> list[LayerCost]:
         rates = STATED_RATES["cpu", precision]
-        profiler = _Profiler(torch.device("cpu"), precision, rates, evaluates=True)
+        model_layers = [layer for _, layer in layers]
+        profiler = _Profiler(torch.device("cpu"), precision, rates, model_layers, evaluates=True)
         costs = _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
         return [replace(cost, shared_bytes=0) for cost in costs]
 
@@ -146,8 +149,9 @@ def _measure(
     profiler.begin(inputs, target, runs=runs)
     costs = []
     for index, (name, layer) in enumerate(layers):
-        with _naming(index, name):
-            fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
+        is_last = index == len(layers) - 1
+        with _naming(index, f"{name}, or loss_fn" if is_last and loss_fn is not None else name):
+            fields = profiler.layer(layer, loss_fn if is_last else None)
         fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
         fields["padding_bytes"] += profiler.residue_bytes(layer, loss_fn if index == len(layers) - 1 else None)
         costs.append(LayerCost(index=index, name=name, **fields))
@@ -183,12 +187,14 @@ class DependsOnValues(ValueError):
 class _Profiler:
     """Takes a batch through the layers, in fake tensors and, where it can, in real ones."""
 
-    def __init__(self, place: torch.device, precision: str, rates: Rates, *, evaluates: bool = False) -> None:
+    def __init__(
+        self, place: torch.device, precision: str, rates: Rates, model: Sequence[nn.Module], *, evaluates: bool = False
+    ) -> None:
         self._place, self._rates = place, rates
         self._evaluates = evaluates
         self._count_work = count_evaluation if evaluates else count
-        self._fakes = FakeCopies(precision)
-        self._reals = Copies(precision, place if place.type != "cpu" else None)
+        self._fakes = FakeCopies(precision, model)
+        self._reals = Copies(precision, place if place.type != "cpu" else None, model)
         self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
 
     def begin(self, inputs: Any, target: Any, *, runs: bool) -> None:
@@ -211,6 +217,7 @@ class _Profiler:
             self._leave(work.leaving)
             return fields
         seconds, self._real = timed(work, self._real, self._synchronize)
+        self._reals.check_unchanged(layer, work.layer)
         self._leave(work.leaving)
         flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
         return fields | seconds | flags

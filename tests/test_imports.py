@@ -15,6 +15,7 @@ GROUPS = (
     (
         "_version",
         "allocation",
+        "attributes",
         "ceilings",
         "contention",
         "deadlines",

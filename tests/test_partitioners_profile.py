@@ -293,12 +293,12 @@ def test_everything_is_as_it_was_after_an_error():
     assert_same(before, everything(model))
 
 
-def test_parameters_are_shared_and_not_copied():
+def test_parameters_are_copies():
     seen = []
     layer = nn.Linear(4, 4)
     layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
     costs_of(layer)
-    assert set(seen) == {layer.weight.data_ptr()}
+    assert layer.weight.data_ptr() not in seen
 
 
 class RealMeter(MemoryMeter):
@@ -321,12 +321,12 @@ def test_only_one_layers_saved_tensors_are_alive_at_a_time():
     assert meter.peak_bytes < 2 * each
 
 
-def test_only_one_layers_gradients_are_alive_at_a_time():
+def test_only_one_layers_copy_and_gradients_are_alive_at_a_time():
     layers = [nn.Linear(64, 64) for _ in range(10)]
     inputs, target = torch.randn(2, 64), torch.zeros(2, 64)
     with RealMeter() as meter:
         costs = profile(layers, inputs, target, loss_by_mean)
-    assert meter.peak_bytes < 2 * costs[0].grad_bytes
+    assert meter.peak_bytes < 3 * costs[0].grad_bytes
 
 
 def test_a_weight_that_a_hook_recomputes_does_not_hinder_the_copy():
