@@ -17,9 +17,10 @@ import torch
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
+from hydra_engine.loader_draws import LoaderDraws
 from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
-from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, installed, seeded, stream_seed
+from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, seeded, stream_seed
 from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
@@ -88,7 +89,9 @@ class Reader:
         self._name = name
         self._keeps_positions = keeps_positions
         self._start = start
-        self.messages: list[str] = []  # why batches may be other ones than those of the run that was saved
+        self._messages: list[str] = []  # why batches may be other ones than those of the run that was saved
+        self._training_draws = LoaderDraws(name, alone=task.loader_alone)
+        self._validation_draws = LoaderDraws(name, alone=task.loader_alone)
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._items = self._sequence(start)
         self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
@@ -167,7 +170,7 @@ class Reader:
         put_back = putting_back(loader)
         apart = Stream(self._stream.state)
         try:
-            yield from self._iterate(self._opened(loader, apart), apart)
+            yield from self._iterate(self._opened(loader, apart, self._training_draws), apart, self._training_draws)
         finally:
             put_back()
 
@@ -296,7 +299,7 @@ class Reader:
             if start is not None and is_due and not start.is_evaluated:
                 yield from self._evaluation(epoch)
             start = None
-            for inputs, target in self._iterate(iterator, self._stream):
+            for inputs, target in self._iterate(iterator, self._stream, self._training_draws):
                 num_steps, num_batches = num_steps + 1, num_batches + 1
                 self._note(began, num_batches, epoch, num_steps)
                 yield _Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
@@ -310,7 +313,7 @@ class Reader:
         loader = self._task.dataloader
         began = epoch_start(loader, self._stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
-        return began, self._opened(loader, self._stream)
+        return began, self._opened(loader, self._stream, self._training_draws)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and what it was opened with."""
@@ -320,7 +323,7 @@ class Reader:
         self._since_s = time.monotonic()
         restored = restore(task.dataloader, self._stream, start.loader)
         if restored.message is not None:
-            self.messages.append(f"{self._name}: {restored.message}")
+            self._messages.append(f"{self._name}: {restored.message}")
         return start.loader.start, restored.iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
@@ -346,19 +349,21 @@ class Reader:
         if self._task.validation is None:
             return
         outside = self._stream.state
-        for inputs, target in self._iterate(self._opened(self._task.validation, self._stream), self._stream):
+        draws = self._validation_draws
+        iterator = self._opened(self._task.validation, self._stream, draws)
+        for inputs, target in self._iterate(iterator, self._stream, draws):
             self._num_evaluated += 1
             yield _Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
         self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
 
-    def _opened(self, loader: Any, stream: Stream) -> Iterator[Any]:
-        with self._asking(stream):
+    def _opened(self, loader: Any, stream: Stream, draws: LoaderDraws) -> Iterator[Any]:
+        with self._asking(stream, draws):
             return iter(loader)
 
-    def _iterate(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
+    def _iterate(self, iterator: Iterator[Any], stream: Stream, draws: LoaderDraws) -> Iterator[Any]:
         while True:
-            with self._asking(stream):
+            with self._asking(stream, draws):
                 item = next(iterator, _END)
                 if item is not _END:
                     item = self._task.unpack(item)
@@ -367,12 +372,18 @@ class Reader:
             yield item
 
     @contextmanager
-    def _asking(self, stream: Stream) -> Iterator[None]:
+    def _asking(self, stream: Stream, draws: LoaderDraws) -> Iterator[None]:
         """Ask user code; how long others were asked before does not count."""
         self._since_s = None
-        with installed(stream):
+        with draws.reading(stream):
             self._since_s = time.monotonic()
             yield
+
+    @property
+    def messages(self) -> list[str]:
+        """Why batches, or what others drew, may be other than they should."""
+        doubts = (draws.message for draws in (self._training_draws, self._validation_draws))
+        return [*self._messages, *filter(None, doubts)]
 
     def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
         """Inputs as they cross the link; the target as it is, since the loss computes in float32."""
