@@ -113,10 +113,17 @@ class LoaderDraws:
         if moved is not None and not turn.had_company:
             self._is_alone = True  # if it is read again
             raise RuntimeError(
-                f"{self._name}: its loader, or another thread meanwhile, drew from {moved}, which the loader did not in "
-                f"its first batches, so that it is not read alone; {_REMEDY}"
+                f"{self._name}: its loader, or another thread meanwhile, drew from {moved}, which the loader did not "
+                f"in its first batches, so that it is not read alone; {_REMEDY}"
             )
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
+
+
+@contextmanager
+def beside_loaders() -> Iterator[None]:
+    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
+    with GLOBAL_GENERATORS.beside(), _standing_in(_Own(_outside())):
+        yield
 
 
 def _outside() -> RandomState:
@@ -149,7 +156,8 @@ class _Own:
     def __init__(self, state: RandomState) -> None:
         self._state = state
         self.generator = torch.Generator()
-        self.generator.set_state(state.torch)
+        if state.torch.numel():
+            self.generator.set_state(state.torch)
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Draw as the operation does."""

@@ -17,10 +17,11 @@ import torch
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
-from hydra_engine.loader_draws import LoaderDraws
+from hydra_engine.loader_draws import LoaderDraws, beside_loaders
 from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
 from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, seeded, stream_seed
+from hydra_engine.revocable_lock import TakenAway
 from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
@@ -107,6 +108,7 @@ class Reader:
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._answering = threading.Lock()  # a batch comes in time, or its thread is left behind: never both
+        self._at_work: int | None = None  # the thread that asked user code last
         self._since_s: float | None = None  # when user code was last asked, by time.monotonic(); None: it is not
         self._is_left = False
         self.accumulation_steps = 1
@@ -181,12 +183,32 @@ class Reader:
         assert found is not None
         return found.inputs
 
-    def start(self, report: Callable[[Event], None], num_threads: int) -> None:
-        """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
+    def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
+        """Begin to serve requests, in a thread of its own: loaders are user code and may block.
+
+        set_up: what to do before, in that thread; what it returns is reported, unless the thread was left behind.
+        """
         self._thread = threading.Thread(
-            target=self._serve, args=(report, num_threads), name=self.thread_name, daemon=True
+            target=self._serve, args=(report, num_threads, set_up), name=self.thread_name, daemon=True
         )
         self._thread.start()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Call the task's other user code, in this reader's thread: what it draws is nobody's, and it may be late."""
+        with beside_loaders(), self._timed():
+            yield
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._at_work = threading.get_ident()
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+        if self._is_left:
+            raise TakenAway(f"{self._name}: its loader came back too late, and was left behind")
 
     def leave_behind(self) -> float | None:
         """Leave the thread to itself if user code did not come back in `loader_timeout_s`; else seconds until then.
@@ -204,8 +226,7 @@ class Reader:
 
     def _leave(self) -> None:
         self._is_left = True
-        if self._thread is not None:
-            GLOBAL_GENERATORS.take_from(self._thread.ident)
+        GLOBAL_GENERATORS.take_from(self._at_work)
 
     @property
     def thread_name(self) -> str:
@@ -240,8 +261,10 @@ class Reader:
         self._items.close()
         return True
 
-    def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
+    def _serve(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None) -> None:
         torch.set_num_threads(num_threads)
+        if set_up is not None and not self._answer(report, set_up(), None):
+            return
         while (request := self._requests.get()) is not None:
             try:
                 self._go_to(request[0])
@@ -253,13 +276,19 @@ class Reader:
                     answer = BatchReady(self._name, batch.step, batch.training)
             except BaseException as error:
                 batch, answer = None, DataFailed(self._name, error, "its loader")
-            with self._answering:
-                self._since_s = None
-                if self._is_left:
-                    return
-                if batch is not None:
-                    self._ready.put(batch)
-                report(answer)
+            if not self._answer(report, answer, batch):
+                return
+
+    def _answer(self, report: Callable[[Any], None], answer: Any, batch: Batch | None) -> bool:
+        """Report something; False where the thread was left behind meanwhile."""
+        with self._answering:
+            self._since_s = None
+            if self._is_left:
+                return False
+            if batch is not None:
+                self._ready.put(batch)
+            report(answer)
+            return True
 
     def _go_to(self, main: RandomState | None) -> None:
         """Set the stream to where the next item begins, and the iterator, where it has to be another."""
@@ -375,8 +404,7 @@ class Reader:
     def _asking(self, stream: Stream, draws: LoaderDraws) -> Iterator[None]:
         """Ask user code; how long others were asked before does not count."""
         self._since_s = None
-        with draws.reading(stream):
-            self._since_s = time.monotonic()
+        with draws.reading(stream), self._timed():
             yield
 
     @property

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -61,9 +62,7 @@ def seed_outside_torch():
 
 
 def task(name, loader, *, seed=1, dropout=0.0, epochs=2, **options):
-    return ModelTask(
-        model(seed, dropout=dropout), nn.MSELoss(), loader, 0.05, epochs, name=name, seed=seed, **options
-    )
+    return ModelTask(model(seed, dropout=dropout), nn.MSELoss(), loader, 0.05, epochs, name=name, seed=seed, **options)
 
 
 def train(*tasks, num_devices=1):
@@ -252,10 +251,8 @@ class Waits:
 
     def __call__(self, k):
         if k > 1 and not self.both.broken:
-            try:
+            with suppress(threading.BrokenBarrierError):  # the other is over, or read alone
                 self.both.wait(1)
-            except threading.BrokenBarrierError:  # the other is over, or read alone
-                pass
 
 
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
@@ -327,9 +324,7 @@ def test_loader_may_wait_for_anothers_callback(validation):
             assert tells.over.wait(PATIENCE_S)
 
     waiting = task("waiting", Loader(wait), loader_timeout_s=PATIENCE_S)
-    other = task(
-        "other", Loader(), seed=2, dropout=0.5, callbacks=[tells], validation=Loader() if validation else None
-    )
+    other = task("other", Loader(), seed=2, dropout=0.5, callbacks=[tells], validation=Loader() if validation else None)
     report = train(waiting, other)
     assert_as_plain(report, waiting, plain(Loader()))
     assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5, validation=Loader() if validation else None))
