@@ -9,6 +9,7 @@ from typing import TypeAlias
 from hydra_engine.callbacks import Callback
 from hydra_engine.errors import StopTask
 from hydra_engine.events import Event, Failed, TaskStopped
+from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.report import TaskReport
 
 Call: TypeAlias = "Callable[[Callback], None]"
@@ -71,8 +72,9 @@ class Notifier:
         if self.is_stopped and not always:
             return
         try:
-            for callback in self._callbacks:
-                call(callback)
+            with GLOBAL_GENERATORS.call():  # it may draw, which no loader is to blame for
+                for callback in self._callbacks:
+                    call(callback)
         except StopTask:
             self.is_stopped = True
             self._put(TaskStopped(self._report.name))

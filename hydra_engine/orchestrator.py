@@ -87,6 +87,8 @@ class ModelOrchestrator:
         self._pending = list(self._planned)  # not begun to train
         self._busy = threading.Lock()
         self._changing = threading.Lock()  # of which tasks there are, and whether they train
+        self._planning = threading.Lock()  # of tasks that join a run, one at a time
+        self._joining: list[PlannedTask] = []  # are planned while others train
         self._running: EngineRun | None = None
         self._over: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         self._training: list[PlannedTask] = []  # in that run
@@ -156,8 +158,8 @@ class ModelOrchestrator:
         """
         _refuse_autocast("add_task")
         with self._changing:
-            [(task, name)] = _named([task], len(self._planned))
-            if name in (each.name for each in self._planned):
+            [(task, name)] = _named([task], len(self._planned) + len(self._joining))
+            if name in (each.name for each in (*self._planned, *self._joining)):
                 raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
             planned = self._as_planned(task, name)
             run = self._running
@@ -166,23 +168,37 @@ class ModelOrchestrator:
                     f"add_task: {name!r} while others train: planning runs a step on a device, whose memory they have; "
                     f"add it before train_models(), or train it in another call"
                 )
-            beside = self._training if run is not None else self._pending
+            beside = [*(self._training if run is not None else self._pending), *self._joining]
             check_sharing([*beside, planned])
             if run is None:
                 self.plan = None  # it would lack the new one
-            else:
-                check_nothing_shared(planned, beside)
-                again = self._put_back(planned, while_training=True)
-                if again is None:
-                    self._planned.append(planned)
-                    return name
-                planned = again
-                # Not its helpers: what begins meanwhile may be the run's.
-                with bound(run.host.bound_cores, with_helpers=False):
-                    self._plan_one([*beside, planned], planned, run.host)
-                self._check_arenas(run, planned)
+                self._planned.append(planned)
+                self._pending.append(planned)
+                return name
+            check_nothing_shared(planned, beside)
+            again = self._put_back(planned, while_training=True)
+            if again is None:
+                self._planned.append(planned)
+                return name
+            planned = again
+            self._joining.append(planned)
+        try:
+            # Outside the lock: its loader may take its time, or never return, and the run has to end all the same.
+            # Bound without helpers: what begins meanwhile may be the run's.
+            with self._planning, run.planning(planned), bound(run.host.bound_cores, with_helpers=False):
+                plan = self._plan_one(beside, planned)
+            self._check_arenas(run, planned)
+        except BaseException:
+            with self._changing:
+                self._joining.remove(planned)
+            planned.leave()
+            planned.reader.close()
+            raise
+        with self._changing:
+            self._joining.remove(planned)
+            self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], run.host)
             self._planned.append(planned)
-            if run is not None and run.add(planned):
+            if run is self._running and run.add(planned):
                 self._training.append(planned)
             else:
                 self._pending.append(planned)
@@ -375,18 +391,14 @@ class ModelOrchestrator:
         devices = [repr(device) for device in self._devices]
         return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=host)
 
-    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask, host: HostThreads) -> None:
+    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> TaskPlan:
         """Plan a task while others train."""
         check_dram([planned])
-        try:
-            number = 1 + len(beside)
-            plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
-            check_shared_buffers(beside)
-        except BaseException:
-            planned.leave()
-            planned.reader.close()
-            raise
-        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
+        plan = planned.make_plan(
+            self._smallest, self._budget(), torch.get_num_threads(), self._devices, 1 + len(beside)
+        )
+        check_shared_buffers([*beside, planned])
+        return plan
 
     @contextmanager
     def _run(
@@ -505,8 +517,6 @@ class ModelOrchestrator:
         """Refuse a task for which the devices of a run, whose arenas were made for others, have no room."""
         if run.can_hold(planned.work_bytes, planned.largest_slab_bytes):
             return
-        planned.leave()
-        planned.reader.close()
         raise ShardDoesNotFit(
             f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters and "
             f"{format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that train; "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_engine.revocable_lock import RevocableLock
+from hydra_engine.revocable_lock import Hold, RevocableLock
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
@@ -88,10 +88,12 @@ def installed(stream: Stream) -> Iterator[None]:
 
     Raises TakenAway where the body came back too late: then the stream is where it was.
     """
-    with GLOBAL_GENERATORS.held() as hold:
+    with GLOBAL_GENERATORS.held(apart=True) as hold:
 
         def enter() -> None:
-            hold.put_back.append(partial(install, capture()))
+            outside = capture()
+            hold.outside = hold.outside or outside
+            hold.put_back.append(partial(_put_back, hold, stream.state, outside))
             install(stream.state)
 
         def leave() -> None:
@@ -105,8 +107,18 @@ def installed(stream: Stream) -> Iterator[None]:
             hold.settle(leave)
 
 
+def _put_back(hold: Hold, start: RandomState, outside: RandomState) -> None:
+    """End a replacement; who worked beside it may be the one that drew."""
+    if hold.met and not capture().same_outside_torch(start):
+        for each in hold.met:
+            each.is_in_doubt = True
+    install(outside)
+    if len(hold.put_back) == 0:
+        hold.outside = None
+
+
 @cache
-def _with_generator(func: Any) -> Any | None:
+def with_generator(func: Any) -> Any | None:
     """The overload of a seeded op that takes a generator, or None."""
 
     def names(overload: Any) -> list[str]:
@@ -131,7 +143,7 @@ def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     return False
 
 
-def _is_elsewhere(values: Iterable[Any]) -> bool:
+def is_elsewhere(values: Iterable[Any]) -> bool:
     """Whether an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
@@ -173,10 +185,10 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
         if own or _draws_nothing(func, args, kwargs):
             return func(*args, **kwargs)
-        if _is_elsewhere((*args, *kwargs.values())):
+        if is_elsewhere((*args, *kwargs.values())):
             self.drew_elsewhere = True
             return func(*args, **kwargs)
-        overload = _with_generator(func)
+        overload = with_generator(func)
         if overload is not None:
             return overload(*args, **{**kwargs, "generator": self.generator})
         return self._run_with_global(lambda: func(*args, **kwargs))

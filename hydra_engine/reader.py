@@ -17,9 +17,11 @@ import torch
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
+from hydra_engine.loader_draws import LoaderDraws, beside_loaders
 from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
-from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, installed, seeded, stream_seed
+from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, seeded, stream_seed
+from hydra_engine.revocable_lock import TakenAway
 from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
@@ -88,7 +90,9 @@ class Reader:
         self._name = name
         self._keeps_positions = keeps_positions
         self._start = start
-        self.messages: list[str] = []  # why batches may be other ones than those of the run that was saved
+        self._messages: list[str] = []  # why batches may be other ones than those of the run that was saved
+        self._training_draws = LoaderDraws(name, alone=task.loader_alone)
+        self._validation_draws = LoaderDraws(name, alone=task.loader_alone)
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._items = self._sequence(start)
         self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
@@ -104,6 +108,7 @@ class Reader:
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._answering = threading.Lock()  # a batch comes in time, or its thread is left behind: never both
+        self._at_work: int | None = None  # the thread that asked user code last
         self._since_s: float | None = None  # when user code was last asked, by time.monotonic(); None: it is not
         self._is_left = False
         self.accumulation_steps = 1
@@ -167,7 +172,7 @@ class Reader:
         put_back = putting_back(loader)
         apart = Stream(self._stream.state)
         try:
-            yield from self._iterate(self._opened(loader, apart), apart)
+            yield from self._iterate(self._opened(loader, apart, self._training_draws), apart, self._training_draws)
         finally:
             put_back()
 
@@ -178,12 +183,32 @@ class Reader:
         assert found is not None
         return found.inputs
 
-    def start(self, report: Callable[[Event], None], num_threads: int) -> None:
-        """Begin to serve requests, in a thread of its own: loaders are user code and may block."""
+    def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
+        """Begin to serve requests, in a thread of its own: loaders are user code and may block.
+
+        set_up: what to do before, in that thread; what it returns is reported, unless the thread was left behind.
+        """
         self._thread = threading.Thread(
-            target=self._serve, args=(report, num_threads), name=self.thread_name, daemon=True
+            target=self._serve, args=(report, num_threads, set_up), name=self.thread_name, daemon=True
         )
         self._thread.start()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Call the task's other user code, in this reader's thread: what it draws is nobody's, and it may be late."""
+        with beside_loaders(), self._timed():
+            yield
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._at_work = threading.get_ident()
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+        if self._is_left:
+            raise TakenAway(f"{self._name}: its loader came back too late, and was left behind")
 
     def leave_behind(self) -> float | None:
         """Leave the thread to itself if user code did not come back in `loader_timeout_s`; else seconds until then.
@@ -201,8 +226,7 @@ class Reader:
 
     def _leave(self) -> None:
         self._is_left = True
-        if self._thread is not None:
-            GLOBAL_GENERATORS.take_from(self._thread.ident)
+        GLOBAL_GENERATORS.take_from(self._at_work)
 
     @property
     def thread_name(self) -> str:
@@ -237,8 +261,10 @@ class Reader:
         self._items.close()
         return True
 
-    def _serve(self, report: Callable[[Event], None], num_threads: int) -> None:
+    def _serve(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None) -> None:
         torch.set_num_threads(num_threads)
+        if set_up is not None and not self._answer(report, set_up(), None):
+            return
         while (request := self._requests.get()) is not None:
             try:
                 self._go_to(request[0])
@@ -250,13 +276,19 @@ class Reader:
                     answer = BatchReady(self._name, batch.step, batch.training)
             except BaseException as error:
                 batch, answer = None, DataFailed(self._name, error, "its loader")
-            with self._answering:
-                self._since_s = None
-                if self._is_left:
-                    return
-                if batch is not None:
-                    self._ready.put(batch)
-                report(answer)
+            if not self._answer(report, answer, batch):
+                return
+
+    def _answer(self, report: Callable[[Any], None], answer: Any, batch: Batch | None) -> bool:
+        """Report something; False where the thread was left behind meanwhile."""
+        with self._answering:
+            self._since_s = None
+            if self._is_left:
+                return False
+            if batch is not None:
+                self._ready.put(batch)
+            report(answer)
+            return True
 
     def _go_to(self, main: RandomState | None) -> None:
         """Set the stream to where the next item begins, and the iterator, where it has to be another."""
@@ -296,7 +328,7 @@ class Reader:
             if start is not None and is_due and not start.is_evaluated:
                 yield from self._evaluation(epoch)
             start = None
-            for inputs, target in self._iterate(iterator, self._stream):
+            for inputs, target in self._iterate(iterator, self._stream, self._training_draws):
                 num_steps, num_batches = num_steps + 1, num_batches + 1
                 self._note(began, num_batches, epoch, num_steps)
                 yield _Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
@@ -310,7 +342,7 @@ class Reader:
         loader = self._task.dataloader
         began = epoch_start(loader, self._stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
-        return began, self._opened(loader, self._stream)
+        return began, self._opened(loader, self._stream, self._training_draws)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and what it was opened with."""
@@ -320,7 +352,7 @@ class Reader:
         self._since_s = time.monotonic()
         restored = restore(task.dataloader, self._stream, start.loader)
         if restored.message is not None:
-            self.messages.append(f"{self._name}: {restored.message}")
+            self._messages.append(f"{self._name}: {restored.message}")
         return start.loader.start, restored.iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
@@ -346,19 +378,21 @@ class Reader:
         if self._task.validation is None:
             return
         outside = self._stream.state
-        for inputs, target in self._iterate(self._opened(self._task.validation, self._stream), self._stream):
+        draws = self._validation_draws
+        iterator = self._opened(self._task.validation, self._stream, draws)
+        for inputs, target in self._iterate(iterator, self._stream, draws):
             self._num_evaluated += 1
             yield _Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
         self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
 
-    def _opened(self, loader: Any, stream: Stream) -> Iterator[Any]:
-        with self._asking(stream):
+    def _opened(self, loader: Any, stream: Stream, draws: LoaderDraws) -> Iterator[Any]:
+        with self._asking(stream, draws):
             return iter(loader)
 
-    def _iterate(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
+    def _iterate(self, iterator: Iterator[Any], stream: Stream, draws: LoaderDraws) -> Iterator[Any]:
         while True:
-            with self._asking(stream):
+            with self._asking(stream, draws):
                 item = next(iterator, _END)
                 if item is not _END:
                     item = self._task.unpack(item)
@@ -367,12 +401,17 @@ class Reader:
             yield item
 
     @contextmanager
-    def _asking(self, stream: Stream) -> Iterator[None]:
+    def _asking(self, stream: Stream, draws: LoaderDraws) -> Iterator[None]:
         """Ask user code; how long others were asked before does not count."""
         self._since_s = None
-        with installed(stream):
-            self._since_s = time.monotonic()
+        with draws.reading(stream), self._timed():
             yield
+
+    @property
+    def messages(self) -> list[str]:
+        """Why batches, or what others drew, may be other than they should."""
+        doubts = (draws.message for draws in (self._training_draws, self._validation_draws))
+        return [*self._messages, *filter(None, doubts)]
 
     def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
         """Inputs as they cross the link; the target as it is, since the loss computes in float32."""

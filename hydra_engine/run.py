@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +53,6 @@ from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
-from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.refit import refit, shared_out
 from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
 from hydra_engine.resumed import LOST
@@ -81,6 +81,22 @@ class _Stop(NamedTuple):
     task: str
 
 
+class _Planning(NamedTuple):
+    """A task that is to join begins or ends to be planned, in some other thread, which reads its loader."""
+
+    planned: PlannedTask
+    is_over: bool
+
+
+class _SetUp(NamedTuple):
+    """A task's memory is taken and its user's factories were called, or raised."""
+
+    task: str
+    optimizer: TaskOptimizer | None = None
+    num_steps: int | None = None
+    error: BaseException | None = None
+
+
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
 
@@ -103,7 +119,7 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
+        self._events: Inbox[Event | _Arrived | _Planning | _SetUp | _Stop | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
@@ -124,9 +140,12 @@ class EngineRun:
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
         self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
+        self._opening = threading.Lock()  # tasks take their memory one at a time
+        self._num_setting_up = 0  # tasks that the scheduler does not know yet
         self._arriving = threading.Lock()
         self._num_arriving = 0  # tasks on their way to `_take_in`
         self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
+        self._joining: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile
         self._is_over = False
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
         self._next_trim_s = TRIM_INTERVAL_S
@@ -237,12 +256,9 @@ class EngineRun:
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
-        try:
-            self._set_up(training)
-        except Exception as error:  # user code: factories, the loader's length
-            training.note_failure(Failed(planned.name, error, "its set-up"))
-        else:
-            self._add(training)
+        self._num_setting_up += 1
+        planned.reader.start(self._events.put, self._num_threads, partial(self._set_up, planned))
+        self._await(planned)
 
     def add(self, planned: PlannedTask) -> bool:
         """Train one more task from now on; False where the run is over already. From any thread."""
@@ -253,45 +269,79 @@ class EngineRun:
             self._events.put(_Arrived(planned))
             return True
 
+    @contextmanager
+    def planning(self, planned: PlannedTask) -> Iterator[None]:
+        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        self._events.put(_Planning(planned, is_over=False))
+        try:
+            yield
+        finally:
+            self._events.put(_Planning(planned, is_over=True))
+
     def stop(self, task: str) -> None:
         """End a task at its last committed step. From any thread."""
         self._events.put(_Stop(task))
 
     def _has_ended(self) -> bool:
         """Whether all is finished and told, and nothing more can come."""
-        if not self._scheduler.finished or self._num_ending:
+        is_setting_up = self._num_setting_up > 0 and not self._interrupted
+        if not self._scheduler.finished or self._num_ending or is_setting_up:
             return False
         with self._arriving:
             self._is_over = self._num_arriving == 0
             return self._is_over
 
-    def _set_up(self, training: RunningTask) -> None:
-        training.planned.state.open(self._host_memory)
-        if training.planned.saved is not None:
-            training.position = training.planned.saved.position
-            training.buffers = list(training.planned.state.pool.buffers)
-        with GLOBAL_GENERATORS.held():  # others may train already, and what user code draws here must not be theirs
-            self._call_factories(training)
+    def _set_up(self, planned: PlannedTask) -> _SetUp:
+        """In the task's reader's thread: user code may block, and copying weights takes its time."""
+        try:
+            with self._opening:
+                planned.state.open(self._host_memory)
+            with planned.reader.calling():
+                return self._call_factories(planned)
+        except BaseException as error:
+            return _SetUp(planned.name, error=error)
 
-    def _call_factories(self, training: RunningTask) -> None:
-        planned, task = training.planned, training.planned.task
+    def _call_factories(self, planned: PlannedTask) -> _SetUp:
+        task, state = planned.task, planned.state
         num_batches = _length(task.dataloader)
-        training.num_steps = None if num_batches is None else num_batches * task.epochs
+        num_steps = None if num_batches is None else num_batches * task.epochs
+        optimizer = None
         if task.trains:
-            training.optimizer = optimizer = TaskOptimizer(task, planned.layout)
+            optimizer = TaskOptimizer(task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)
-            optimizer.secure = training.secure
-            planned.state.loss_scale = training.optimizer.loss_scale
-            if planned.state.steps_on_device:
+            if state.steps_on_device:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
-                planned.state.stepper = training.optimizer
+        for worker in self._workers:
+            worker.admit(state)  # copies layers, which is user code too
+        return _SetUp(planned.name, optimizer, num_steps)
+
+    def _was_set_up(self, event: _SetUp) -> None:
+        training = self._tasks[event.task]
+        if training.is_set_up:
+            return
+        self._deadlines.drop(event.task)
+        self._num_setting_up -= 1
+        training.is_set_up = True
+        if event.error is not None:
+            training.note_failure(Failed(event.task, event.error, "its set-up"))
+            return
+        planned, state = training.planned, training.state
+        training.num_steps = event.num_steps
+        if planned.saved is not None:
+            training.position, training.buffers = planned.saved.position, list(state.pool.buffers)
+        if event.optimizer is not None:
+            training.optimizer = event.optimizer
+            event.optimizer.secure = training.secure
+            state.loss_scale = event.optimizer.loss_scale
+            if state.steps_on_device:
+                state.stepper = event.optimizer
+        self._add(training)
+        if self._interrupted or training.notifier.is_stopped:  # meanwhile
+            self._handle(TaskStopped(event.task))
 
     def _add(self, training: RunningTask) -> None:
         planned, state = training.planned, training.state
-        for worker in self._workers:
-            worker.admit(state)
-        planned.reader.start(self._events.put, self._num_threads)
         self._handle(
             TaskAdded(
                 task=planned.name,
@@ -331,12 +381,21 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Ended | Overdue) -> None:
+    def _handle(self, event: Event | _Arrived | _Planning | _SetUp | _Stop | _Ended | Overdue) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
+            return
+        if isinstance(event, _Planning):
+            self._joining.pop(event.planned.name, None)
+            if not event.is_over:
+                self._joining[event.planned.name] = event.planned
+                self._await(event.planned)
+            return
+        if isinstance(event, _SetUp):
+            self._was_set_up(event)
             return
         if isinstance(event, _Ended):
             self._num_ending -= 1
@@ -347,6 +406,8 @@ class EngineRun:
             if training is None or training.is_ending or training.report.exception is not None:
                 return  # it is over, of an earlier run, or was never begun
             training.notifier.is_stopped = True
+            if not training.is_set_up:
+                return
             event = TaskStopped(event.task)
         if isinstance(event, DataFailed) and self._may_go_again(event):
             self._read_again(event.task)
@@ -441,24 +502,39 @@ class EngineRun:
 
     def _request(self, training: RunningTask) -> None:
         training.planned.reader.request(training.read_from)
-        if training.planned.task.loader_timeout_s is not None:
-            self._await(training.report.name, training.planned.task.loader_timeout_s)
+        self._await(training.planned)
 
-    def _await(self, task: str, seconds: float) -> None:
-        """Look after its loader in so many seconds."""
-        self._deadlines.set(task, seconds)
-        self._events.deadline_s = self._deadlines.next_s
+    def _await(self, planned: PlannedTask, seconds: float | None = None) -> None:
+        """Look after its loader in so many seconds; None: as long as it may take, if that is limited."""
+        seconds = planned.task.loader_timeout_s if seconds is None else seconds
+        if seconds is not None:
+            self._deadlines.set(planned.name, seconds)
+            self._events.deadline_s = self._deadlines.next_s
 
     def _leave_late_loaders(self) -> None:
         for name in self._deadlines.take_due():
-            reader, timeout_s = self._tasks[name].planned.reader, self._tasks[name].planned.task.loader_timeout_s
+            if name in self._joining:
+                planned = self._joining[name]
+            elif name in self._tasks:
+                planned = self._tasks[name].planned
+            else:
+                continue
+            timeout_s = planned.task.loader_timeout_s
             assert timeout_s is not None
-            left_s = reader.leave_behind()
+            left_s = planned.reader.leave_behind()
             if left_s is not None:  # it was asked only later, after others' loaders
-                self._await(name, left_s)
-            elif not self._tasks[name].is_ending:
-                self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, reader.thread_name), "its loader"))
+                self._await(planned, left_s)
+            elif name in self._tasks:
+                self._fail_late(self._tasks[name], timeout_s)
         self._events.deadline_s = self._deadlines.next_s
+
+    def _fail_late(self, training: RunningTask, timeout_s: float) -> None:
+        name, thread = training.report.name, training.planned.reader.thread_name
+        if not training.is_set_up:
+            what = "its loader's length, or its optimizer's or schedule's factory, did not return"
+            self._handle(_SetUp(name, error=LoaderTimeout(name, timeout_s, thread, what)))
+        elif not training.is_ending:
+            self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
 
     def _close(self) -> None:
         with self._arriving:

@@ -40,6 +40,7 @@ class RunningTask:
     retries: Retries
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
+    is_set_up: bool = False  # or is over already; before, its reader's thread calls the user's factories
     is_reading: bool = False
     is_ending: bool = False  # it is over, and what it leaves is being put in order
     next_batch: Batch | None = None  # read, not begun

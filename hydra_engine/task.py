@@ -163,6 +163,13 @@ class ModelTask:
             does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
             thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
             torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
+        loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
+            `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
+            as they are opened or give their first batch; else they are read beside other tasks' loaders. A loader that
+            draws from these later is an error, which names this remedy.
+        read_ahead: ask the loader for the next batch while a step computes. False: only once the step's update is in
+            all of the model's parameters, for a loader that reads them: the user's own model shows them (its buffers
+            only at the end of training). Of no use to a loader with worker processes, which read ahead by themselves.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
@@ -213,6 +220,8 @@ class ModelTask:
         max_retries: int = 0,
         nonfinite: str | None = None,
         loader_timeout_s: float | None = LOADER_TIMEOUT_S,
+        loader_alone: bool = False,
+        read_ahead: bool = True,
         compile: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -303,6 +312,11 @@ class ModelTask:
                 "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
                 "give one with persistent_workers=False, or leave scan_batches out"
             )
+        for field, flag in {"loader_alone": loader_alone, "read_ahead": read_ahead}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{field}: {flag!r} is not a bool; give True or False")
+        self.loader_alone = loader_alone
+        self.read_ahead = read_ahead
         if not isinstance(compile, bool):
             raise TypeError(f"compile: {compile!r} is not a bool; give True for torch.compile of each layer, or False")
         self.compile = compile
