@@ -55,10 +55,10 @@ class Arena:
         make_room: asked where the room that is left is in pieces; gives another slab back, or says that it cannot.
         beside: asked then whether there is so much memory beside the storage, which it takes.
         """
-        size = -(-num_bytes // self._alignment) * self._alignment
-        while (slab := self._find(num_bytes, size)) is None:
+        while (slab := self.find(num_bytes)) is None:
             if make_room():
                 continue
+            size = self._size(num_bytes)
             if not beside(size):
                 raise DeviceOutOfMemory("arena, in one piece,", num_bytes, 0, len(self._storage))
             with self._lock:
@@ -68,8 +68,15 @@ class Arena:
             return Slab(storage=storage, offset=0, num_bytes=size)
         return slab
 
-    def _find(self, num_bytes: int, size: int) -> Slab | None:
-        """A gap that is large enough; None if there is none although so much is free."""
+    def _size(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment
+
+    def find(self, num_bytes: int) -> Slab | None:
+        """A gap that is large enough; None if there is none although so much is free.
+
+        Raises DeviceOutOfMemory where less is free.
+        """
+        size = self._size(num_bytes)
         with self._lock:
             end = len(self._storage) // self._alignment * self._alignment
             stops = [(0, 0), *sorted(self._taken), (end, end)]

@@ -7,20 +7,24 @@ of one stream for another is needed. The compute lane alone runs ahead: kernels 
 stream, and what it hands to another lane is waited for there (`_queued`).
 
     slabs         one allocation, the arena, made when the device is opened
-    activations   torch's caching allocator, in blocks of the compute lane's stream, which nobody else uses
-    inputs        of all micro-batches but a unit's first: the same, of the input lane's stream
-    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more
+    activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what
+    and inputs    that stream is told to do later. Inputs are copied there by other lanes, once it is through with what
+                  it did before the room for them was made
+    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
+                  units leave lies in few such regions, which are used again
 
 None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -30,7 +34,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.arena import Arena
+from hydra_engine.arena import Arena, Slab
 from hydra_engine.boundary import extent_bytes
 from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory, discard
@@ -73,9 +77,8 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
-# Smaller places in DRAM, and those that are soon given back, come from torch's own page-locked memory, which is reused
-# but rounded up to a power of two.
-LEAST_LOCKED_BYTES = 2**20
+# Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
+PLACES_BYTES = 2**25
 # cudaHostRegisterPortable: locked for every device.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
 PORTABLE = 1
@@ -176,7 +179,7 @@ class CudaDevice:
     def _measure(self) -> Ceilings:
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
-            here = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+            here = torch.empty(0, dtype=torch.uint8).set_(_PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
         return Ceilings(
             name=self.product,
@@ -250,7 +253,7 @@ class OpenCudaDevice(OpenDevice):
         self._index = index = spec.index
         name = f"cuda:{index}"
         self._generator = CudaGenerator(index)
-        self._host = _PageLocked(index)
+        self._places = _Places(_PageLocked(index))
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
@@ -270,6 +273,7 @@ class OpenCudaDevice(OpenDevice):
                 trace=trace,
             )
         except BaseException:
+            self._places.close()
             self._restore()
             raise
         self.random = self._generator
@@ -319,12 +323,8 @@ class OpenCudaDevice(OpenDevice):
     def timer(self) -> CudaTimer:
         return CudaTimer()
 
-    def place(self, tensor: Tensor, *, lasts: bool = True) -> Tensor:
-        num_bytes = extent_bytes(tensor)
-        if num_bytes < LEAST_LOCKED_BYTES or not lasts:
-            storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
-        else:
-            storage = self._host.new(num_bytes)
+    def place(self, tensor: Tensor) -> Tensor:
+        storage = self._places.take(extent_bytes(tensor))
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
     def explained(self, error: BaseException) -> BaseException:
@@ -344,6 +344,7 @@ class OpenCudaDevice(OpenDevice):
 
     def close(self) -> None:
         super().close()
+        self._places.close()
         with suppress(RuntimeError):  # it is lost, and the process ends for that
             self._generator.restore()
             self._restore()
@@ -534,6 +535,65 @@ class _PageLocked(HostMemory):
         """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
         with suppress(torch.AcceleratorError):
             torch.ones(1, device=torch.device("cuda", self._index))
+
+
+class _Places:
+    """Page-locked DRAM for what units leave: cut from few regions that are locked once, and used again when it is free.
+
+    Not torch's page-locked memory: freeing that asks the device, in a destructor, where an error ends the process.
+    """
+
+    def __init__(self, host: _PageLocked) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._freed: deque[tuple[Arena, Slab]] = deque()  # by whoever dropped one, in any thread at any moment
+        self._regions = [self._new_region(PLACES_BYTES)]
+
+    def _new_region(self, num_bytes: int) -> Arena:
+        return Arena(self._host.new(num_bytes), ALIGNMENT_BYTES)
+
+    def take(self, num_bytes: int) -> torch.UntypedStorage:
+        """A storage of its own, whose memory is free for others once nobody holds it."""
+        if num_bytes == 0:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        with self._lock:
+            while self._freed:
+                region, slab = self._freed.popleft()
+                region.give_back(slab)
+            region, slab = self._find(num_bytes)
+        there = (ctypes.c_char * num_bytes).from_address(slab.storage.data_ptr() + slab.offset)
+        storage = torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
+        # It holds the region until then, which stays locked for so long, also when this is closed.
+        weakref.finalize(storage, _give_back, weakref.ref(self), region, slab).atexit = False
+        return storage
+
+    def _find(self, num_bytes: int) -> tuple[Arena, Slab]:
+        for region in self._regions:
+            with suppress(DeviceOutOfMemory):
+                slab = region.find(num_bytes)
+                if slab is not None:
+                    return region, slab
+        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        region = self._new_region(size * max(1, PLACES_BYTES // size))  # as many of this size as go into one
+        self._regions.append(region)
+        return region, region.take(num_bytes)
+
+    def give_back(self, region: Arena, slab: Slab) -> None:
+        """Nobody holds a place any more."""
+        if self._regions:
+            self._freed.append((region, slab))
+
+    def close(self) -> None:
+        """Unlock what nobody holds; the rest as it is dropped."""
+        with self._lock:
+            self._regions = []
+            self._freed.clear()
+
+
+def _give_back(places: weakref.ref[_Places], region: Arena, slab: Slab) -> None:
+    there = places()
+    if there is not None:
+        there.give_back(region, slab)
 
 
 def _runtime() -> Any:

@@ -124,11 +124,15 @@ class FrozenBlocks:
                     new.setdefault(group, slot)
                 if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
                     uncast.setdefault((group, slot.link_dtype), slot)
-            storage = host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()))
+            # Weights that all tasks here are sent casts of cross no link themselves.
+            planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
+            crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
+            masters_host = host if crosses else HostMemory()
+            storage = masters_host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()))
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=offset)
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=offset)
                 block.links[slot.dtype] = (storage, offset)
                 block.weight.copy_(slot.parameter.data)
                 self._blocks[group] = block

@@ -332,7 +332,7 @@ class Spiller:
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        place = self._device.place(tensor, lasts=False)
+        place = self._device.place(tensor)
         self._send(place, tensor)
         return place
 

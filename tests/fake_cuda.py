@@ -62,7 +62,7 @@ class FakeCuda:
         self.misuses = []
         self.settings = self.settings_before = settings
         self.registered = {}  # address: (bytes, device)
-        self.num_registered_bytes = 0  # ever
+        self.num_registered_bytes = self.num_registers = 0  # ever
         self.refused_registers = 0  # so many calls from now on fail for want of memory
         self.num_checks = 0  # checked calls so far
         self.strike_at = None  # the device is struck at this one
@@ -83,7 +83,7 @@ class FakeCuda:
     def installed(self, **constants):
         """Let hydra_engine/device.py work on it; `constants` of that module are replaced, some are made smaller."""
         small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
-        small |= {"LEAST_LOCKED_BYTES": 2**12, "MOST_LOCKED_BYTES": 2**14}
+        small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
         device._streams.cache_clear()
         for name, value in (small | constants).items():
@@ -300,6 +300,7 @@ class FakeCuda:
                 self.misuse(f"cudaHostRegister: a page of {num_bytes} bytes from {address:#x} on is registered already")
             self.registered[address] = (num_bytes, self.here.device)
             self.num_registered_bytes += num_bytes
+            self.num_registers += 1
         return 0
 
     def unregister(self, address):
@@ -626,7 +627,7 @@ class _CudaModule:
             generator.manual_seed(seed)
 
     def cudart(self):
-        self._cuda.check()
+        self._cuda.is_initialised = True  # it raises nothing that was left
         return SimpleNamespace(cudaHostRegister=self._cuda.register, cudaHostUnregister=self._cuda.unregister)
 
 
@@ -675,7 +676,7 @@ class _Torch:
 
     def empty(self, *args, pin_memory=False, device=None, **kwargs):
         if pin_memory:
-            self._cuda.check()
+            self._cuda.misuse("page-locked memory of torch's, whose destructor raises once the device is lost")
         found = torch.empty(*args, device=device, **kwargs)
         if isinstance(device, torch.device) and device.index is not None:
             self._cuda.allocated_here(found.untyped_storage())

@@ -352,6 +352,117 @@ class TestHostMemory:
         assert "could not be page-locked (CUDA error 2)" in capsys.readouterr().err
 
 
+class TestPlaces:
+    """DRAM for what units leave."""
+
+    @pytest.fixture
+    def opened(self, cuda):
+        found = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        yield found
+        found.close()
+
+    def test_they_are_cut_from_regions_that_were_locked_before(self, cuda, opened):
+        before = cuda.num_registers
+        places = [opened.place(torch.empty(num_bytes, dtype=torch.uint8)) for num_bytes in (1, 100, 512, 4000)]
+        assert cuda.num_registers == before
+        for k, place in enumerate(places):
+            place.fill_(k)
+        assert [int(place.min()) for place in places] == [int(place.max()) for place in places] == [0, 1, 2, 3]
+        assert [place.untyped_storage().nbytes() for place in places] == [1, 100, 512, 4000]
+        [region] = cuda.registered
+        assert all(region <= place.data_ptr() < region + 8192 for place in places)
+
+    def test_what_is_dropped_is_used_again(self, cuda, opened):
+        num_registers = set()
+        for size in (3000, 5000, 20_000, 700, 20_000, 3000) * 3:
+            opened.place(torch.empty(size, dtype=torch.uint8))
+            num_registers.add(cuda.num_registers)
+        assert len(num_registers) == 2  # the region that was there, and one for 20,000 bytes
+
+    def test_one_that_outlives_the_device_stays_locked_until_it_is_dropped(self, cuda):
+        opened = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        kept, other = (opened.place(torch.empty(5000, dtype=torch.uint8)) for _ in range(2))
+        assert len(cuda.registered) == 2
+        opened.close()
+        assert len(cuda.registered) == 2
+        del other
+        [(region, (num_bytes, _))] = cuda.registered.items()
+        assert region <= kept.data_ptr() < region + num_bytes
+        kept.fill_(3)
+        del kept
+        assert cuda.registered == {}
+
+    def test_dropping_one_asks_a_lost_device_for_nothing(self, lost_cuda):
+        opened = devices_of(lost_cuda)[0].open(0, Trace(), 1, MIB // 2)
+        places = [opened.place(torch.empty(5000)) for _ in range(3)]
+        lost_cuda.strike()
+        num_checks = lost_cuda.num_checks
+        del places
+        assert lost_cuda.num_checks == num_checks
+        opened.close()
+
+    @pytest.mark.parametrize("accumulation_steps", [1, 3])
+    def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
+        counts = []
+
+        class Counts(Callback):
+            def on_step(self, report):
+                counts.append(cuda.num_registers)
+
+        options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
+        task, _ = exact.task_of("gpt", callbacks=[Counts()], **options)
+        trained(cuda, [task])
+        assert len(counts) > 2
+        assert counts[-1] == counts[0]
+
+    @pytest.mark.parametrize(("optimizer_device", "crosses"), [("host", False), ("device", True)])
+    def test_masters_are_locked_where_they_cross_the_link(self, cuda, optimizer_device, crosses):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+        model[2].requires_grad_(False)
+        options = {"precision": "bfloat16", "optimizer_device": optimizer_device, "name": "task"}
+        batches = [(torch.randn(4, 40), torch.randn(4, 40))]
+        task = ModelTask(model, F.mse_loss, batches, LR, partitioner=Presharded([2, 3]), **options)
+        where = {}
+
+        class Looks(Callback):
+            def on_step(self, report):
+                for k in (0, 2):
+                    address = model[k].weight.data_ptr()
+                    where[k] = any(start <= address < start + size for start, (size, _) in cuda.registered.items())
+
+        task.callbacks = [Looks()]
+        trained(cuda, [task])
+        assert where == {0: crosses, 2: False}
+
+    def test_frozen_weights_are_locked_where_a_task_is_sent_them_as_they_are(self, cuda):
+        frozen = nn.Linear(12, 12).requires_grad_(False)
+        where = []
+
+        class Looks(Callback):
+            def on_step(self, report):
+                address = frozen.weight.data_ptr()
+                where.append(any(start <= address < start + size for start, (size, _) in cuda.registered.items()))
+
+        tasks = []
+        for name, precision in (("narrow", "bfloat16"), ("wide", "float32")):
+            model = nn.Sequential(nn.Linear(12, 12), frozen, nn.Linear(12, 5))
+            batches = [(torch.randn(4, 12), torch.randn(4, 5))]
+            tasks.append(
+                ModelTask(
+                    model,
+                    F.mse_loss,
+                    batches,
+                    LR,
+                    name=name,
+                    precision=precision,
+                    callbacks=[Looks()],
+                    partitioner=Presharded([1, 2, 3]),
+                )
+            )
+        trained(cuda, tasks)
+        assert where == [True, True]
+
+
 # Exactness: the bits of the plain loop, on one card and two
 
 
