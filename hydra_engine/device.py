@@ -18,13 +18,12 @@ None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
+import os
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -34,7 +33,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.arena import Arena, Slab
+from hydra_engine.arena import Arena, Places
 from hydra_engine.boundary import extent_bytes
 from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory, discard
@@ -42,6 +41,7 @@ from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
 from hydra_engine.ledger import Ledger
+from hydra_engine.libraries import load_libraries
 from hydra_engine.opened import OpenDevice, Timing
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
@@ -123,10 +123,10 @@ class CudaDevice:
         self._measured: Ceilings | None = None  # once, since it keeps the device from working
         self.torch_device = torch.device("cuda", index)
         self.product = str(torch.cuda.get_device_properties(index).name)
-        _load_libraries(self.torch_device)
+        library_bytes = _library_bytes(index)
         free, self.total_bytes = torch.cuda.mem_get_info(index)
-        context = self.total_bytes - free - torch.cuda.memory_reserved(index)
-        context = min(max(0, context), MOST_CONTEXT_BYTES)
+        used = self.total_bytes - free - torch.cuda.memory_reserved(index)
+        context = self.context_bytes = min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
         if asked is not None and asked > self.total_bytes:
             raise ValueError(
                 f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
@@ -211,16 +211,29 @@ class CudaDevice:
         return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
 
 
+@cache
+def _library_bytes(index: int) -> int:
+    """Make a context on a device and load there what training uses: bytes that this took beside the context.
+
+    What is loaded only once a unit needs it goes past a budget that was measured before.
+    """
+    free, _ = torch.cuda.mem_get_info(index)
+    before = free + torch.cuda.memory_reserved(index)
+    # In a thread of its own: nothing that the caller has switched on counts there, and libraries' handles, which are
+    # one thread's, are free for the compute lane's once it has ended.
+    loading = threading.Thread(target=_load_libraries, args=(torch.device("cuda", index),), name="hydra-load")
+    loading.start()
+    loading.join()
+    torch.cuda.synchronize(index)
+    _forget_workspaces()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(index)
+    return max(0, before - free - torch.cuda.memory_reserved(index))
+
+
 def _load_libraries(device: torch.device) -> None:
-    """Make the context and load what matrices are multiplied with, so that what they take is in use, and is seen."""
-    with torch.cuda.device(device):
-        for dtype in (torch.float32, torch.bfloat16):
-            ones = torch.ones(64, 64, dtype=dtype, device=device)
-            torch.mm(ones, ones)
-        del ones
-        torch.cuda.synchronize(device)
-        _forget_workspaces()
-        torch.cuda.empty_cache()
+    with suppress(Exception), torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+        load_libraries(device)
 
 
 def _forget_workspaces() -> None:
@@ -253,7 +266,7 @@ class OpenCudaDevice(OpenDevice):
         self._index = index = spec.index
         name = f"cuda:{index}"
         self._generator = CudaGenerator(index)
-        self._places = _Places(_PageLocked(index))
+        self._places = Places(_PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
@@ -372,12 +385,11 @@ class _ExpandableSegments:
 
     def enter(self) -> bool:
         """Whether they do; False where this torch has no such call."""
-        get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-        if get is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
             return False
         with self._lock:
             if self._num_users == 0:
-                self._before = str(get())
+                self._before = _allocator_settings()
                 self._set(True)
             self._num_users += 1
             return True
@@ -397,6 +409,17 @@ class _ExpandableSegments:
         torch._C._accelerator_setAllocatorSettings(
             ",".join([*(each for each in before if "expandable_segments" not in each), *own])
         )
+
+
+def _allocator_settings() -> str:
+    """Settings of torch's allocator: whoever sets one gives all anew."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    with suppress(AttributeError, KeyError, StopIteration):  # torch 2.11 has no such call, but tells them here
+        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(next(text for name, text in told.items() if name.endswith("ALLOC_CONF")))
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 _EXPANDABLE = _ExpandableSegments()
@@ -535,65 +558,6 @@ class _PageLocked(HostMemory):
         """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
         with suppress(torch.AcceleratorError):
             torch.ones(1, device=torch.device("cuda", self._index))
-
-
-class _Places:
-    """Page-locked DRAM for what units leave: cut from few regions that are locked once, and used again when it is free.
-
-    Not torch's page-locked memory: freeing that asks the device, in a destructor, where an error ends the process.
-    """
-
-    def __init__(self, host: _PageLocked) -> None:
-        self._host = host
-        self._lock = threading.Lock()
-        self._freed: deque[tuple[Arena, Slab]] = deque()  # by whoever dropped one, in any thread at any moment
-        self._regions = [self._new_region(PLACES_BYTES)]
-
-    def _new_region(self, num_bytes: int) -> Arena:
-        return Arena(self._host.new(num_bytes), ALIGNMENT_BYTES)
-
-    def take(self, num_bytes: int) -> torch.UntypedStorage:
-        """A storage of its own, whose memory is free for others once nobody holds it."""
-        if num_bytes == 0:
-            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-        with self._lock:
-            while self._freed:
-                region, slab = self._freed.popleft()
-                region.give_back(slab)
-            region, slab = self._find(num_bytes)
-        there = (ctypes.c_char * num_bytes).from_address(slab.storage.data_ptr() + slab.offset)
-        storage = torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
-        # It holds the region until then, which stays locked for so long, also when this is closed.
-        weakref.finalize(storage, _give_back, weakref.ref(self), region, slab).atexit = False
-        return storage
-
-    def _find(self, num_bytes: int) -> tuple[Arena, Slab]:
-        for region in self._regions:
-            with suppress(DeviceOutOfMemory):
-                slab = region.find(num_bytes)
-                if slab is not None:
-                    return region, slab
-        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        region = self._new_region(size * max(1, PLACES_BYTES // size))  # as many of this size as go into one
-        self._regions.append(region)
-        return region, region.take(num_bytes)
-
-    def give_back(self, region: Arena, slab: Slab) -> None:
-        """Nobody holds a place any more."""
-        if self._regions:
-            self._freed.append((region, slab))
-
-    def close(self) -> None:
-        """Unlock what nobody holds; the rest as it is dropped."""
-        with self._lock:
-            self._regions = []
-            self._freed.clear()
-
-
-def _give_back(places: weakref.ref[_Places], region: Arena, slab: Slab) -> None:
-    there = places()
-    if there is not None:
-        there.give_back(region, slab)
 
 
 def _runtime() -> Any:

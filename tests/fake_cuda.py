@@ -39,6 +39,18 @@ COPY = torch.Tensor.copy_
 aten = torch.ops.aten
 # Operations beside views that touch no memory.
 NO_KERNELS = {aten.detach, aten.alias, aten.set_, aten.empty, aten.empty_strided, aten.empty_like, aten.resize_}
+# Kernels that come with a library of their own, or are many and large.
+LIBRARIES = {
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), "cuBLAS"),
+    **dict.fromkeys((aten.convolution, aten.convolution_overrideable), "cuDNN"),
+    aten.convolution_backward: "cuDNN, backward",
+    aten._scaled_dot_product_flash_attention_for_cpu: "attention",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: "attention, backward",
+    aten.native_layer_norm: "layer norm",
+    aten.native_layer_norm_backward: "layer norm, backward",
+    aten.embedding_dense_backward: "embedding, backward",
+    aten.sort: "sort",
+}
 DEFAULT_SETTINGS = {"expandable_segments": "False"}
 
 
@@ -53,11 +65,24 @@ class FakeCuda:
         num_devices: equal cards.
         total_bytes: of each card's memory. context_bytes: of these, that this process's context takes once there is
             one. other_bytes: that other processes have.
-        settings: of torch's allocator, as they are found.
+        settings: of torch's allocator, as they are found. settings_told: by a call of their own, as by torch 2.13, or
+            in a "snapshot", as by torch 2.11, or not at all.
+        library_bytes: that each kind of kernel takes beside the context, from its first use in a precision on.
     """
 
-    def __init__(self, num_devices=1, total_bytes=256 * MIB, context_bytes=4 * MIB, other_bytes=0, settings=""):
+    def __init__(
+        self,
+        num_devices=1,
+        total_bytes=256 * MIB,
+        context_bytes=4 * MIB,
+        other_bytes=0,
+        settings="",
+        settings_told="call",
+        library_bytes=0,
+    ):
         self.cards = [_Card(self, index, total_bytes, context_bytes, other_bytes) for index in range(num_devices)]
+        self.library_bytes = library_bytes
+        self.settings_told = settings_told
         self.context_bytes = context_bytes
         self.misuses = []
         self.settings = self.settings_before = settings
@@ -86,6 +111,7 @@ class FakeCuda:
         small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
         device._streams.cache_clear()
+        device._library_bytes.cache_clear()
         for name, value in (small | constants).items():
             patch.setattr(device, name, value)
         patch.setattr(device, "torch", self.torch)
@@ -100,6 +126,7 @@ class FakeCuda:
         finally:
             patch.undo()
             device._streams.cache_clear()
+            device._library_bytes.cache_clear()
 
     def check_all_left_as_found(self):
         """What holds once everything that used it is closed."""
@@ -367,11 +394,13 @@ class _Card:
         self.blocks = set()  # addresses
         self.streams = []
         self.default_stream = _Stream(self)
+        self.libraries = set()  # kinds of kernels that were used, each with a precision
 
     @property
     def most_bytes(self):
         """That the allocator could take."""
-        return self.total_bytes - self.context_bytes - self.other_bytes
+        libraries = self.cuda.library_bytes * len(self.libraries)
+        return self.total_bytes - self.context_bytes - self.other_bytes - libraries
 
     def freed(self, address, num_bytes):
         self.blocks.discard(address)
@@ -410,6 +439,9 @@ class _OnLooker(TorchDispatchMode):
             for each in made:
                 if each.layout == torch.strided and each.untyped_storage().data_ptr() not in known:
                     self._cuda.allocated_here(each.untyped_storage())
+        library = LIBRARIES.get(func.overloadpacket)
+        if library is not None:
+            self._cuda.cards[self._cuda.here.device].libraries.add((library, taken[0].dtype))
         if not func.is_view and func.overloadpacket not in NO_KERNELS:
             self._cuda.queued_here([*taken, *made], func)
         if func is aten._local_scalar_dense.default:  # a number: torch waits for it
@@ -551,7 +583,9 @@ class _CudaModule:
             raise _error("CUDA error: invalid device ordinal", 101)
         here.device, self._cuda.cards[index].has_context = index, True
         try:
-            yield
+            # What a lane does is looked on already.
+            with nullcontext() if self._cuda.is_in_lane else _OnLooker(self._cuda):
+                yield
         finally:
             if threading.current_thread() is not thread:
                 self._cuda.misuse("a thread leaves what another one has entered")
@@ -593,7 +627,7 @@ class _CudaModule:
     def mem_get_info(self, which=None):
         card = self._cuda.cards[self._cuda.index_of(which)]
         self._cuda.check(card.index)
-        return card.total_bytes - card.context_bytes - card.other_bytes - card.reserved_bytes, card.total_bytes
+        return card.most_bytes - card.reserved_bytes, card.total_bytes
 
     def memory_allocated(self, which=None):
         return self._cuda.cards[self._cuda.index_of(which)].allocated_bytes
@@ -626,6 +660,15 @@ class _CudaModule:
         for generator in self._cuda.generators:
             generator.manual_seed(seed)
 
+    @property
+    def memory(self):
+        return SimpleNamespace(_snapshot=self._snapshot)
+
+    def _snapshot(self):
+        self._cuda.check()
+        told = {"PYTORCH_CUDA_ALLOC_CONF": self._cuda.settings} if self._cuda.settings_told == "snapshot" else {}
+        return {"segments": [], "allocator_settings": {"expandable_segments": False, **told}}
+
     def cudart(self):
         self._cuda.is_initialised = True  # it raises nothing that was left
         return SimpleNamespace(cudaHostRegister=self._cuda.register, cudaHostUnregister=self._cuda.unregister)
@@ -638,13 +681,14 @@ class _C:
         self._cuda = cuda
 
     def __getattr__(self, name):
+        if name == "_accelerator_getAllocatorSettings":
+            if self._cuda.settings_told == "call":
+                return lambda: self._cuda.settings
+            raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
         return getattr(torch._C, name)
 
     def _cuda_clearCublasWorkspaces(self):
         pass
-
-    def _accelerator_getAllocatorSettings(self):
-        return self._cuda.settings
 
     def _accelerator_setAllocatorSettings(self, settings):
         _parsed(settings)

@@ -249,11 +249,14 @@ class TestOpening:
     @pytest.mark.parametrize(
         "settings", ["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"]
     )
-    def test_allocator_is_left_as_it_was_found(self, settings):
-        cuda = FakeCuda(num_devices=2, settings=settings)
+    @pytest.mark.parametrize("told", ["call", "snapshot", "environment"])  # by torch 2.13, by 2.11, by neither
+    def test_allocator_is_left_as_it_was_found(self, settings, told, monkeypatch):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings if told == "environment" else "")
+        cuda = FakeCuda(num_devices=2, settings=settings, settings_told=told)
         with cuda.installed():
             opened = [device.open(0, Trace(), 1, MIB // 2) for device in devices_of(cuda, 2)]
             assert "expandable_segments:True" in cuda.settings
+            assert ("max_split_size_mb:64" in cuda.settings) == ("max_split_size_mb:64" in settings)
             for device in opened:  # the first is closed while the other one is at work
                 device.close()
         cuda.check_all_left_as_found()
@@ -288,6 +291,51 @@ class TestOpening:
             cuda.torch.cuda.empty_cache()  # which may have been the call that failed
             cuda.torch.cuda.set_per_process_memory_fraction(1.0, 0)
         assert num_failures >= 3
+
+
+class TestLibraries:
+    """What is loaded with the first use of a kernel is no budget."""
+
+    LIBRARY_BYTES = MIB
+
+    def trained(self, model, batches, **options):
+        task = ModelTask(model, F.cross_entropy, batches, LR, optimizer=torch.optim.AdamW, **options)
+        orchestra_of([task], [CudaDevice(0, 64 * MIB)]).train_models().raise_failures()
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_all_that_models_use_is_loaded_before_memory_is_measured(self, precision):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            device = CudaDevice(0, 64 * MIB)
+            [card] = cuda.cards
+            loaded = set(card.libraries)
+            assert device.context_bytes == cuda.context_bytes + len(loaded) * self.LIBRARY_BYTES
+            assert device.allowed_bytes == 64 * MIB - device.context_bytes
+            images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+            self.trained(images, [(torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))], precision=precision)
+            block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+            words = nn.Sequential(nn.Embedding(11, 16), block, nn.Flatten(), nn.Linear(16 * 6, 5))
+            self.trained(words, [(torch.randint(11, (4, 6)), torch.randint(5, (4,)))], precision=precision)
+            assert {name for name, _ in loaded} >= {"cuBLAS", "cuDNN", "attention", "cuDNN, backward", "sort"}
+            assert card.libraries == loaded, "none of it was loaded while training"
+        cuda.check_all_left_as_found()
+
+    def test_a_device_that_is_made_again_has_the_same_budget(self):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            assert CudaDevice(0, 64 * MIB).memory_bytes == CudaDevice(0, 64 * MIB).memory_bytes
+
+    def test_the_users_generators_and_settings_are_left_alone(self, cuda):
+        before, here = torch.get_rng_state(), threading.get_ident()
+        threads = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hydra_engine.device.load_libraries", lambda _: threads.append(threading.get_ident()))
+            CudaDevice(0)
+            CudaDevice(0)
+        assert len(threads) == 1  # once for a process
+        assert threads[0] != here
+        CudaDevice(1)
+        assert torch.equal(torch.get_rng_state(), before)  # the stand-in's default generators are checked in the end
 
 
 class TestHostMemory:

@@ -23,6 +23,7 @@ GROUPS = (
         "errors",
         "graphs",
         "host",
+        "libraries",
         "moving_tensor",
         "promise",
         "ready",
