@@ -124,12 +124,16 @@ class FrozenBlocks:
                     new.setdefault(group, slot)
                 if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
                     uncast.setdefault((group, slot.link_dtype), slot)
-            storage = host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
+            # Weights that all tasks here are sent casts of cross no link themselves.
+            planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
+            crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
+            masters_host = host if crosses else HostMemory()
+            storage = masters_host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
                 start = offset + slot.residue
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=start)
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start)
                 block.links[slot.dtype] = (storage, start)
                 flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block

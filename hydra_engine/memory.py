@@ -73,7 +73,10 @@ class HostPool:
         for loan in self._loans:
             self._free_loans.put(loan)
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
-        self._weights = host.new(self.layout.num_bytes[True])
+        # Beside casts, masters cross no link unless a device steps the optimizer.
+        crosses = self.layout.narrow is None or not self.keeps_gradients
+        self._masters_host = host if crosses else HostMemory()
+        self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self._gradients = host.new(0 if self.early_release else self.layout.link_bytes[True])
         self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
         # After all that may find no room: from here on others may use what this task brought.
@@ -98,7 +101,8 @@ class HostPool:
         if not self.is_open:
             return
         self.is_open = False
-        for storage in (self._weights, self._link, self._gradients, *self._loans):
+        self._masters_host.let_go(self._weights)
+        for storage in (self._link, self._gradients, *self._loans):
             self._host.let_go(storage)
         slots = self.layout.trainable_slots()
         alone = is_alone(self._weights, [slot.parameter for slot in slots])
@@ -106,7 +110,7 @@ class HostPool:
             slot.parameter.grad = None
             slot.parameter.data = copy_of(slot.parameter.data)
             if alone:  # or all weights would be there twice
-                self._host.discard(self._weights, slot.offset, slot.num_bytes)
+                self._masters_host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
         self.layout.put_buffers(self.buffers)
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.revocable_lock import Hold, RevocableLock
+from partitioners.measure import draws_random
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
@@ -134,15 +135,6 @@ def with_generator(func: Any) -> Any | None:
     return None
 
 
-def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels are tagged as seeded for the dropout they could do; without it, no lock is needed."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value == 0.0)
-    return False
-
-
 def is_elsewhere(values: Iterable[Any]) -> bool:
     """Whether an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
@@ -179,11 +171,8 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        kwargs = dict(kwargs or {})
-        own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        if own or _draws_nothing(func, args, kwargs):
+        kwargs = kwargs or {}
+        if not draws_random(func, args, kwargs):
             return func(*args, **kwargs)
         if is_elsewhere((*args, *kwargs.values())):
             self.drew_elsewhere = True

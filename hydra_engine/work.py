@@ -88,7 +88,6 @@ class Work:
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
-        self.taken: dict[int, MicroInput] = {}  # by micro-batch: this one's and the one's before
         self.saved: Saved | None = None  # counts or keeps what a forward saves
         self.graph_bytes = 0  # granted for that
         self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned

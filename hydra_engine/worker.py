@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.compiled import CompiledLayers
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, OpenDevice
@@ -36,7 +37,7 @@ from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Unit
 from hydra_engine.shard import Structure
-from hydra_engine.spiller import Spiller
+from hydra_engine.spiller import Arriving, Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
 from hydra_engine.task_state import Region, TaskState, UnitBytes
 from hydra_engine.trace import Trace
@@ -278,22 +279,33 @@ class Worker:
     def _submit_input(self, work: Work, m: int) -> None:
         promise = work.inputs[m - work.first]
         assert promise is not None
-        self.device.submit(INPUT, work.label, lambda: self._do(LOAD, work, promise, lambda: self._load_input(work, m)))
+        # It may lie where the one before the last did: the lane begins once what computed on that is through.
+        with _disable_current_modes() if work.is_metered else nullcontext():  # inputs are counted apart
+            arriving = [self._place_input(work, m)]  # not held by the lane, once it is loaded
+        self.device.submit(
+            INPUT,
+            work.label,
+            lambda: self._do(LOAD, work, promise, lambda: self._load_input(work, m, arriving.pop())),
+        )
 
-    def _load_input(self, work: Work, m: int) -> MicroInput:
-        # What computed on the one before the last is through: its place is this one's.
-        work.taken.pop(m - 2, None)
-        if m == work.first:
-            after = bool(work.graphs)
-            work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
-            if work.goes_on:
-                work.so_far = self._spiller.load_so_far(work.state, work.shard)
-            if work.stepper is not None:
-                work.step = self._spiller.load_step(work.stepper, work.shard)
+    def _place_input(self, work: Work, m: int) -> Arriving:
         has_graph = bool(work.graphs)
-        micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
-        work.input_bytes = max(work.input_bytes, micro.num_bytes)
-        return micro
+        arriving = self._spiller.place_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
+        work.input_bytes = max(work.input_bytes, arriving.micro.num_bytes)
+        return arriving
+
+    def _load_input(self, work: Work, m: int, arriving: Arriving) -> MicroInput:
+        return self._spiller.load_input(work.state, work.unit.kind, work.shard, m, arriving)
+
+    def _load_first(self, work: Work) -> MicroInput:
+        """The first input, and what else a unit begins with."""
+        after = bool(work.graphs)
+        work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
+        if work.goes_on:
+            work.so_far = self._spiller.load_so_far(work.state, work.shard)
+        if work.stepper is not None:
+            work.step = self._spiller.load_step(work.stepper, work.shard)
+        return self._load_input(work, work.first, self._place_input(work, work.first))
 
     def _bring_first(self, work: Work) -> None:
         """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
@@ -312,7 +324,7 @@ class Worker:
             for loading in work.slabs.values():
                 if loading.is_late and not loading.slab.is_done:
                     loading.load()
-        self._do(LOAD, work, promise, partial(self._load_input, work, work.first))
+        self._do(LOAD, work, promise, partial(self._load_first, work))
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
 
@@ -327,8 +339,7 @@ class Worker:
         k = m - work.first
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
-        # Held until the device is through with it, and not only until its kernels are queued.
-        micro = work.taken[m] = promise.result()
+        micro = promise.result()
         if work.unit.kind == FORWARD:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
@@ -440,7 +451,6 @@ class Worker:
             work.fail(error, "a kernel")
         if self._struck is None and isinstance(self._explained(work), DeviceLost):
             self._struck = work.unit
-        work.taken.clear()
         work.so_far = {}  # what became of them is in the output
         if output is None or not output.buffers:
             work.buffers = {}

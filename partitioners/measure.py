@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import statistics
 import time
@@ -31,6 +32,35 @@ NUM_RUNS = 3
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws from the generator of its device, as it was called.
+
+    The tag alone tells that it may: of attention for the dropout that it could do, of some activations in training.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+        return False
+    for position, name, default in _switches(func):
+        value = args[position] if position < len(args) else kwargs.get(name, default)
+        if value is not None and not value:  # a probability of 0, or not in training
+            return False
+    return True
+
+
+@functools.cache
+def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
+    """Arguments of a seeded operation that keep it from drawing where they are 0 or False.
+
+    Not the probability of `native_dropout`, which draws all the same.
+    """
+    return tuple(
+        (position, argument.name, argument.default_value)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.name in ("dropout_p", "dropout", "train", "training")
+    )
 
 
 class Work:
@@ -295,7 +325,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         kwargs = kwargs or {}
         if self._is_paused or func is _DEVICE:
             return func(*args, **kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        draws = draws_random(func, args, kwargs)
         if self._in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
             # generator back and forth for that, also if nothing is drawn: another thread's draws would be repeated.

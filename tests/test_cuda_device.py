@@ -249,11 +249,14 @@ class TestOpening:
     @pytest.mark.parametrize(
         "settings", ["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"]
     )
-    def test_allocator_is_left_as_it_was_found(self, settings):
-        cuda = FakeCuda(num_devices=2, settings=settings)
+    @pytest.mark.parametrize("told", ["call", "snapshot", "environment"])  # by torch 2.13, by 2.11, by neither
+    def test_allocator_is_left_as_it_was_found(self, settings, told, monkeypatch):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings if told == "environment" else "")
+        cuda = FakeCuda(num_devices=2, settings=settings, settings_told=told)
         with cuda.installed():
             opened = [device.open(0, Trace(), 1, MIB // 2) for device in devices_of(cuda, 2)]
             assert "expandable_segments:True" in cuda.settings
+            assert ("max_split_size_mb:64" in cuda.settings) == ("max_split_size_mb:64" in settings)
             for device in opened:  # the first is closed while the other one is at work
                 device.close()
         cuda.check_all_left_as_found()
@@ -288,6 +291,51 @@ class TestOpening:
             cuda.torch.cuda.empty_cache()  # which may have been the call that failed
             cuda.torch.cuda.set_per_process_memory_fraction(1.0, 0)
         assert num_failures >= 3
+
+
+class TestLibraries:
+    """What is loaded with the first use of a kernel is no budget."""
+
+    LIBRARY_BYTES = MIB
+
+    def trained(self, model, batches, **options):
+        task = ModelTask(model, F.cross_entropy, batches, LR, optimizer=torch.optim.AdamW, **options)
+        orchestra_of([task], [CudaDevice(0, 64 * MIB)]).train_models().raise_failures()
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_all_that_models_use_is_loaded_before_memory_is_measured(self, precision):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            device = CudaDevice(0, 64 * MIB)
+            [card] = cuda.cards
+            loaded = set(card.libraries)
+            assert device.context_bytes == cuda.context_bytes + len(loaded) * self.LIBRARY_BYTES
+            assert device.allowed_bytes == 64 * MIB - device.context_bytes
+            images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+            self.trained(images, [(torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))], precision=precision)
+            block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+            words = nn.Sequential(nn.Embedding(11, 16), block, nn.Flatten(), nn.Linear(16 * 6, 5))
+            self.trained(words, [(torch.randint(11, (4, 6)), torch.randint(5, (4,)))], precision=precision)
+            assert {name for name, _ in loaded} >= {"cuBLAS", "cuDNN", "attention", "cuDNN, backward", "sort"}
+            assert card.libraries == loaded, "none of it was loaded while training"
+        cuda.check_all_left_as_found()
+
+    def test_a_device_that_is_made_again_has_the_same_budget(self):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            assert CudaDevice(0, 64 * MIB).memory_bytes == CudaDevice(0, 64 * MIB).memory_bytes
+
+    def test_the_users_generators_and_settings_are_left_alone(self, cuda):
+        before, here = torch.get_rng_state(), threading.get_ident()
+        threads = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hydra_engine.device.load_libraries", lambda _: threads.append(threading.get_ident()))
+            CudaDevice(0)
+            CudaDevice(0)
+        assert len(threads) == 1  # once for a process
+        assert threads[0] != here
+        CudaDevice(1)
+        assert torch.equal(torch.get_rng_state(), before)  # the stand-in's default generators are checked in the end
 
 
 class TestHostMemory:
@@ -350,6 +398,117 @@ class TestHostMemory:
         exact.assert_as_expected(report, "gpt", model, exact.expected("gpt"))
         assert cuda.num_registered_bytes == 0
         assert "could not be page-locked (CUDA error 2)" in capsys.readouterr().err
+
+
+class TestPlaces:
+    """DRAM for what units leave."""
+
+    @pytest.fixture
+    def opened(self, cuda):
+        found = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        yield found
+        found.close()
+
+    def test_they_are_cut_from_regions_that_were_locked_before(self, cuda, opened):
+        before = cuda.num_registers
+        places = [opened.place(torch.empty(num_bytes, dtype=torch.uint8)) for num_bytes in (1, 100, 512, 4000)]
+        assert cuda.num_registers == before
+        for k, place in enumerate(places):
+            place.fill_(k)
+        assert [int(place.min()) for place in places] == [int(place.max()) for place in places] == [0, 1, 2, 3]
+        assert [place.untyped_storage().nbytes() for place in places] == [1, 100, 512, 4000]
+        [region] = cuda.registered
+        assert all(region <= place.data_ptr() < region + 8192 for place in places)
+
+    def test_what_is_dropped_is_used_again(self, cuda, opened):
+        num_registers = set()
+        for size in (3000, 5000, 20_000, 700, 20_000, 3000) * 3:
+            opened.place(torch.empty(size, dtype=torch.uint8))
+            num_registers.add(cuda.num_registers)
+        assert len(num_registers) == 2  # the region that was there, and one for 20,000 bytes
+
+    def test_one_that_outlives_the_device_stays_locked_until_it_is_dropped(self, cuda):
+        opened = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        kept, other = (opened.place(torch.empty(5000, dtype=torch.uint8)) for _ in range(2))
+        assert len(cuda.registered) == 2
+        opened.close()
+        assert len(cuda.registered) == 2
+        del other
+        [(region, (num_bytes, _))] = cuda.registered.items()
+        assert region <= kept.data_ptr() < region + num_bytes
+        kept.fill_(3)
+        del kept
+        assert cuda.registered == {}
+
+    def test_dropping_one_asks_a_lost_device_for_nothing(self, lost_cuda):
+        opened = devices_of(lost_cuda)[0].open(0, Trace(), 1, MIB // 2)
+        places = [opened.place(torch.empty(5000)) for _ in range(3)]
+        lost_cuda.strike()
+        num_checks = lost_cuda.num_checks
+        del places
+        assert lost_cuda.num_checks == num_checks
+        opened.close()
+
+    @pytest.mark.parametrize("accumulation_steps", [1, 3])
+    def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
+        counts = []
+
+        class Counts(Callback):
+            def on_step(self, report):
+                counts.append(cuda.num_registers)
+
+        options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
+        task, _ = exact.task_of("gpt", callbacks=[Counts()], **options)
+        trained(cuda, [task])
+        assert len(counts) > 2
+        assert counts[-1] == counts[0]
+
+    @pytest.mark.parametrize(("optimizer_device", "crosses"), [("host", False), ("device", True)])
+    def test_masters_are_locked_where_they_cross_the_link(self, cuda, optimizer_device, crosses):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+        model[2].requires_grad_(False)
+        options = {"precision": "bfloat16", "optimizer_device": optimizer_device, "name": "task"}
+        batches = [(torch.randn(4, 40), torch.randn(4, 40))]
+        task = ModelTask(model, F.mse_loss, batches, LR, partitioner=Presharded([2, 3]), **options)
+        where = {}
+
+        class Looks(Callback):
+            def on_step(self, report):
+                for k in (0, 2):
+                    address = model[k].weight.data_ptr()
+                    where[k] = any(start <= address < start + size for start, (size, _) in cuda.registered.items())
+
+        task.callbacks = [Looks()]
+        trained(cuda, [task])
+        assert where == {0: crosses, 2: False}
+
+    def test_frozen_weights_are_locked_where_a_task_is_sent_them_as_they_are(self, cuda):
+        frozen = nn.Linear(12, 12).requires_grad_(False)
+        where = []
+
+        class Looks(Callback):
+            def on_step(self, report):
+                address = frozen.weight.data_ptr()
+                where.append(any(start <= address < start + size for start, (size, _) in cuda.registered.items()))
+
+        tasks = []
+        for name, precision in (("narrow", "bfloat16"), ("wide", "float32")):
+            model = nn.Sequential(nn.Linear(12, 12), frozen, nn.Linear(12, 5))
+            batches = [(torch.randn(4, 12), torch.randn(4, 5))]
+            tasks.append(
+                ModelTask(
+                    model,
+                    F.mse_loss,
+                    batches,
+                    LR,
+                    name=name,
+                    precision=precision,
+                    callbacks=[Looks()],
+                    partitioner=Presharded([1, 2, 3]),
+                )
+            )
+        trained(cuda, tasks)
+        assert where == [True, True]
 
 
 # Exactness: the bits of the plain loop, on one card and two

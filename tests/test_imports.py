@@ -24,6 +24,7 @@ GROUPS = (
         "errors",
         "graphs",
         "host",
+        "libraries",
         "moving_tensor",
         "promise",
         "ready",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -147,6 +148,15 @@ def test_names_are_keys_and_classes_where_keys_are_numbers():
         (Function(lambda x: x + torch.randn(4, generator=torch.Generator())), False, False),
         (Function(lambda x: x * random.random()), False, True),
         (Function(lambda x: x * float(np.random.rand())), False, True),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x)), False, False),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0)), False, False),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)), True, False),
+        (Function(lambda x: F.rrelu(x, training=False)), False, False),
+        (Function(lambda x: F.rrelu(x, training=True)), True, False),
+        (Function(lambda x: torch.native_dropout(x, 0.5, False)[0]), False, False),
+        (Function(lambda x: torch.native_dropout(x, 0.0, True)[0]), True, False),  # it draws all the same
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), False, False),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1), True, False),
         (Checkpointed(nn.Linear(4, 4), nn.Dropout(0.5)), True, True),
         # Nothing is drawn, yet the recomputation winds the process-wide generator back.
         (Checkpointed(nn.Linear(4, 4), nn.ReLU()), False, True),
