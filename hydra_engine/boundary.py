@@ -33,8 +33,11 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any, where: str) -> Boundary:
-        """Take `value` apart; `where` names its origin in errors."""
-        if type(value) is Tensor and value.layout == torch.strided and not (value.is_conj() or value.is_neg()):
+        """Take `value` apart; `where` names its origin in errors.
+
+        Raises TypeError for tensors that are more than strided memory, which a copy would not be.
+        """
+        if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
             return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
@@ -44,11 +47,15 @@ class Boundary:
             if not isinstance(leaf, Tensor):
                 leaves.append(leaf)
                 continue
-            if leaf.layout != torch.strided:
-                raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
+            kind = unusual_kind(leaf)
+            if kind is not None:
+                raise TypeError(
+                    f"{where} is a {kind}, limit: plain strided tensors, which are copied from shard to shard; give "
+                    f"what it consists of as plain tensors, and put it together in the layer that takes it"
+                )
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
-                tensors.append(leaf.resolve_conj().resolve_neg())
+                tensors.append(leaf)
             leaves.append(_Slot(numbers[id(leaf)]))
         shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
         return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)
@@ -76,6 +83,17 @@ class Boundary:
         return (tensors, tuple(leaf if isinstance(leaf, Hashable) else type(leaf) for leaf in self.leaves))
 
 
+def unusual_kind(tensor: Tensor) -> str | None:
+    """A name for a tensor that is more than strided memory: sparse, nested, quantized, of a class of its own."""
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.layout != torch.strided:
+        return f"tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "quantized tensor"
+    return None if type(tensor) in (Tensor, torch.nn.Parameter) else f"tensor of class {type(tensor).__name__}"
+
+
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last one of a strided tensor, gaps included."""
     if 0 in shape:
@@ -92,6 +110,8 @@ def extent_bytes(tensor: Tensor) -> int:
 
 def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
+    if tensor.is_conj() or tensor.is_neg():
+        return with_bits_of(tensor, place_for(memory_of(tensor), device))
     device = device if device is not None else tensor.device
     if tensor.is_contiguous():
         place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -117,9 +137,37 @@ def copy_in_dram(tensor: Tensor) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = memory_of(tensor)
     if tensor.is_contiguous():
         return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Its numbers as they lie in memory, without its graph.
+
+    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
+    and give other bits than for the numbers written out: so it travels as a bit.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Let fresh `memory` be read as `tensor` is. In place, not as a view: see `place_for`."""
+    if tensor.is_conj():
+        torch._C._set_conj(memory, True)
+    if tensor.is_neg():
+        torch._C._set_neg(memory, True)
+    return memory
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory of both is read alike."""
+    return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, copy_of, place_in_dram
+from hydra_engine.boundary import Boundary, copy_of, place_in_dram, same_bits
 from hydra_engine.dram import Freed, HostMemory, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
@@ -317,5 +317,6 @@ def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
     """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
     if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
-        return old
+        if same_bits(old, new):
+            return old
     return place_for(new)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hydra_engine.boundary import memory_of
 from hydra_engine.device import DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
@@ -196,5 +197,5 @@ def _may_differentiate(error: BaseException) -> bool:
 def _digest(tensors: Iterable[Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(memory_of(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Slab
-from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
+from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for, with_bits_of
 from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
@@ -307,7 +307,7 @@ def _is_compact(tensor: Tensor) -> bool:
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
+    return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))
 
 
 def _check_dense(state: TaskState, slot: int, gradient: Tensor | None) -> None:
