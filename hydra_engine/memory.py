@@ -316,7 +316,6 @@ def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
 
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
     """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
-    if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
-        if same_bits(old, new):
-            return old
-    return place_for(new)
+    if old is None or old.shape != new.shape or old.stride() != new.stride() or old.dtype != new.dtype:
+        return place_for(new)
+    return old if same_bits(old, new) else place_for(new)

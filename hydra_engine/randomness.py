@@ -137,6 +137,49 @@ def _is_elsewhere(values: Iterable[Any]) -> bool:
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
 
 
+def _key(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]  # of the generator itself, not of the object around it
+
+
+def given_generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Generator]:
+    """The generators among an op's arguments, by what tells them apart: an op is given new objects around them."""
+    return {_key(each): each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)}
+
+
+def draws_process_wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws from torch's generator of the process, and not from one that it was given."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+        return False
+    given = given_generators(args, kwargs)
+    return not given or _key(torch.default_generator) in given
+
+
+class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+
+    Attributes:
+        own: the generators that ops were given instead, as `given_generators` has them.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
+        self.own: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if draws_process_wide(func, args, kwargs):
+                raise RuntimeError(
+                    f"{self._who} draws random numbers ({func}), from the stream that the loader and the layers draw "
+                    f"from; draw from a torch.Generator of its own"
+                )
+            self.own |= given_generators(args, kwargs)
+        return func(*args, **kwargs)
+
+
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sends what seeded ops draw to a task's own generator.
 

@@ -1,10 +1,8 @@
 """Whatever a layer gives to the next crosses between shards with the bits of plain PyTorch, or is refused by name."""
 
 import copy
-import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
