@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partitioners.boundary import check_fit
+
 
 class _Slot(NamedTuple):
     """Stands in a tree where tensor `number` goes: one tensor appearing twice has two slots, one number."""
@@ -35,7 +37,7 @@ class Boundary:
     def of(cls, value: Any, where: str) -> Boundary:
         """Take `value` apart; `where` names its origin in errors.
 
-        Raises TypeError for tensors that are more than strided memory, which a copy would not be.
+        Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
         """
         if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
             return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
@@ -47,12 +49,7 @@ class Boundary:
             if not isinstance(leaf, Tensor):
                 leaves.append(leaf)
                 continue
-            kind = unusual_kind(leaf)
-            if kind is not None:
-                raise TypeError(
-                    f"{where} is a {kind}, limit: plain strided tensors, which are copied from shard to shard; give "
-                    f"what it consists of as plain tensors, and put it together in the layer that takes it"
-                )
+            check_fit(where, leaf)
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
                 tensors.append(leaf)
@@ -81,17 +78,6 @@ class Boundary:
         """What decides how much memory a unit takes on this value."""
         tensors = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
         return (tensors, tuple(leaf if isinstance(leaf, Hashable) else type(leaf) for leaf in self.leaves))
-
-
-def unusual_kind(tensor: Tensor) -> str | None:
-    """A name for a tensor that is more than strided memory: sparse, nested, quantized, of a class of its own."""
-    if tensor.is_nested:
-        return "nested tensor"
-    if tensor.layout != torch.strided:
-        return f"tensor of layout {tensor.layout}"
-    if tensor.is_quantized:
-        return "quantized tensor"
-    return None if type(tensor) in (Tensor, torch.nn.Parameter) else f"tensor of class {type(tensor).__name__}"
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

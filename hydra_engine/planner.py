@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from partitioners import (
     profile_evaluation,
     shard_bytes,
 )
+from partitioners.boundary import UnfitTensor
 from partitioners.cost import skips_of
 from partitioners.precision import DTYPES
 
@@ -411,7 +412,7 @@ class PlannedTask:
         task = self.task
         self.state.accumulation_steps = self.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())):
+        with installed(Stream(capture())), self._naming():
             if task.trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -426,6 +427,14 @@ class PlannedTask:
                 )
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Add the task's name to what a profile says of a layer's values."""
+        try:
+            yield
+        except UnfitTensor as error:
+            raise UnfitTensor(f"{self.name}: {error}") from error
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:

@@ -26,6 +26,7 @@ from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
+from partitioners.boundary import UnfitTensor
 
 
 class TooLarge(Exception):
@@ -186,6 +187,8 @@ class _Stage:
                 f"{name}: {failed.where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
             ) from error
+        if isinstance(error, UnfitTensor):
+            raise UnfitTensor(f"{name}: {error}") from error
         raise error
 
 

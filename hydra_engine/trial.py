@@ -402,9 +402,9 @@ def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dic
     for name, value in vars(optimizer).items():
         if name not in TORCHS:
             found[name] = _frozen(value, numbers)
-    for key, state in optimizer.state.items():
-        if id(key) not in numbers:
-            found[f"state[{key!r}]"] = _frozen(state, numbers)
+    for owner, state in optimizer.state.items():
+        if id(owner) not in numbers:
+            found[f"state[{owner!r}]"] = _frozen(state, numbers)
     return found
 
 
