@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partitioners.boundary import check_fit
+
 
 class _Slot(NamedTuple):
     """Stands in a tree where tensor `number` goes: one tensor appearing twice has two slots, one number."""
@@ -36,8 +38,11 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any, where: str) -> Boundary:
-        """Take `value` apart; `where` names its origin in errors."""
-        if type(value) is Tensor and value.layout == torch.strided and not (value.is_conj() or value.is_neg()):
+        """Take `value` apart; `where` names its origin in errors.
+
+        Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
+        """
+        if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
             return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
@@ -47,11 +52,10 @@ class Boundary:
             if not isinstance(leaf, Tensor):
                 leaves.append(leaf)
                 continue
-            if leaf.layout != torch.strided:
-                raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
+            check_fit(where, leaf)
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
-                tensors.append(leaf.resolve_conj().resolve_neg())
+                tensors.append(leaf)
             leaves.append(_Slot(numbers[id(leaf)]))
         shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
         return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)
@@ -103,6 +107,8 @@ def place_for(tensor: Tensor, device: torch.device | None = None, start: int | N
 
     `start`: its residue, on the CPU; None: the tensor's.
     """
+    if tensor.is_conj() or tensor.is_neg():
+        return with_bits_of(tensor, place_for(memory_of(tensor), device, start))
     device = device if device is not None else tensor.device
     start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
     if not start and tensor.is_contiguous():
@@ -131,9 +137,37 @@ def copy_in_dram(tensor: Tensor) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = memory_of(tensor)
     if tensor.is_contiguous():
         return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Its numbers as they lie in memory, without its graph.
+
+    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
+    and give other bits than for the numbers written out: so it travels as a bit.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Let fresh `memory` be read as `tensor` is. In place, not as a view: see `place_for`."""
+    if tensor.is_conj():
+        torch._C._set_conj(memory, True)
+    if tensor.is_neg():
+        torch._C._set_neg(memory, True)
+    return memory
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory of both is read alike."""
+    return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 
 def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Arena, Places
-from hydra_engine.boundary import extent_bytes
+from hydra_engine.boundary import extent_bytes, with_bits_of
 from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory, discard
 from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
@@ -338,7 +338,8 @@ class OpenCudaDevice(OpenDevice):
 
     def place(self, tensor: Tensor) -> Tensor:
         storage = self._places.take(extent_bytes(tensor))
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+        place = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+        return with_bits_of(tensor, place)
 
     def explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError) or isinstance(error, DeviceOutOfMemory):

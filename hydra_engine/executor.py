@@ -24,6 +24,7 @@ from hydra_engine.opened import DeviceGenerator
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
+from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import cast
 from partitioners.skips import Frame, framed, replayed
 
@@ -224,15 +225,25 @@ class Executor:
     def _taken(self, index: int) -> Tensor | None:
         """A parameter's gradient, which is none from here on."""
         parameter = self.structure.parameters[index]
-        gradient, parameter.grad = self._apart(parameter.grad), None
+        gradient, parameter.grad = self._dense(index), None
         return gradient
+
+    def _dense(self, index: int) -> Tensor | None:
+        """A parameter's gradient, apart from others; raises UnfitTensor where it is sparse."""
+        gradient = self.structure.parameters[index].grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UnfitTensor(
+                f"parameter {self.structure.slot_names[index]} received a gradient of layout {gradient.layout}, limit: "
+                f"dense gradients; build its layer with sparse=False, or let its backward give a dense one"
+            )
+        return self._apart(gradient)
 
     def _gradient(self, index: int, *, is_rounded: bool) -> Tensor | None:
         """A parameter's gradient over all micro-batches, as it crosses the link."""
         parameter = self.structure.parameters[index]
         accumulated = self._accumulated.pop(index, None)
         if accumulated is None:
-            return self._apart(parameter.grad)
+            return self._dense(index)
         return accumulated.to(parameter.dtype) if is_rounded else accumulated
 
     def _end(self, shard: Shard) -> int:
@@ -308,7 +319,7 @@ class Executor:
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
-            tied[index] = self._apart(self.structure.parameters[index].grad)
+            tied[index] = self._dense(index)
             self.structure.parameters[index].grad = None
         return MicroOutput(
             random=drawing.state,
@@ -357,6 +368,8 @@ class Executor:
         """The tensor without its graph, and cloned if it lies in the slab or a buffer, which others will write to."""
         if tensor is None:
             return None
+        if tensor.layout != torch.strided:
+            check_fit(f"a gradient that leaves a shard, up to {self.current},", tensor)
         tensor = tensor.detach()
         return copy_of(tensor) if tensor.untyped_storage().data_ptr() in self._bound else tensor
 

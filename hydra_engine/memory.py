@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, copy_of, place_in_dram, residue
+from hydra_engine.boundary import Boundary, copy_of, place_in_dram, residue, same_bits
 from hydra_engine.dram import Freed, HostMemory, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
@@ -335,4 +335,5 @@ def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
     """Host memory for a copy of `new` with the very same strides and residue: the old place where it fits."""
     if old is None or old.shape != new.shape or old.stride() != new.stride() or old.dtype != new.dtype:
         return place_for(new)
-    return old if new.device.type != "cpu" or residue(old) == residue(new) else place_for(new)
+    is_there = new.device.type != "cpu" or residue(old) == residue(new)
+    return old if is_there and same_bits(old, new) else place_for(new)

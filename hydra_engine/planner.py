@@ -20,7 +20,7 @@ from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
 from hydra_engine.memory import HostPool
-from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
+from hydra_engine.optimizer import check_no_hooks, has_hooks
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
@@ -32,6 +32,7 @@ from hydra_engine.scheduled import MOST_AHEAD
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
+from hydra_engine.trial import trial_state_bytes, update_bytes_per_s
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -43,6 +44,7 @@ from partitioners import (
     profile_evaluation,
     shard_bytes,
 )
+from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
 
@@ -90,6 +92,7 @@ class PlannedTask:
         self.task = task
         self.name = name
         self.saved = saved
+        self.saves = keeps_positions
         self.reader = Reader(
             task, name, keeps_positions=keeps_positions, start=None if saved is None else saved.position
         )
@@ -432,6 +435,8 @@ class PlannedTask:
         """Refuse in the task's name what shows as layers are profiled."""
         try:
             yield
+        except UnfitTensor as error:
+            raise UnfitTensor(f"{self.name}: {error}") from error
         except (ChangesParameters, AttributeError, RuntimeError) as error:
             reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
             if not reads_another and not isinstance(error, ChangesParameters):
@@ -523,7 +528,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with installed(Stream(capture())):
-            each.state.state_bytes = trial_state_bytes(each.task, each.layout)
+            each.state.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
     if needed > available:

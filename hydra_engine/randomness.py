@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.revocable_lock import Hold, RevocableLock
-from partitioners.measure import draws_random
+from partitioners.measure import draws_random, given_generators
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
@@ -139,6 +139,32 @@ def is_elsewhere(values: Iterable[Any]) -> bool:
     """Whether an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
+
+
+class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+
+    Attributes:
+        own: the generators that ops were given instead, as `given_generators` has them.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
+        self.own: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if draws_random(func, args, kwargs):
+                raise RuntimeError(
+                    f"{self._who} draws random numbers ({func}), from the stream that the loader and the layers draw "
+                    f"from; draw from a torch.Generator of its own"
+                )
+            self.own |= given_generators(args, kwargs)
+        return func(*args, **kwargs)
 
 
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__

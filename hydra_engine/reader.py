@@ -155,8 +155,8 @@ class Reader:
         """
         largest, most = None, -1
         for inputs, target in self._apart():
-            if (size := _num_bytes(inputs, target)) > most:
-                kept = _own_pair(inputs, target)  # the loader may read on into the same memory
+            if (size := _num_bytes(self._name, inputs, target)) > most:
+                kept = _own_pair(self._name, inputs, target)  # the loader may read on into the same memory
                 largest, most = _Item(_built(kept[0]), _built(kept[1]), 0, 0, True, 0), size
         return largest
 
@@ -432,11 +432,11 @@ class Reader:
         seed = self._task.seed
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         start = [main]
-        whole = _own_pair(inputs, target)
+        whole = _own_pair(self._name, inputs, target)
         boundaries = [self._narrow(whole)]
         if accumulation_steps > 1:
             micro_batches = [_triple(each) for each in self._task.split(inputs, target, accumulation_steps)]
-            boundaries = [self._narrow(_own_pair(x, y)) for x, y, _ in micro_batches]
+            boundaries = [self._narrow(_own_pair(self._name, x, y)) for x, y, _ in micro_batches]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
             if training:
@@ -466,12 +466,12 @@ def _built(boundary: Boundary) -> Any:
     return boundary.build(boundary.tensors)
 
 
-def _num_bytes(inputs: Any, target: Any) -> int:
-    return sum(each.num_bytes for each in (Boundary.of(inputs, "a batch"), Boundary.of(target, "a target")))
+def _num_bytes(task: str, inputs: Any, target: Any) -> int:
+    return Boundary.of(inputs, f"{task}: a batch").num_bytes + Boundary.of(target, f"{task}: a target").num_bytes
 
 
-def _own_pair(inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
-    return _own(inputs, "a batch"), _own(target, "a target")
+def _own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
+    return _own(inputs, f"{task}: a batch"), _own(target, f"{task}: a target")
 
 
 def _own(value: Any, where: str) -> Boundary:

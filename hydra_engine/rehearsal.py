@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
+from hydra_engine.boundary import memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
@@ -41,6 +42,7 @@ from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
+from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.skips import Frame
 
@@ -516,6 +518,8 @@ class _Stage:
                 f"{name}: {where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
             ) from error
+        if isinstance(error, UnfitTensor):
+            raise UnfitTensor(f"{name}: {error}") from error
         if isinstance(error, _Refused):
             kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
             raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
@@ -625,7 +629,7 @@ def _digest(tensors: Iterable[Tensor | None]) -> bytes:
         if tensor is None:
             digest.update(b"none")
         else:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(memory_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
 
 

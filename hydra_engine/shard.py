@@ -382,6 +382,7 @@ class Structure:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, narrow)
         self.names = layout.names
+        self.slot_names = [slot.name for slot in layout.slots]
         self.narrow = narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Slab
-from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for, residue
+from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for, residue, with_bits_of
 from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
@@ -210,8 +210,6 @@ class Spiller:
         for slot, gradient in out.tied.items():
             staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
         if out.pieces and staging.parts is not None:
-            for slot, gradient in out.pieces.items():
-                _check_dense(state, slot, gradient)
             pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
             self._device.finish()
             staging.parts.add(j, m, pieces)
@@ -222,8 +220,6 @@ class Spiller:
     def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
-        for slot, gradient in out.gradients.items():
-            _check_dense(state, slot, gradient)
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
@@ -352,15 +348,7 @@ def _is_compact(tensor: Tensor) -> bool:
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
-
-
-def _check_dense(state: TaskState, slot: int, gradient: Tensor | None) -> None:
-    if gradient is not None and gradient.layout != torch.strided:
-        raise TypeError(
-            f"parameter {state.layout.slots[slot].name} received a gradient of layout {gradient.layout}; only dense "
-            f"gradients are streamed (build the embedding with sparse=False)"
-        )
+    return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

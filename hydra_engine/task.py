@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hydra_engine.batches import LossReduction, Split, split, unpack_pair
 from hydra_engine.callbacks import Callback
 from partitioners import Partitioner, Pilot, make_partitioner
+from partitioners.boundary import check_fit
 from partitioners.precision import DTYPES
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
@@ -345,6 +346,7 @@ class ModelTask:
                 raise TypeError(
                     f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"
                 )
+            check_fit(f"parameter {name}", parameter)
             address = parameter.data_ptr()
             if address and address in seen:
                 raise ValueError(
@@ -352,8 +354,16 @@ class ModelTask:
                     f"by assigning the same object to both"
                 )
             seen[address] = name
+        for name, buffer in self.model.named_buffers():
+            check_fit(f"buffer {name}", buffer)
 
     def _check_trainable(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"layer {name} is an {type(module).__name__} with sparse=True, whose gradient is sparse, limit: "
+                    f"dense gradients; set sparse=False, and choose an optimizer that steps from dense ones"
+                )
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError("the model has no trainable parameter; set requires_grad on at least one")
         if isinstance(self.loss_fn, nn.Module):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, residue
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -324,14 +324,15 @@ def _repeated(stored: Tensor, again: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
     return same_kind and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN; a view where no gaps lie between the elements, which may hold anything."""
     is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
-    return (flat(tensor) if is_dense else tensor.detach()).reshape(-1).view(torch.uint8).cpu()
+    memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
+    return memory.reshape(-1).view(torch.uint8).cpu()
 
 
 def _no_larger(signature: tuple[Any, ...], known: tuple[Any, ...]) -> bool:

@@ -34,6 +34,16 @@ _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def generator_key(generator: torch.Generator) -> int:
+    """Return what tells generators apart: an operation is given new objects around them."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def given_generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Generator]:
+    """Return the generators among an operation's arguments, by their keys."""
+    return {generator_key(each): each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)}
+
+
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation draws from the generator of its device, as it was called.
 
@@ -41,7 +51,8 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+    given = given_generators(args, kwargs)
+    if given and generator_key(torch.default_generator) not in given:
         return False
     for position, name, default in _switches(func):
         value = args[position] if position < len(args) else kwargs.get(name, default)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from partitioners.boundary import Boundary
+from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import ALIGNMENT_BYTES, LayerCost
 from partitioners.fingerprint import fingerprint
@@ -328,6 +328,8 @@ def _naming(index: int, name: str) -> Iterator[None]:
     """Adds the layer to an exception's text and lets it go on as it is."""
     try:
         yield
+    except UnfitTensor as error:
+        raise UnfitTensor(f"layer {index} ({name}): {error}") from error
     except Exception as error:
         note = f"in layer {index} ({name}), while it was profiled"
         if hasattr(error, "add_note"):

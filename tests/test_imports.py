@@ -70,7 +70,7 @@ GROUPS = (
         "stepping",
     ),
     ("borrowed_pool", "checkpoint_directory", "evaluation_task", "executor", "optimizer", "reader", "task_state"),
-    ("scheduler", "snapshot", "spiller", "work"),
+    ("scheduler", "snapshot", "spiller", "trial", "work"),
     ("keeping", "refit", "resumed", "saver", "simulated", "worker"),
     ("checkpoint_store", "rehearsal", "simulator"),
     ("planner",),
