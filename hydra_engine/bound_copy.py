@@ -58,7 +58,7 @@ class Stale(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Stale:
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped there
         return f"Stale({vars(self)['what']!r})"
 
 

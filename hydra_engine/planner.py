@@ -137,9 +137,10 @@ class PlannedTask:
         if self.state.place.type != "cpu":
             self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
-            inputs = self.reader.sample_inputs
+            inputs, validates = self.reader.sample_inputs, self.task.trains and self.task.validation is not None
             with _naming(self.name):
-                check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
+                for training in (True, False) if validates else (self.task.trains,):
+                    check_own_forward(self.task.model, self.layout, inputs, training=training)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
         is_chosen = wanted == "auto" and self.saved is not None
