@@ -7,10 +7,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.bound_copy import LayerFault
 from hydra_engine.boundary import ALIGNMENT_BYTES
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
@@ -29,6 +31,7 @@ from hydra_engine.report import TaskPlan
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
+from hydra_engine.shard import Structure
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
@@ -69,6 +72,15 @@ class _Machine(NamedTuple):
     devices: Sequence[DeviceSpec]  # that a step may be spread over
     share: int  # of them, that the task has to itself while all tasks train
     most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
+
+
+@contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Name the task in what is wrong with its layers."""
+    try:
+        yield
+    except LayerFault as error:
+        raise ValueError(f"{task}: {error}") from error
 
 
 class PlannedTask:
@@ -123,13 +135,17 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
         """
+        with _naming(self.name):
+            Structure(self.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
         batch = self._sample()
         self._ceilings, self.state.place = None, device.torch_device
         if self.state.place.type != "cpu":
             self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
-            inputs = self.reader.sample_inputs
-            check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
+            inputs, validates = self.reader.sample_inputs, self.task.trains and self.task.validation is not None
+            with _naming(self.name):
+                for training in (True, False) if validates else (self.task.trains,):
+                    check_own_forward(self.task.model, self.layout, inputs, training=training)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
         is_chosen = wanted == "auto" and self.saved is not None
@@ -375,7 +391,8 @@ class PlannedTask:
             state.drawing = {j for j, each in enumerate(held) if any(cost.draws_random for cost in each)}
             draws = any(cost.draws_random for cost in costs)
             try:
-                state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
+                with _naming(self.name):
+                    state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
                 state.fitting = frozenset()
                 for each in (batch, evaluation):
                     if each is not None:

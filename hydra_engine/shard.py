@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from hydra_engine.bound_copy import Layers, Registered, StalePlace
 from hydra_engine.boundary import ALIGNMENT_BYTES, extent, residue
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
@@ -207,6 +207,20 @@ class ModelLayout:
         """As a state dict of the model has it."""
         return ".".join(filter(None, (self.names[layer], path, attribute)))
 
+    @cached_property
+    def originals(self) -> Layers:
+        """The layers, as they were when this was asked for first: before the host pool moves their parameters.
+
+        Raises LayerFault for those that cannot be copied.
+        """
+        names: dict[int, str] = {}
+        for k, bindings in enumerate(self.buffer_bindings):
+            for path, attribute, number in bindings:
+                names.setdefault(number, f"buffer {self.full_name(k, path, attribute)}")
+        parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
+        buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
+        return Layers(self.layers, self.names, [*parameters, *buffers])
+
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
         return {
@@ -335,24 +349,6 @@ def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
                 yield path, name, buffer
 
 
-def _storages(layers: Iterable[nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
-    """Copies of storages that begin beside a multiple of 64, as an array of numpy does, at the same address modulo 64.
-
-    Of tensors that are plain attributes of modules, or in lists, tuples and dicts there; not of those in `memo`.
-    """
-    found: dict[int, torch.UntypedStorage] = {}
-    for module in nn.ModuleList(layers).modules():
-        for value in pytree.tree_leaves(vars(module)):
-            if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
-                continue
-            storage = value.untyped_storage()
-            start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
-            if start and storage._cdata not in found:
-                place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]
-                found[storage._cdata] = place.copy_(storage)
-    return found
-
-
 class Structure:
     """One device's copy of a task's layers: all of their Python, none of their tensors.
 
@@ -363,7 +359,6 @@ class Structure:
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
-        memo: dict[Any, Any] = {}
         self.device = device
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
@@ -371,13 +366,10 @@ class Structure:
             # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
-            memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
-        memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
-        memo["torch"] = _storages(layout.layers, memo)  # by which torch's deepcopy knows what it has copied
-        # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
-        # so no id in the memo can be taken over by another object.
-        self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
+        self.layers: list[nn.Module]
+        self._stale: list[StalePlace]
+        self.layers, self._stale = layout.originals.copy([*self.parameters, *self.buffers])
         if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, narrow)
@@ -429,3 +421,5 @@ class Structure:
         for index in shard.buffers:
             buffer = self.buffers[index]
             buffer.data = self._placeholder(buffer.dtype)
+        for module, attribute, stale in self._stale:  # made by this unit: another one cannot go on from it
+            vars(module)[attribute] = stale

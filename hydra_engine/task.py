@@ -44,10 +44,10 @@ class Model(nn.Sequential):
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
-            if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+            if not _can_be_called(layer):
                 raise TypeError(
-                    f"layer {name} of the model is a {type(layer).__name__}, which cannot be called; "
-                    f"give Model the list of layers in the order they run"
+                    f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
+                    f"called; give Model the list of layers in the order they run"
                 )
         for kind, named in (("parameter", _own_parameters(x)), ("buffer", _own_buffers(x))):
             if named:
@@ -73,6 +73,12 @@ class Model(nn.Sequential):
         if isinstance(source, Model):
             return source.has_own_forward
         return source is not None and type(source).forward is not nn.Sequential.forward
+
+
+def _can_be_called(layer: nn.Module) -> bool:
+    if type(layer).__call__ is not nn.Module.__call__:
+        return True
+    return getattr(layer.forward, "__func__", layer.forward) is not nn.Module.forward
 
 
 def _own_parameters(x: object) -> list[str]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
+from partitioners.reach import reach
 
 
 class Copies:
@@ -47,9 +48,12 @@ class Copies:
                 if isinstance(tensor, nn.Parameter):
                     dtype = self.dtype if narrow and id(tensor) not in kept else tensor.dtype
                     memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
-                elif not tensor.requires_grad or not tensor.is_leaf:
-                    # Also what is no leaf, which deepcopy refuses: the weight that torch's weight_norm recomputes.
+                elif not tensor.requires_grad:
                     memo[id(tensor)] = self._tensor(tensor)
+        for _, value, _ in reach(("", part)):
+            # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
+            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
+                memo[id(value)] = self._tensor(value)
         copied = copy.deepcopy(part, memo)
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
