@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,19 @@ class _Slot(NamedTuple):
 # The CPU's kernels choose by where operands lie modulo so many bytes, and so do the bits: copies keep it. torch's own
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
 ALIGNMENT_BYTES = 64
+# How a value is made up: by tensor its dtype, number of dimensions and how they lie in memory; where tensors appear.
+Form: TypeAlias = "tuple[tuple[Any, ...], ...]"
+
+
+class Sizes(NamedTuple):
+    """What of a value decides how much memory a unit takes on it."""
+
+    form: Form
+    sizes: tuple[int, ...]  # every dimension of its tensors
+    numbers: tuple[int, ...]  # whole numbers that are no less than 0
+    values: tuple[Any, ...]  # other plain values; of what has no hash, its type
+
+
 # Of a lone tensor, which most values are: taken apart and put together without walking a tree.
 _LEAF = pytree.tree_structure(0)
 
@@ -77,10 +90,50 @@ class Boundary:
         return sum(extent_bytes(tensor) for tensor in self.tensors)
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> Sizes:
         """What decides how much memory a unit takes on this value."""
-        tensors = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
-        return (tensors, tuple(leaf if isinstance(leaf, Hashable) else type(leaf) for leaf in self.leaves))
+        form = tuple((t.dtype, t.dim(), _order(t)) for t in self.tensors)
+        sizes = tuple(size for t in self.tensors for size in t.shape)
+        if self.spec is _LEAF and self.tensors:
+            return Sizes((form,), sizes, (), ())
+        slots = tuple(leaf.number for leaf in self.leaves if isinstance(leaf, _Slot))
+        numbers = tuple(leaf for leaf in self.leaves if _is_number(leaf))
+        values = tuple(_value(leaf) for leaf in self.leaves if not (isinstance(leaf, _Slot) or _is_number(leaf)))
+        return Sizes((form, slots, (len(numbers),)), sizes, numbers, values)
+
+    def with_numbers(self, numbers: Sequence[int]) -> Boundary:
+        """The same value with other whole numbers, in the order of its signature."""
+        others = iter(numbers)
+        return replace(self, leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a tensor may be cut by it."""
+    return type(leaf) is int and leaf >= 0
+
+
+def _value(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return leaf
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """How a tensor's dimensions lie in memory, where not one after the other: their order, or strides if gaps lie
+    between.
+    """
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.is_contiguous() and 1 not in shape:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda k: -stride[k]))
+    step = 1
+    for k in reversed(order):
+        if stride[k] != step:
+            return stride
+        step *= max(1, shape[k])
+    return None if order == tuple(range(len(shape))) else (-1, *order)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

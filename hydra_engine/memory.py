@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot
+from hydra_engine.signature import Signature
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
@@ -208,7 +209,7 @@ class StepStaging:
 
     def __init__(self) -> None:
         self.weights: list[float] = []
-        self.signature: tuple[Any, ...] = ()
+        self.signature = Signature.of(())
         self.inputs: list[Boundary] = []
         self.targets: list[Boundary] = []
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
@@ -248,7 +249,7 @@ class StepStaging:
         self.weights = list(weights)
         self.start = start
         # What decides the memory of every unit of this step.
-        self.signature = tuple((x.signature, y.signature) for x, y in boundaries)
+        self.signature = Signature.of(boundaries)
         for m, state in enumerate(start):
             self.random[0, m] = state
 
@@ -303,12 +304,12 @@ class StepStaging:
             stored.append(place)
         self._gradients[shard, m] = stored
 
-    def signature_of(self, part: int) -> tuple[Any, ...]:
+    def signature_of(self, part: int) -> Signature:
         """What decides the memory of the units of a part of the step."""
         if self.parts is None:
             return self.signature
         first, end = self.parts.ranges[part]
-        return (*self.signature[first:end], ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
+        return self.signature.part(first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
 
     def range_of(self, part: int) -> tuple[int, int]:
         """The micro-batches [first, end) of a part of the step."""

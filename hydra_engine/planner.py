@@ -117,7 +117,7 @@ class PlannedTask:
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a step
-        self._num_micro_batches = 1  # of a step, as far as is known
+        self.num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
@@ -237,17 +237,12 @@ class PlannedTask:
         """Seconds of each unit, by (kind, shard)."""
         return self.state.unit_s
 
-    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int | None = None) -> None:
-        """Predict how a step is best spread over 1, 2, ... of these devices.
-
-        num_micro_batches: of a step; None: as many as before.
-        """
+    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
+        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
         self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
+        self.num_micro_batches = number = num_micro_batches
         if len(devices) == 1 or not self.task.trains:
             return
-        if num_micro_batches is not None:
-            self._num_micro_batches = num_micro_batches
-        number = self._num_micro_batches
         if number == 1:
             wanted = self.task.accumulation_steps
             more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
@@ -393,7 +388,7 @@ class PlannedTask:
             try:
                 with _naming(self.name):
                     state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
-                state.fitting = frozenset()
+                state.known.forget_batches()
                 for each in (batch, evaluation):
                     if each is not None:
                         state.note_fitting(each.training, each.signature)

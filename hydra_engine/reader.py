@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
 from hydra_engine.randomness import GLOBAL_GENERATORS, RandomState, Stream, seeded, stream_seed
 from hydra_engine.revocable_lock import TakenAway
+from hydra_engine.signature import Signature
 from hydra_engine.task import ModelTask
 from hydra_engine.task_position import TaskPosition
 from partitioners.precision import DTYPES, cast
@@ -50,10 +52,10 @@ class Batch:
     accumulation_steps: int  # micro-batches asked for
     position: TaskPosition | None = None  # right after it was read, where the reader keeps positions
 
-    @property
-    def signature(self) -> tuple[Any, ...]:
+    @cached_property
+    def signature(self) -> Signature:
         """What decides the memory of every unit of its step."""
-        return tuple((inputs.signature, target.signature) for inputs, target in self.boundaries)
+        return Signature.of(self.boundaries)
 
 
 class _Item(NamedTuple):

@@ -318,7 +318,7 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
-        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        state.begin_step(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds, seen = {}, {}
         for kind, shard in state.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)

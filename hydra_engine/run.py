@@ -53,7 +53,7 @@ from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
-from hydra_engine.refit import refit, shared_out
+from hydra_engine.refit import Misfit, Room, refit, shared_out
 from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
 from hydra_engine.resumed import LOST
 from hydra_engine.retries import FINAL, Retries
@@ -661,24 +661,28 @@ class EngineRun:
             training.revise(f"a part of a step did not fit, so none is spread any more: {training.to_begin_again}")
         is_retried = training.is_retried
         if not is_retried:  # else it fits as it is
+            misfit = None
+            if instruction.unit is not None and not was_part:
+                misfit = Misfit(instruction.unit.shard, training.to_begin_again)
             training.batch = refit(
                 state,
                 training.planned.reader,
                 batch,
-                self.can_hold,
-                misfit=None if was_part else instruction.unit,
-                error=training.to_begin_again,
+                Room(self.can_hold, min(worker.device.ledger.memory_bytes for worker in self._workers)),
+                misfit=misfit,
                 may_split=not training.layers_moved_reader,
             )
-        if (state.boundaries, state.accumulation_steps) != before:
+        is_other = (state.boundaries, state.accumulation_steps) != before
+        if is_other:
             state.unit_s = shared_out(old_s, old, state.shards)
             training.revise(
                 str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             )
         training.to_begin_again, training.is_retried = None, False
         assert training.batch is not None
-        specs = self._specs if training.may_spread else self._specs[:1]
-        training.planned.spread_over(specs, len(training.batch.micro_batches) if batch.training else None)
+        number = len(training.batch.micro_batches) if batch.training else training.planned.num_micro_batches
+        if is_other or was_part or number != training.planned.num_micro_batches:
+            training.planned.spread_over(self._specs if training.may_spread else self._specs[:1], number)
         training.stage()
         return Fitted(
             task=instruction.task,

@@ -91,10 +91,20 @@ class Spiller:
 
         `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
+        sources = self._buffers(state, shard, part, after=after)
+        return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
+        """Bytes that the same take on the device."""
+        sources = self._buffers(state, shard, part, after=after)
+        return sum(state.layout.aligned(extent_bytes(tensor)) for tensor in sources.values())
+
+    @staticmethod
+    def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
         sources = state.staging.buffers_for(shard, part, state.pool.buffers)
         if after:
             sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
-        return {index: self._bring(tensor) for index, tensor in sources.items()}
+        return sources
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
         """The gradients of the parts of the step before this one."""

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, memory_of, residue, same_bits
+from hydra_engine.boundary import ALIGNMENT_BYTES, Boundary, extent, extent_bytes, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.opened import Timing
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
+from hydra_engine.schedule import BACKWARD, EVALUATE, FUSED, Flow, Unit, evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.signature import Signature, no_larger
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
+from hydra_engine.unit_bytes import MOST_KNOWN, KnownUnits, UnitBytes
+from partitioners import LayerCost
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
-
-
-class UnitBytes(NamedTuple):
-    """What a unit takes beside its slab."""
-
-    work: int  # peak of what it creates: activations, gradients, outputs
-    input: int  # of one micro-batch, the largest
-    output: int  # of one micro-batch, the largest
-
-    def total(self, num_micro_batches: int) -> int:
-        """Inputs stream one micro-batch ahead, outputs are stored one behind."""
-        several = num_micro_batches > 1
-        return self.work + (1 + several) * self.input + several * self.output
 
 
 class Region(NamedTuple):
@@ -74,8 +64,7 @@ class TaskState:
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
         self.coupled: set[tuple[int, int]] = set()  # layers of which the second takes what the first left on the side
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
-        # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
-        self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
+        self.known = KnownUnits()
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.any_may_change = False  # another one was seen to change in a step that was spread
@@ -88,12 +77,13 @@ class TaskState:
         self.index_limit = direct_limit(layout.layers[0])  # of what the first layer looks up; None: nothing
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
-        self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+        # Buffers that a layer was seen to give another shape or type. Replaced, never changed: lanes write it.
+        self.resized: frozenset[int] = frozenset()
         self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
         self.timings: dict[tuple[str, int], Timing] = {}  # likewise, of the last one, where launching is not computing
         self.num_commits = 0  # of training steps in this run
         self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
-        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
+        self.graph_bytes: dict[tuple[int, Signature], int] = {}  # (shard, signature): what that takes beside the slab
         self.unseen: set[int] = set()  # shards whose graphs hold more than can be counted
         self.lowest_backward = 0  # the lowest shard that holds a trainable parameter; where none does, their number
         self.chains: dict[bool, tuple[tuple[str, int], ...]] = {}  # (kind, shard) in order, by whether a batch trains
@@ -158,6 +148,34 @@ class TaskState:
         self.steps_on_device = self.pool.early_release = True
         self.pool.keeps_gradients = False
 
+    def begin_step(
+        self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]
+    ) -> None:
+        """Stage a step on micro-batches (inputs, target); `start` is the random state each forward begins with."""
+        self.staging.begin(boundaries, weights, start)
+        if self.resized:  # what enters shards above may have other sizes with them, too
+            buffers = [(index, self.pool.buffers[index]) for index in sorted(self.resized)]
+            self.staging.signature = self.staging.signature.with_buffers(buffers)
+
+    def note_resized(self, buffers: Mapping[int, Tensor]) -> int:
+        """Remember which of these are others in shape or type than planned; bytes by which new ones are larger."""
+        planned = self.layout.buffers
+        found = {
+            index
+            for index, buffer in buffers.items()
+            if buffer.shape != planned[index].shape or buffer.dtype != planned[index].dtype
+        }
+        new, self.resized = found - self.resized, self.resized | found
+        return sum(max(0, buffers[index].nbytes - planned[index].nbytes) for index in new)
+
+    def buffer_bytes(self, shard: Shard) -> int:
+        """Bytes of a shard's buffers on a device, as they are now: some grow."""
+        if self.resized.isdisjoint(shard.buffers):
+            return shard.buffer_bytes
+        committed, staged = self.pool.buffers or self.layout.buffers, self.staging.buffers
+        both = [(committed[index], staged.get(index, committed[index])) for index in shard.buffers]
+        return sum(self.layout.aligned(max(residue(t) + extent_bytes(t) for t in each)) for each in both)
+
     def step_bytes(self, shard: Shard) -> int:
         """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
         if not self.steps_on_device:
@@ -215,7 +233,7 @@ class TaskState:
         trained = (shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
         self.lowest_backward = min(trained, default=num)
         self.chains = {True: training_chain(num, self.lowest_backward), False: evaluation_chain(num)}
-        self._unit_bytes = {}
+        self.known.forget_units()
         self._num_cuts += 1
         self.keeps_from, self.graph_bytes, self.unseen = len(self.shards), {}, set()  # until a planner decides
         self._flows, self._positions = {}, {}
@@ -226,31 +244,45 @@ class TaskState:
 
     def forget_units(self) -> None:
         """Forget what units take: it differs with the number of micro-batches."""
-        self._unit_bytes = {}
+        self.known.forget_units()
 
-    def note_fitting(self, training: bool, signature: tuple[Any, ...]) -> None:
-        """Remember that a batch fits."""
-        self.fitting = self.fitting | {(training, signature)}
+    def note_fitting(self, training: bool, signature: Signature, costs: Sequence[LayerCost] | None = None) -> None:
+        """Remember that a batch fits; costs: of its layers, where every shard fits by these."""
+        self.known.note_fitting(training, signature, costs)
 
-    def fits_like_another(self, training: bool, signature: tuple[Any, ...]) -> bool:
+    def fits_like_another(self, training: bool, signature: Signature) -> bool:
         """Whether a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
-        fitting = self.fitting
-        return (training, signature) in fitting or any(
-            kind == training and _no_larger(signature, known) for kind, known in fitting
-        )
+        return self.known.fits(training, signature)
 
     def is_last(self, shard: Shard) -> bool:
         return shard.index == len(self.shards) - 1
 
-    def unit_bytes(self, kind: str, shard: Shard, signature: tuple[Any, ...]) -> UnitBytes | None:
-        """What a unit takes beside its slab for a step of this signature; None before it was metered once."""
-        return self._unit_bytes.get((kind, shard.index, signature))
+    def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
+        """What a unit takes at most beside its slab for a step of this signature; None: it has to be metered."""
+        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
+        keeps_saved = shard.index in self.keep_saved
+        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=not is_stepped)
 
-    def learn_unit_bytes(self, kind: str, shard: Shard, signature: tuple[Any, ...], measured: UnitBytes) -> None:
+    def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""
-        key = (kind, shard.index, signature)
-        known = self._unit_bytes.get(key, measured)
-        self._unit_bytes[key] = UnitBytes(*map(max, known, measured))
+        self.known.learn(kind, shard, signature, measured)
+
+    def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
+        """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""
+        found = self.graph_bytes.get((shard.index, signature))
+        if found is not None:
+            return found
+        known = list(self.graph_bytes.items())
+        above = [n for (j, other), n in known if j == shard.index and no_larger(signature, other)]
+        return min(above) if above else self.known.saved_bytes(shard, signature)
+
+    def learn_graph_bytes(self, shard: Shard, signature: Signature, num_bytes: int) -> None:
+        """Remember what autograd saved in a forward."""
+        known = self.graph_bytes_of(shard, signature)
+        if known is None or num_bytes > known:
+            if len(self.graph_bytes) >= MOST_KNOWN * len(self.shards):
+                del self.graph_bytes[next(iter(self.graph_bytes))]
+            self.graph_bytes[shard.index, signature] = num_bytes
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""
@@ -258,8 +290,8 @@ class TaskState:
 
     def work_bytes(self, shard: Shard) -> int:
         """Of these, what the largest unit seen so far takes beside the slab."""
-        units = [u.total(self.accumulation_steps) for (_, j, _), u in self._unit_bytes.items() if j == shard.index]
-        return shard.buffer_bytes + self.step_bytes(shard) + max(units, default=0)
+        units = [u.total(self.accumulation_steps) for (_, j, _), u in self.known.items() if j == shard.index]
+        return self.buffer_bytes(shard) + self.step_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Where the layers left the random stream in the step in progress."""
@@ -333,19 +365,3 @@ def _bytes(tensor: Tensor) -> Tensor:
     is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
     memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
     return memory.reshape(-1).view(torch.uint8).cpu()
-
-
-def _no_larger(signature: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    """Whether every micro-batch has the tensors of one that is known, of the same types, in no dimension larger."""
-    if len(signature) > len(known):
-        return False
-    for micro_batch, other in zip(signature, known, strict=False):
-        for (tensors, leaves), (known_tensors, known_leaves) in zip(micro_batch, other, strict=True):
-            if len(tensors) != len(known_tensors) or leaves != known_leaves:
-                return False
-            for (shape, _, dtype), (known_shape, _, known_dtype) in zip(tensors, known_tensors, strict=True):
-                if dtype != known_dtype or len(shape) != len(known_shape):
-                    return False
-                if any(size > most for size, most in zip(shape, known_shape, strict=True)):
-                    return False
-    return True

@@ -39,8 +39,9 @@ from hydra_engine.schedule import BACKWARD, FORWARD, Unit
 from hydra_engine.shard import Structure
 from hydra_engine.spiller import Arriving, Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
-from hydra_engine.task_state import Region, TaskState, UnitBytes
+from hydra_engine.task_state import Region, TaskState
 from hydra_engine.trace import Trace
+from hydra_engine.unit_bytes import UnitBytes
 from hydra_engine.work import GivenUp, Left, Loading, Work
 from partitioners import MemoryMeter
 
@@ -203,10 +204,11 @@ class Worker:
         is_there = before is None or (before.stored.is_done and before.stored.is_kept())
         work.after = None if is_there else before
         self._left[unit.task, unit.part] = work.left
+        work.count_buffers(work.state.buffer_bytes(work.shard))
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.wanted_bytes
-        if unit.kind == FORWARD and (unit.shard, work.signature) not in work.state.graph_bytes:
+        if unit.kind == FORWARD and work.state.graph_bytes_of(work.shard, work.signature) is None:
             work.saved = Saved() if work.state.may_keep_graph(work.shard) else None
         elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
             wanted = self._with_graphs(work, wanted)
@@ -222,8 +224,8 @@ class Worker:
     def _with_graphs(self, work: Work, wanted: int) -> int:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
-        num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
-        if num_bytes == 0 or shard.index < state.keeps_from or not state.may_keep_graph(shard):
+        num_bytes = state.graph_bytes_of(shard, work.signature)
+        if not num_bytes or shard.index < state.keeps_from or not state.may_keep_graph(shard):
             return wanted
         key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         slab_bytes = sum(region.num_bytes for region in work.regions)
@@ -237,7 +239,7 @@ class Worker:
         if found is None:
             return wanted
         # As much as with its forward, until it is known better.
-        before, work.signature = (work.signature, work.known), (*work.signature, "graph")
+        before, work.signature = (work.signature, work.known), work.signature.in_role("graph")
         work.known = state.unit_bytes(unit.kind, shard, work.signature)
         wanted = wanted if work.wanted_bytes is None else work.wanted_bytes
         if not self.device.ledger.can_hold(wanted + num_bytes, slab_bytes):
@@ -300,12 +302,26 @@ class Worker:
     def _load_first(self, work: Work) -> MicroInput:
         """The first input, and what else a unit begins with."""
         after = bool(work.graphs)
+        self._charge_buffers(work, after)
         work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
         if work.goes_on:
             work.so_far = self._spiller.load_so_far(work.state, work.shard)
         if work.stepper is not None:
             work.step = self._spiller.load_step(work.stepper, work.shard)
         return self._load_input(work, work.first, self._place_input(work, work.first))
+
+    def _charge_buffers(self, work: Work, after: bool) -> None:
+        """Charge buffers that are larger than when the unit was run: a shard below may have changed one meanwhile."""
+        if work.state.resized.isdisjoint(work.shard.buffers):
+            return
+        num_bytes = self._spiller.buffer_bytes(work.state, work.shard, work.unit.part, after=after)
+        if num_bytes > work.buffer_bytes:
+            self._grow(work, num_bytes - work.buffer_bytes)
+            work.count_buffers(num_bytes)
+
+    def _grow(self, work: Work, num_bytes: int) -> None:
+        self.device.ledger.grow(num_bytes)
+        work.held_bytes += num_bytes
 
     def _bring_first(self, work: Work) -> None:
         """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
@@ -389,8 +405,7 @@ class Worker:
                 now = UnitBytes(meter.current_bytes + delta, work.input_bytes, work.output_bytes)
                 missing = work.beside_bytes + now.total(work.num_micro_batches) - work.held_bytes
                 if missing > 0:
-                    ledger.grow(missing)
-                    work.held_bytes += missing
+                    self._grow(work, missing)
 
         meter = MemoryMeter(on_change)
         if work.saved is not None:
@@ -440,6 +455,9 @@ class Worker:
                 )
             if timer is not None:
                 timer.launched()
+            growth = work.state.note_resized(output.buffers)
+            if growth and not work.is_metered:  # from here on its units are metered; this one had not counted it
+                self._grow(work, growth)
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         try:
@@ -503,9 +521,8 @@ class Worker:
             self._residents.unpin(work.graph_key, is_whole=False)
         if saved is None or work.error is not None:
             return
-        key = (shard.index, work.signature)
         saved.created_bytes = None
-        state.graph_bytes[key] = max(saved.num_bytes, state.graph_bytes.get(key, 0))
+        state.learn_graph_bytes(shard, work.signature, saved.num_bytes)
         if not saved.all_seen:
             state.unseen.add(shard.index)
         if saved.graphs is None:
