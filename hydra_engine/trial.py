@@ -26,10 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_engine.blocked import part_of
 from hydra_engine.optimizer import TORCHS, has_step_hooks, kept_groups, make_optimizer
-from hydra_engine.randomness import TaskGenerator, capture, given_generators, seeded
+from hydra_engine.randomness import TaskGenerator, capture, seeded
 from hydra_engine.saved_state import copied, restore_optimizer
 from hydra_engine.shard import ModelLayout, Slot
 from hydra_engine.task import ModelTask
+from partitioners.measure import given_generators
 
 NUM_TIMED_STEPS = 5
 
