@@ -1,0 +1,1137 @@
+"""Layers, losses, optimizers and loaders that hide something: the bits of the plain loop, or refused by name.
+
+Each recipe is trained by the plain loop and by the engine, whole and cut, on one device and on two. Either the engine
+refuses it before any work, with an error that names the task, and leaves the user's model and all generators as they
+were; or it ends with the plain loop's losses, weights and buffers.
+"""
+
+import contextlib
+import copy
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+from tests import reference, zoo
+
+SEED, LR, EPOCHS = 5, 1e-2, 2
+NAME = "odd-one"
+
+RECIPES = {}
+
+
+def recipe(function):
+    """Register a recipe: it returns what differs from a plain task (layers, loss_fn, loader, and task options)."""
+    RECIPES[function.__name__] = function
+    return function
+
+
+def batches(num=3, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(6, 8, generator=generator).to(dtype), torch.randint(3, (6,), generator=generator))
+        for _ in range(num)
+    ]
+
+
+def around(*middle):
+    """Put layers between two linear ones."""
+    return [nn.Linear(8, 8), *middle, nn.Linear(8, 3)]
+
+
+class Base(nn.Module):
+    """A linear layer, to be made odd."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.p = p
+
+    def forward(self, x):
+        return F.dropout(self.odd(self.linear(x)), self.p, self.training)
+
+    def odd(self, x):
+        return x
+
+
+# -- B5, D28, F37: copies
+
+
+@recipe
+def jit_script():
+    return {"layers": around(torch.jit.script(nn.Linear(8, 8)))}
+
+
+@recipe
+def jit_trace_nested():
+    return {"layers": around(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8))))}
+
+
+@recipe
+def jit_first():
+    return {"layers": [torch.jit.script(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)]}
+
+
+class Stubborn(Base):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Rebuilding(Base):
+    def __deepcopy__(self, memo):
+        made = Rebuilding()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+class HalfCopy(Base):
+    def __deepcopy__(self, memo):
+        made = copy.copy(self)
+        made.__dict__ = dict(self.__dict__)
+        return made
+
+
+@recipe
+def deepcopy_returns_self():
+    return {"layers": around(Stubborn())}
+
+
+@recipe
+def deepcopy_makes_a_new_one():
+    return {"layers": around(nn.Sequential(Rebuilding()))}
+
+
+@recipe
+def deepcopy_is_shallow():
+    return {"layers": around(HalfCopy())}
+
+
+@recipe
+def old_weight_norm():
+    with contextlib.suppress(Exception):
+        return {"layers": around(torch.nn.utils.weight_norm(nn.Linear(8, 8)))}
+
+
+@recipe
+def pruned():
+    from torch.nn.utils import prune
+
+    return {"layers": around(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))}
+
+
+@recipe
+def old_spectral_norm():
+    return {"layers": around(torch.nn.utils.spectral_norm(nn.Linear(8, 8)))}
+
+
+class Locked(Base):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def odd(self, x):
+        with self.lock:
+            return x.tanh()
+
+
+@recipe
+def lock_in_a_layer():
+    return {"layers": around(nn.Sequential(Locked()))}
+
+
+class DenseBlock(nn.ModuleDict):
+    def forward(self, x):
+        found = [x]
+        for layer in self.values():
+            found.append(layer(torch.cat(found, 1)))
+        return torch.cat(found, 1)[:, :8]
+
+
+class ListBlock(nn.ModuleList):
+    def forward(self, x):
+        for layer in self:
+            x = layer(x).tanh()
+        return x
+
+
+@recipe
+def module_dict_with_forward():
+    return {"layers": around(DenseBlock({"a": nn.Linear(8, 4), "b": nn.Linear(12, 4)})), "expect": "exact"}
+
+
+@recipe
+def module_list_with_forward():
+    return {"layers": around(ListBlock([nn.Linear(8, 8), nn.Linear(8, 8)])), "expect": "exact"}
+
+
+class Hidden(Base):
+    """Another layer in a plain list: not a submodule."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = [other]
+
+    def odd(self, x):
+        return self.other[0](x)
+
+
+@recipe
+def layer_hidden_in_a_list():
+    return {"layers": around(Hidden(nn.Linear(8, 8)))}
+
+
+@recipe
+def layer_of_another_shard_hidden_in_a_list():
+    first = nn.Linear(8, 8)
+    return {"layers": [first, nn.Tanh(), Hidden(first), nn.Linear(8, 3)]}
+
+
+# -- B19: views
+
+
+class AttributeView(Base):
+    def __init__(self):
+        super().__init__()
+        self.turned = self.linear.weight.detach().t()
+
+    def odd(self, x):
+        return x @ self.turned
+
+
+class BufferView(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", self.linear.weight.data[:2])
+
+    def odd(self, x):
+        return x + self.rows.sum()
+
+
+class TwoBuffers(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("all", torch.zeros(8))
+        self.register_buffer("some", self.all[:3])
+
+    def odd(self, x):
+        if self.training:
+            self.all += x.detach().mean(0)
+        return x * (1 + self.some.sum())
+
+
+class HiddenInDict(Base):
+    def __init__(self):
+        super().__init__()
+        self.cache = {"deep": [self.linear.weight.detach()[1:]]}
+
+    def odd(self, x):
+        return x + self.cache["deep"][0].sum()
+
+
+@recipe
+def attribute_view():
+    return {"layers": around(AttributeView())}
+
+
+@recipe
+def buffer_view_of_parameter():
+    return {"layers": around(nn.Sequential(BufferView()))}
+
+
+@recipe
+def buffer_view_of_buffer():
+    return {"layers": around(TwoBuffers())}
+
+
+@recipe
+def view_in_a_dict():
+    return {"layers": around(HiddenInDict())}
+
+
+# -- B6, B7: weights that a layer changes itself
+
+
+class Merging(Base):
+    def __init__(self):
+        super().__init__()
+        self.linear.requires_grad_(False)
+        self.delta = nn.Parameter(torch.randn(8, 8) / 8)
+        self.merged = False
+
+    def train(self, mode=True):
+        if not mode and not self.merged:
+            self.linear.weight.data += self.delta.data
+            self.merged = True
+        elif mode and self.merged:
+            self.linear.weight.data -= self.delta.data
+            self.merged = False
+        return super().train(mode)
+
+    def odd(self, x):
+        return x if self.merged else x + x @ self.delta.t()
+
+
+@recipe
+def merges_on_eval():
+    return {"layers": around(Merging()), "validation": batches(2)}
+
+
+@recipe
+def merges_on_eval_without_validation():
+    return {"layers": around(Merging())}
+
+
+class Clamping(Base):
+    def forward(self, x):
+        self.linear.weight.data.clamp_(-0.2, 0.2)
+        return self.linear(x)
+
+
+class Normalizing(Base):
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.copy_(F.normalize(self.linear.weight, dim=1))
+        return self.linear(x)
+
+
+class Rebinding(Base):
+    def forward(self, x):
+        self.linear.weight.data = F.normalize(self.linear.weight.data, dim=1)
+        return self.linear(x)
+
+
+class ChangesLater(Base):
+    """Writes its weight once it has seen data of another sign than the first."""
+
+    def forward(self, x):
+        if x.sum() < -3:
+            self.linear.weight.data.mul_(0.5)
+        return self.linear(x)
+
+
+@recipe
+def clamps_its_weight():
+    return {"layers": around(Clamping())}
+
+
+@recipe
+def normalizes_its_weight():
+    return {"layers": around(nn.Sequential(Normalizing()))}
+
+
+@recipe
+def rebinds_its_data():
+    return {"layers": [Rebinding(), nn.Linear(8, 3)]}
+
+
+@recipe
+def clamps_in_a_hook():
+    layer = nn.Linear(8, 8)
+    layer.register_forward_pre_hook(lambda module, _: module.weight.data.clamp_(-0.1, 0.1) and None)
+    return {"layers": around(layer)}
+
+
+@recipe
+def clamps_in_a_backward_hook():
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(lambda module, *_: module.weight.data.clamp_(-0.1, 0.1) and None)
+    return {"layers": around(layer)}
+
+
+# -- A2, B11, B12, B13: state and draws
+
+
+class Counting(Base):
+    def __init__(self, p=0.0):
+        super().__init__(p)
+        self.calls = 0
+
+    def odd(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Generating(Base):
+    def __init__(self, p=0.0):
+        super().__init__(p)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def odd(self, x):
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+class NumpyGenerating(Base):
+    def __init__(self, p=0.0):
+        super().__init__(p)
+        self.generator = np.random.default_rng(1)
+
+    def odd(self, x):
+        return x * float(self.generator.random())
+
+
+class Seeding(Base):
+    def odd(self, x):
+        torch.manual_seed(7)
+        return x + torch.randn(x.shape)
+
+
+class FreshSeed(Base):
+    def odd(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return x + torch.randn(x.shape)
+
+
+class PythonDraws(Base):
+    def odd(self, x):
+        return x * random.random()
+
+
+for _name, _layer in {
+    "counter": lambda: Counting(),
+    "counter_and_dropout": lambda: nn.Sequential(Counting(0.3), nn.Dropout(0.2)),
+    "own_generator": lambda: Generating(),
+    "own_generator_and_dropout": lambda: nn.Sequential(nn.Dropout(0.4), Generating(0.3)),
+    "numpy_generator_and_dropout": lambda: NumpyGenerating(0.3),
+    "seeds_in_forward": Seeding,
+    "forks_and_seeds_in_forward": FreshSeed,
+    "draws_from_random": PythonDraws,
+}.items():
+    RECIPES[_name] = lambda layer=_layer: {"layers": around(layer())}
+
+
+@recipe
+def counter_last():
+    class Last(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    return {"layers": [nn.Linear(8, 8), Last(8, 3)]}
+
+
+@recipe
+def counter_in_the_class():
+    class Shared(Base):
+        calls = 0
+
+        def odd(self, x):
+            type(self).calls += 1
+            return x / type(self).calls
+
+    return {"layers": around(Shared())}
+
+
+@recipe
+def counter_in_a_closure():
+    seen = []
+
+    class Closing(Base):
+        def odd(self, x):
+            seen.append(1)
+            return x / len(seen)
+
+    return {"layers": around(Closing())}
+
+
+@recipe
+def cache_of_the_last_batch():
+    class Caching(Base):
+        last = None
+
+        def odd(self, x):
+            found = x if self.last is None else x + self.last
+            self.last = x.detach()
+            return found
+
+    return {"layers": around(Caching())}
+
+
+@recipe
+def anneals_after_some_calls():
+    class Annealing(Base):
+        calls = 0
+
+        def odd(self, x):
+            self.calls += 1
+            return x if self.calls < 4 else x / 2
+
+    return {"layers": around(Annealing())}
+
+
+@recipe
+def loss_with_counter():
+    class Loss:
+        calls = 0
+
+        def __call__(self, output, target):
+            self.calls += 1
+            return F.cross_entropy(output, target) * self.calls
+
+    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss()}
+
+
+@recipe
+def loss_module_with_counter():
+    class Loss(nn.Module):
+        calls = 0
+
+        def forward(self, output, target):
+            self.calls += 1
+            return F.cross_entropy(output, target) * self.calls
+
+    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss()}
+
+
+@recipe
+def loss_with_closure_state():
+    seen = [0.0]
+
+    def loss(output, target):
+        found = F.cross_entropy(output, target)
+        seen[0] = 0.9 * seen[0] + 0.1 * found.item()
+        return found * (1 + seen[0])
+
+    return {"layers": around(), "loss_fn": loss}
+
+
+@recipe
+def loss_with_numpy_generator():
+    generator = np.random.default_rng(1)
+    return {
+        "layers": around(nn.Dropout(0.3)),
+        "loss_fn": lambda output, target: F.cross_entropy(output, target) * float(generator.random()),
+    }
+
+
+@recipe
+def loss_that_draws():
+    return {
+        "layers": around(),
+        "loss_fn": lambda output, target: F.cross_entropy(output + 0.1 * torch.randn_like(output), target),
+    }
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 0.01 * torch.randn_like(gradient)
+
+
+@recipe
+def draws_in_a_backward():
+    class Layer(Base):
+        def odd(self, x):
+            return Noisy.apply(x)
+
+    return {"layers": around(Layer(0.2))}
+
+
+@recipe
+def draws_in_a_backward_hook():
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(lambda module, entering, _: (entering[0] + torch.randn_like(entering[0]) / 100,))
+    return {"layers": around(layer)}
+
+
+@recipe
+def draws_in_a_tensor_hook():
+    class Layer(Base):
+        def odd(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient + torch.randn_like(gradient) / 100)
+            return x.tanh()
+
+    return {"layers": around(Layer())}
+
+
+@recipe
+def draws_in_a_parameter_hook():
+    layer = nn.Linear(8, 8)
+    layer.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient) / 100)
+    return {"layers": around(layer)}
+
+
+@recipe
+def numpy_draws_in_a_backward():
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(lambda module, entering, _: (entering[0] * float(np.random.rand()),))
+    return {"layers": around(layer)}
+
+
+@recipe
+def checkpoint_inside():
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(Base):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    return {"layers": around(Layer(0.4)), "expect": "exact"}
+
+
+# -- B10: what a loss or a layer reads of others
+
+
+class Leaving(Base):
+    aux = torch.zeros(())
+
+    def odd(self, x):
+        self.aux = x.pow(2).mean()
+        return x
+
+
+@recipe
+def loss_reads_an_attribute():
+    layer = Leaving()
+    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) + layer.aux}
+
+
+@recipe
+def loss_reads_through_the_model():
+    model = nn.Sequential(*around(nn.Sequential(Leaving())))
+    return {"model": model, "loss_fn": lambda o, t: F.cross_entropy(o, t) + model[1][0].aux}
+
+
+@recipe
+def loss_reads_a_weight():
+    layer = nn.Linear(8, 8)
+    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) + layer.weight.pow(2).sum()}
+
+
+@recipe
+def loss_reads_a_buffer():
+    layer = nn.BatchNorm1d(8)
+    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) * layer.running_mean.pow(2).sum()}
+
+
+@recipe
+def loss_module_holds_a_layer():
+    class Loss(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = [layer]
+
+        def forward(self, output, target):
+            return F.cross_entropy(output, target) + self.layer[0].aux
+
+    layer = Leaving()
+    return {"layers": around(layer), "loss_fn": Loss(layer)}
+
+
+@recipe
+def layer_reads_what_another_left():
+    class Reading(Base):
+        def __init__(self, other):
+            super().__init__()
+            self.other = [other]
+
+        def odd(self, x):
+            return x * self.other[0].aux.detach()
+
+    first = Leaving()
+    return {"layers": around(first, nn.Tanh(), Reading(first))}
+
+
+@recipe
+def layer_reads_what_another_left_in_a_global():
+    left = {}
+
+    class Giving(Base):
+        def odd(self, x):
+            left["x"] = x
+            return x
+
+    class Taking(Base):
+        def odd(self, x):
+            return x + left["x"]
+
+    return {"layers": around(Giving(), nn.Tanh(), Taking())}
+
+
+# -- B20, C24: buffers
+
+
+class LateBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", None)
+
+    def odd(self, x):
+        if self.b is None:
+            self.b = x.detach().mean(0)
+        return x - self.b
+
+
+@recipe
+def buffer_set_in_forward():
+    return {"layers": around(LateBuffer())}
+
+
+@recipe
+def buffer_registered_in_forward():
+    class Layer(Base):
+        def odd(self, x):
+            if not hasattr(self, "late"):
+                self.register_buffer("late", x.detach().mean(0))
+            return x - self.late
+
+    return {"layers": around(nn.Sequential(Layer()))}
+
+
+@recipe
+def buffer_becomes_none():
+    class Layer(Base):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("b", torch.ones(8))
+
+        def odd(self, x):
+            if self.b is not None:
+                x, self.b = x * self.b * 2, None
+            return x
+
+    return {"layers": around(Layer())}
+
+
+@recipe
+def parameter_made_in_forward():
+    class Layer(Base):
+        def odd(self, x):
+            if not hasattr(self, "scale"):
+                self.scale = nn.Parameter(torch.full((8,), 2.0))
+            return x * self.scale
+
+    return {"layers": around(Layer())}
+
+
+@recipe
+def memory_bank():
+    class Bank(Base):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bank", torch.zeros(0, 8))
+
+        def odd(self, x):
+            if self.training:
+                self.bank = torch.cat([self.bank, x.detach()])
+            return x - self.bank.mean(0)
+
+    return {"layers": around(Bank())}
+
+
+# -- B9, F37: boundaries
+
+
+class Complex(nn.Module):
+    def __init__(self, tail):
+        super().__init__()
+        self.weight, self.tail = nn.Parameter(torch.ones(8)), tail
+
+    def forward(self, x):
+        return self.tail(torch.complex(x * self.weight, x.tanh()))
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@recipe
+def conj_first_in_a_shard():
+    return {"layers": around(Complex(lambda z: z), Apply(torch.conj), Apply(lambda z: z * z), Apply(torch.real))}
+
+
+@recipe
+def conj_last_in_a_shard():
+    return {"layers": around(Complex(torch.conj), Apply(lambda z: (z * (1 + 2j)).abs()))}
+
+
+@recipe
+def neg_bit_at_a_boundary():
+    return {"layers": around(Complex(lambda z: z.conj().imag), Apply(torch.tanh))}
+
+
+@recipe
+def sparse_boundary():
+    return {"layers": around(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense()))}
+
+
+@recipe
+def nested_boundary():
+    return {
+        "layers": around(
+            Apply(lambda x: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)),
+            Apply(lambda x: torch.cat(x.unbind())),
+        )
+    }
+
+
+@recipe
+def sparse_embedding():
+    index = [(torch.randint(20, (6,)), torch.randint(3, (6,))) for _ in range(3)]
+    return {
+        "layers": [nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)],
+        "loader": index,
+        "optimizer": torch.optim.SGD,
+    }
+
+
+@recipe
+def sparse_adam():
+    index = [(torch.randint(20, (6,)), torch.randint(3, (6,))) for _ in range(3)]
+    model = [nn.Embedding(20, 3, sparse=True), nn.Tanh()]
+    return {"layers": model, "loader": index, "optimizer": torch.optim.SparseAdam}
+
+
+@recipe
+def in_place_on_what_another_needs():
+    class Residual(Base):
+        def forward(self, x):
+            return self.linear(x).add_(x).relu_()
+
+    return {"layers": around(Residual(), nn.ReLU6(inplace=True), Residual(), nn.Hardtanh(inplace=True))}
+
+
+# -- B8, B14, B21: optimizers
+
+
+class SGLD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class NumpyNoise(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(1 - 1e-3 * float(np.random.rand()))
+
+
+class NoiseLater(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.num = getattr(self, "num", 0) + 1
+        if self.num > 3:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class GlobalCounter(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        count = self.state["global"].setdefault("step", 0) + 1
+        self.state["global"]["step"] = count
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / count)
+
+
+class GroupCounter(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
+class GroupTensor(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["scale"] = torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["scale"] *= 0.9
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad * group["scale"], alpha=-group["lr"])
+
+
+class AttributeCounter(torch.optim.SGD):
+    num = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 / self.num
+        super().step()
+
+
+class NormScaled(torch.optim.SGD):
+    """Couples parameters: scales by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad / norm, alpha=-group["lr"])
+
+
+for _optimizer in (SGLD, NumpyNoise, NoiseLater, GlobalCounter, GroupCounter, GroupTensor, AttributeCounter, NormScaled):
+    for _scope in ("shard", "task"):
+
+        def _build(optimizer=_optimizer, scope=_scope):
+            options = {} if scope == "shard" else {"optimizer_scope": "task"}
+            return {"layers": around(nn.Dropout(0.2)), "optimizer": optimizer, **options}
+
+        RECIPES[f"optimizer_{_optimizer.__name__}_{_scope}"] = _build
+
+
+@recipe
+def tensor_lr():
+    return {
+        "layers": around(),
+        "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=torch.tensor(lr)),
+    }
+
+
+@recipe
+def tensor_lr_and_scheduler():
+    return {
+        "layers": around(),
+        "optimizer": lambda params, lr: torch.optim.Adam(params, lr=torch.tensor(lr)),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    }
+
+
+@recipe
+def mixed_dtypes_clipped():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8).double()
+
+        def forward(self, x):
+            return self.linear(x.double()).float()
+
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8).bfloat16()
+
+        def forward(self, x):
+            return self.linear(x.bfloat16()).float()
+
+    return {"layers": around(Wide(), Narrow()), "max_grad_norm": 0.05, "expect": "exact"}
+
+
+@recipe
+def gradient_noise_by_hook():
+    layers = around()
+    for layer in layers:
+        layer.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
+    return {"layers": layers}
+
+
+# -- B16, B18, F39: loaders
+
+
+class Drawing(torch.utils.data.Dataset):
+    def __init__(self, draw, start=0):
+        self.draw, self.num, self.start = draw, 0, start
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        self.num += 1
+        x = torch.full((8,), float(index))
+        return (x + self.draw() if self.num > self.start else x), index % 3
+
+
+for _name, _draw in {
+    "torch": lambda: torch.rand(8),
+    "random": lambda: random.random(),
+    "numpy": lambda: float(np.random.rand()),
+}.items():
+    for _start in (0, 10):
+
+        def _build(draw=_draw, start=_start):
+            loader = torch.utils.data.DataLoader(Drawing(draw, start), batch_size=4, shuffle=True)
+            return {"layers": around(nn.Dropout(0.2)), "loader": loader}
+
+        RECIPES[f"dataset_draws_from_{_name}_after_{_start}"] = _build
+
+
+@recipe
+def dataset_seeds_torch():
+    def draw():
+        torch.manual_seed(11)
+        return torch.rand(8)
+
+    return {"layers": around(nn.Dropout(0.2)), "loader": torch.utils.data.DataLoader(Drawing(draw), batch_size=4)}
+
+
+@recipe
+def dataset_forks_torch():
+    def draw():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            return torch.rand(8)
+
+    return {"layers": around(nn.Dropout(0.2)), "loader": torch.utils.data.DataLoader(Drawing(draw), batch_size=4)}
+
+
+@recipe
+def mixup_in_unpack():
+    def unpack(batch):
+        x, y = batch
+        return x[torch.randperm(len(x))], y
+
+    return {"layers": around(nn.Dropout(0.2)), "unpack": unpack}
+
+
+@recipe
+def collate_that_draws():
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return x * torch.rand(()), y
+
+    data = Drawing(lambda: 0.0)
+    return {"layers": around(), "loader": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)}
+
+
+# -- The harness
+
+
+DEVICES = {
+    "whole": (None, 1),
+    "cut": (1, 1),
+    "cut, two devices": (1, 2),
+    "whole, two devices": (None, 2),
+    "pairs": (2, 1),
+}
+
+
+def parts(built):
+    options = {
+        key: value for key, value in built.items() if key not in ("layers", "model", "loss_fn", "loader", "expect")
+    }
+    model = built.get("model") or nn.Sequential(*built["layers"])
+    return model, built.get("loss_fn") or F.cross_entropy, built.get("loader") or batches(), options
+
+
+def build(name):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    return RECIPES[name]()
+
+
+def generators():
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.fixture(autouse=True)
+def _no_hang():
+    def late(*_):
+        raise TimeoutError("hung")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact_or_refused(name, where):
+    size, num_devices = DEVICES[where]
+    built = build(name)
+    model, loss_fn, loader, options = parts(built)
+    options.pop("optimizer_scope", None)
+    options.setdefault("optimizer", torch.optim.SGD)
+    options.setdefault("max_grad_norm", 0.5)
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    plain_error = None
+    try:
+        expected = reference.train(model, loss_fn, loader, seed=SEED, lr=LR, epochs=EPOCHS, **options)
+    except Exception as error:  # where plain PyTorch does not train it, refusing it is right
+        plain_error = error
+    wanted = {key: tensor.clone() for key, tensor in zoo.state(model).items()}
+
+    built = build(name)
+    model, loss_fn, loader, options = parts(built)
+    options.setdefault("optimizer", torch.optim.SGD)
+    options.setdefault("max_grad_norm", 0.5)
+    before = {key: tensor.clone() for key, tensor in zoo.state(model).items()}
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    state = generators()
+    num_layers = len(list(model.children()))
+    ends = None if size is None else [*range(size, num_layers, size), num_layers]
+    partitioner = Presharded([num_layers] if ends is None else ends)
+    try:
+        task = ModelTask(
+            model, loss_fn, loader, LR, EPOCHS, seed=SEED, partitioner=partitioner, name=NAME, **options
+        )
+        devices = [EmulatedDevice("4MiB", chaos=k) for k in range(num_devices)]
+        orchestra = ModelOrchestrator([task], devices=devices)
+        orchestra.verbose = 0
+        orchestra.generate()
+    except Exception as error:
+        outcome = f"refused: {type(error).__name__}: {error}"
+        assert NAME in str(error) or "task" in str(error), outcome
+        after = zoo.state(model)
+        assert before.keys() == after.keys(), outcome
+        assert not [key for key in before if not same(before[key], after[key])], outcome
+        now = generators()
+        assert torch.equal(now[0], state[0]) and now[1:] == state[1:], outcome  # noqa: PT018
+        assert built.get("expect") != "exact", outcome
+        print(outcome)
+        return
+    assert all(same(before[key], tensor) for key, tensor in zoo.state(model).items()), "generate() changed the model"
+    try:
+        report = orchestra.train_models()
+        report.raise_failures()
+    except Exception as error:  # by name, while it trained: what generate() cannot see
+        print(f"failed: {type(error).__name__}: {error}")
+        assert built.get("expect") != "exact", error
+        assert type(error).__module__.startswith("hydra_engine") or NAME in str(error), repr(error)
+        return
+    assert plain_error is None, f"plain PyTorch: {plain_error!r}"
+    assert report.tasks[NAME].losses == expected.losses
+    actual = zoo.state(model)
+    assert actual.keys() == wanted.keys()
+    assert not [key for key in wanted if not same(actual[key], wanted[key])]
+    print("exact")
+
+
+def same(a, b):
+    return a.shape == b.shape and torch.equal(a, b)
