@@ -251,6 +251,8 @@ class _Profiler:
             kept = kept_parameters(part) if is_cast else set()
             parameters = [each for each in part.parameters() if not is_cast or id(each) in kept]
             for tensor in (*parameters, *part.buffers()):
+                if tensor.layout != torch.strided:
+                    continue
                 start, num_bytes = tensor.data_ptr() % ALIGNMENT_BYTES, tensor.numel() * tensor.element_size()
                 found += start + -(start + num_bytes) % ALIGNMENT_BYTES - -num_bytes % ALIGNMENT_BYTES
         return found
