@@ -148,8 +148,13 @@ def _measure(
     for index, (name, layer) in enumerate(layers):
         with _naming(index, name):
             fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
-        fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
-        fields["padding_bytes"] += profiler.residue_bytes(layer, loss_fn if index == len(layers) - 1 else None)
+        padding_bytes = profiler.residue_bytes(layer, loss_fn if index == len(layers) - 1 else None)
+        # A copy: layers of equal structure were counted once, and lie at other addresses.
+        fields = fields | {
+            "shares_with": shares[index],
+            "shared_bytes": shared_bytes[index],
+            "padding_bytes": fields["padding_bytes"] + padding_bytes,
+        }
         costs.append(LayerCost(index=index, name=name, **fields))
     return costs
 

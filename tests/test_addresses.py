@@ -321,11 +321,8 @@ class TestLayout:
     @pytest.mark.parametrize("start", RESIDUES)
     @pytest.mark.parametrize("time_layers", [True, False])
     def test_partitioners_know_the_bytes(self, start, time_layers):
-        model = nn.Sequential(*(Sees((start + 4 * k) % 64, size=5 + k) for k in range(6)))
-        costs = []
-        for k, layer in enumerate(model):
-            inputs = torch.randn(2, 5 + k)
-            costs += profile([layer], inputs, inputs, lambda y, _: y.sum(), time_layers=time_layers)
+        model, inputs = nn.Sequential(*(Sees((start + 4 * k) % 64) for k in range(6))), torch.randn(2, SIZE)
+        costs = profile(model, inputs, inputs, lambda y, _: y.sum(), time_layers=time_layers)
         layout = ModelLayout(list(model), list(model._modules), None)
         for k, shard in enumerate(layout.shards(list(range(1, 7)))):
             assert slab_bytes(costs, k, k + 1) == shard.slab_bytes + shard.buffer_bytes
