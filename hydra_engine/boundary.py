@@ -151,8 +151,9 @@ def extent_bytes(tensor: Tensor) -> int:
 
 
 def residue(tensor: Tensor) -> int:
-    """Bytes from a multiple of 64 to its first element, in DRAM; on a device it is 0, and nothing is kept of it."""
-    return tensor.data_ptr() % ALIGNMENT_BYTES if tensor.device.type == "cpu" else 0
+    """Bytes from a multiple of 64 to its first element, in DRAM; 0 on a device, or of a tensor that is not strided."""
+    is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.data_ptr() % ALIGNMENT_BYTES if is_here else 0
 
 
 def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:

@@ -47,7 +47,10 @@ class SavedTask:
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Give the user's model the weights and buffers of then. Raises ValueError where it is another model."""
+        """Give the user's model the weights and buffers of then, for a layout that is made anew.
+
+        Raises ValueError where it is another model.
+        """
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's
@@ -67,9 +70,14 @@ class SavedTask:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():
             parameter.copy_(of_loss[name])
-        # A checkpoint of an earlier version tells nothing of addresses: then they are those of the model that resumes.
-        residues = self._state.get("buffer_residues") or [residue(buffer) for buffer in layout.buffers]
-        layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, residues, strict=True)])
+        # Earlier checkpoints tell nothing of addresses: then they are those of the model that goes on.
+        starts = self._state.get("buffer_residues") or [residue(buffer) for buffer in layout.buffers]
+        layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, starts, strict=True)])
+        weights = self._state.get("weight_residues", {})
+        for slot in layout.trainable_slots():
+            start = weights.get(slot.name, residue(slot.parameter))
+            if start != residue(slot.parameter):
+                slot.parameter.data = copy_of(slot.parameter.data, start)
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""

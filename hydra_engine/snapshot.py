@@ -156,7 +156,9 @@ class Snapshot:
             "position": self._position.to_state(),
             "schedule": self._optimizer.schedule(),
             "buffers": self._buffers,  # by number: also those that no state dict has, and the loss's
-            "buffer_residues": [residue(buffer) for buffer in self._buffers],  # a forward may have bound it anew
+            # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
+            "buffer_residues": [residue(buffer) for buffer in self._buffers],
+            "weight_residues": {slot.name: residue(slot.parameter) for slot in self._state.layout.trainable_slots()},
             "loss_parameters": loss_parameters,
             "losses": losses_to_state(report.losses[: self.steps]),
             "validation_losses": losses_to_state(report.validation_losses[:num]),

@@ -152,8 +152,13 @@ def _measure(
         is_last = index == len(layers) - 1
         with _naming(index, f"{name}, or loss_fn" if is_last and loss_fn is not None else name):
             fields = profiler.layer(layer, loss_fn if is_last else None)
-        fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
-        fields["padding_bytes"] += profiler.residue_bytes(layer, loss_fn if index == len(layers) - 1 else None)
+        padding_bytes = profiler.residue_bytes(layer, loss_fn if is_last else None)
+        # A copy: layers of equal structure were counted once, and lie at other addresses.
+        fields = fields | {
+            "shares_with": shares[index],
+            "shared_bytes": shared_bytes[index],
+            "padding_bytes": fields["padding_bytes"] + padding_bytes,
+        }
         costs.append(LayerCost(index=index, name=name, **fields))
     return costs
 
@@ -258,6 +263,8 @@ class _Profiler:
             kept = kept_parameters(part) if is_cast else set()
             parameters = [each for each in part.parameters() if not is_cast or id(each) in kept]
             for tensor in (*parameters, *part.buffers()):
+                if tensor.layout != torch.strided:
+                    continue
                 start, num_bytes = tensor.data_ptr() % ALIGNMENT_BYTES, tensor.numel() * tensor.element_size()
                 found += start + -(start + num_bytes) % ALIGNMENT_BYTES - -num_bytes % ALIGNMENT_BYTES
         return found

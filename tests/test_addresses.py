@@ -321,19 +321,16 @@ class TestLayout:
     @pytest.mark.parametrize("start", RESIDUES)
     @pytest.mark.parametrize("time_layers", [True, False])
     def test_partitioners_know_the_bytes(self, start, time_layers):
-        model = nn.Sequential(*(Sees((start + 4 * k) % 64, size=5 + k) for k in range(6)))
-        costs = []
-        for k, layer in enumerate(model):
-            inputs = torch.randn(2, 5 + k)
-            costs += profile([layer], inputs, inputs, lambda y, _: y.sum(), time_layers=time_layers)
+        model, inputs = nn.Sequential(*(Sees((start + 4 * k) % 64) for k in range(6))), torch.randn(2, SIZE)
+        costs = profile(model, inputs, inputs, lambda y, _: y.sum(), time_layers=time_layers)
         layout = ModelLayout(list(model), list(model._modules), None)
         for k, shard in enumerate(layout.shards(list(range(1, 7)))):
             assert slab_bytes(costs, k, k + 1) == shard.slab_bytes + shard.buffer_bytes
 
 
-@pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("start", RESIDUES)
-def test_weights_buffers_and_attributes_at_all_residues(start, ends):
+def test_weights_buffers_and_attributes_at_all_residues(start):
+    ends = list(ENDS)[start // 4 % len(ENDS)]
     assert_trains_as_plain(partial(build, start=start, back=(start + 28) % 64), ends=ends)
 
 
@@ -565,6 +562,8 @@ def test_a_resumed_run(rebinds, tmp_path):
         return orchestra
 
     model, plain = build(rebinds=rebinds), build(rebinds=rebinds)
+    for layer in (0, 2):  # it is built elsewhere in the process that goes on
+        model[layer].weight = nn.Parameter(model[layer].weight.detach().clone())
     with pytest.raises(Stop):
         orchestra(build(rebinds=rebinds), At(3, fail)).train_models()
     report = orchestra(model).train_models(resume=True)
