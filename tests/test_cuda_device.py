@@ -21,9 +21,10 @@ from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
 from hydra_engine.disk import Disk
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
+from hydra_engine.randomness import TaskGenerator
 from hydra_engine.trace import Trace
 from partitioners import Presharded
-from tests import exact, reference, zoo
+from tests import exact, reference, test_gpu, zoo
 from tests.fake_cuda import MIB, FakeCuda, Misuse
 from tests.test_device import DeviceContract
 from tests.test_keeping import Backwards, everything_kept
@@ -167,6 +168,14 @@ class TestBudget:
             text = r"device 'cuda:0': 101 MiB \(105906176 bytes\) free, limit: more than the 128 MiB"
             with pytest.raises(RuntimeError, match=text):
                 CudaDevice()
+
+    @pytest.mark.parametrize("budget_bytes", [64 * MIB, 2048 * MIB])
+    def test_the_budgets_of_the_tests_on_a_gpu_can_be_had_there(self, monkeypatch, budget_bytes):
+        cuda = FakeCuda(total_bytes=16 * 1024 * MIB, context_bytes=500 * MIB, library_bytes=20 * MIB)
+        with cuda.installed(LEAST_RESERVED_BYTES=2**27, PAGE_BYTES=2**21):
+            found = test_gpu.capped(budget_bytes)
+        assert found.memory_bytes == budget_bytes
+        assert found.allowed_bytes < budget_bytes + 2**27 + budget_bytes // 15
 
     def test_what_other_processes_have_is_not_taken_for_the_context(self):
         cuda = FakeCuda(total_bytes=4096 * MIB, other_bytes=2048 * MIB)
@@ -663,6 +672,48 @@ def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
     for losses, state in found[1:]:
         assert losses == found[0][0]
         exact.assert_same_state(state, found[0][1])
+
+
+class Attends(nn.Module):
+    """Self-attention without dropout."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize(("dropout", "num_watched"), [(0.0, 0), (0.1, 1)])
+def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch, dropout, num_watched):
+    entered = []
+
+    class Watched(TaskGenerator):
+        def __enter__(self):
+            entered.append(threading.current_thread().name)
+            return super().__enter__()
+
+    monkeypatch.setattr("hydra_engine.executor.TaskGenerator", Watched)
+    torch.manual_seed(0)
+    layers = [nn.Embedding(11, 16), Attends(16), nn.Sequential(Attends(16), nn.Dropout(dropout)), nn.Linear(16, 11)]
+    batches = [(torch.randint(11, (4, 6)), torch.randint(11, (24,))) for _ in range(3)]
+    task = ModelTask(
+        layers,
+        lambda out, target: F.cross_entropy(out.flatten(0, 1), target),
+        batches,
+        LR,
+        name="task",
+        partitioner=Presharded([2, 3, 4]),
+    )
+    orchestra = orchestra_of([task], devices_of(cuda))
+    orchestra.generate()
+    [planned] = orchestra._planned
+    assert len(planned.state.drawing) == num_watched
+    entered.clear()
+    orchestra.train_models().raise_failures()
+    assert bool(entered) == bool(num_watched)
 
 
 # Out of memory
