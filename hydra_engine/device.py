@@ -4,7 +4,8 @@ A lane of a CUDA device is a thread with a stream of its own. What a job has que
 a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
 a copy or kernel that needs it is on its way, whichever stream it came from, and neither `record_stream` nor any wait
 of one stream for another is needed. The compute lane alone runs ahead: kernels of a unit follow each other on its
-stream, and what it hands to another lane is waited for there (`_queued`).
+stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
+stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
     slabs         one allocation, the arena, made when the device is opened
     activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what

@@ -23,11 +23,11 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hydra_engine import arena, boundary, device, dram
@@ -96,7 +96,6 @@ class FakeCuda:
         self.here = _Thread()
         self._holders = Counter()  # by address of a storage: queued copies that refer to it
         self._lock = threading.RLock()
-        self._blocks = {}  # by address: what a stream has allocated
         self.is_initialised = False
         self.generators = [torch.Generator().manual_seed(100 + index) for index in range(num_devices)]
         self._states_before = [generator.get_state() for generator in self.generators]
@@ -197,10 +196,14 @@ class FakeCuda:
     # -- whose memory is whose
 
     def allocated_here(self, storage):
-        """A storage's memory came from the current stream's pool, and goes back there once nobody holds it."""
+        """A storage's memory came from the current stream's pool, and goes back there once nobody holds it.
+
+        Kernels' results are not followed: they are the compute lane's, and other lanes only copy them, see `_late`.
+        """
         address = storage.data_ptr()
         if address and self.is_in_lane:
-            block = self._blocks[address] = _Block(self.stream_here(), address)
+            block = _Block(self.stream_here(), address)
+            block.stream.blocks[address] = block
             weakref.finalize(storage, self._dropped, block).atexit = False
 
     @property
@@ -210,22 +213,26 @@ class FakeCuda:
         return stream is not stream.card.default_stream
 
     def queued_here(self, tensors, what):
-        """The current stream has work on these from here on."""
+        """The current stream has work on these from here on, that nobody has awaited."""
         stream = self.stream_here()
         stream.num_queued += 1
-        for tensor in tensors:
-            if tensor.layout == torch.strided:
-                block = self._blocks.get(tensor.untyped_storage().data_ptr())
+        others = [each.blocks for each in stream.card.streams if each is not stream and each.blocks]
+        if not others:
+            return
+        for tensor in _tensors(tensors):
+            address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+            for blocks in others:
+                block = blocks.get(address)
                 if block is not None:
                     block.last_use[stream] = (stream.num_queued, what)
 
     def _dropped(self, block):
-        if self._blocks.get(block.address) is block:
-            del self._blocks[block.address]
+        if block.stream.blocks.get(block.address) is block:
+            del block.stream.blocks[block.address]
         for stream, (at, what) in list(block.last_use.items()):
-            if stream is not block.stream and at > stream.num_awaited and stream.card.lost is None:
+            if at > stream.num_awaited and stream.card.lost is None:
                 text = (
-                    f"a block of {block.stream} is dropped while {stream} has work on it that nobody awaited, {what} "
+                    f"a block of {block.stream} is dropped while {stream} has work on it that nobody awaited: {what} "
                     f"(thread {threading.current_thread().name})"
                 )
                 if text not in self.misuses:  # in a finalizer, where nothing can be raised
@@ -418,35 +425,46 @@ class _Block:
 
     def __init__(self, stream, address):
         self.stream, self.address = stream, address
-        self.last_use = {}  # by stream: how much it had queued then, and what that was
+        self.last_use = {}  # by other stream: how much it had queued then, and what that was
 
 
 class _OnLooker(TorchDispatchMode):
-    """Sees the kernels that a lane's thread queues, its backwards' too, and the memory that they make."""
+    """Sees the kernels that a lane's thread queues, its backwards' too."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # which takes longer than all that is done here; nothing is compiled on a stand-in
 
     def __init__(self, cuda):
         super().__init__()
         self._cuda = cuda
-        # What other lanes' operations make is in DRAM.
-        self._computes = threading.current_thread().name.endswith("-compute")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        taken = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if self._computes:
-            known = {each.untyped_storage().data_ptr() for each in taken if each.layout == torch.strided}
-            for each in made:
-                if each.layout == torch.strided and each.untyped_storage().data_ptr() not in known:
-                    self._cuda.allocated_here(each.untyped_storage())
-        library = LIBRARIES.get(func.overloadpacket)
-        if library is not None:
-            self._cuda.cards[self._cuda.here.device].libraries.add((library, taken[0].dtype))
-        if not func.is_view and func.overloadpacket not in NO_KERNELS:
-            self._cuda.queued_here([*taken, *made], func)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        cuda = self._cuda
+        if cuda.library_bytes and func.overloadpacket in LIBRARIES:
+            dtype = next(_tensors(args)).dtype
+            cuda.cards[cuda.here.device].libraries.add((LIBRARIES[func.overloadpacket], dtype))
+        if _touches_memory(func):
+            cuda.queued_here((args, tuple(kwargs.values()), result), func)
         if func is aten._local_scalar_dense.default:  # a number: torch waits for it
-            self._cuda.stream_here().num_awaited = self._cuda.stream_here().num_queued
+            cuda.stream_here().num_awaited = cuda.stream_here().num_queued
         return result
+
+
+@cache
+def _touches_memory(func):
+    return not func.is_view and func.overloadpacket not in NO_KERNELS
+
+
+def _tensors(values):
+    """Those among an operation's arguments, which nest lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 class _Stream:
@@ -457,6 +475,7 @@ class _Stream:
         self.device = torch.device("cpu", card.index)
         self._jobs, self.num_put, self._num_done = deque(), 0, 0
         self.num_queued = self.num_awaited = 0  # kernels and copies
+        self.blocks = {}  # that it has allocated, by address
         self._lock = threading.RLock()
 
     def __repr__(self):

@@ -7,6 +7,7 @@ checked; nothing here says that CUDA itself does what is expected of it.
 import errno
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,16 +15,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask, boundary
 from hydra_engine.callbacks import Callback
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
 from hydra_engine.disk import Disk
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
+from hydra_engine.randomness import TaskGenerator
 from hydra_engine.trace import Trace
 from partitioners import Presharded
-from tests import exact, reference, zoo
+from tests import exact, reference, test_gpu, zoo
 from tests.fake_cuda import MIB, FakeCuda, Misuse
 from tests.test_device import DeviceContract
 from tests.test_keeping import Backwards, everything_kept
@@ -167,6 +169,14 @@ class TestBudget:
             text = r"device 'cuda:0': 101 MiB \(105906176 bytes\) free, limit: more than the 128 MiB"
             with pytest.raises(RuntimeError, match=text):
                 CudaDevice()
+
+    @pytest.mark.parametrize("budget_bytes", [64 * MIB, 2048 * MIB])
+    def test_the_budgets_of_the_tests_on_a_gpu_can_be_had_there(self, monkeypatch, budget_bytes):
+        cuda = FakeCuda(total_bytes=16 * 1024 * MIB, context_bytes=500 * MIB, library_bytes=20 * MIB)
+        with cuda.installed(LEAST_RESERVED_BYTES=2**27, PAGE_BYTES=2**21):
+            found = test_gpu.capped(budget_bytes)
+        assert found.memory_bytes == budget_bytes
+        assert found.allowed_bytes < budget_bytes + 2**27 + budget_bytes // 15
 
     def test_what_other_processes_have_is_not_taken_for_the_context(self):
         cuda = FakeCuda(total_bytes=4096 * MIB, other_bytes=2048 * MIB)
@@ -569,6 +579,45 @@ def test_kept_graphs(cuda, accumulation_steps):
     assert backwards.num_from_graphs == backwards.num > 0
 
 
+class Remembers(nn.Module):
+    """Adds what it got before, and holds what it gets: the last holder of an input, until the next one comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.before = nn.Linear(12, 12), None
+
+    def forward(self, x):
+        out = self.linear(x)
+        if self.before is not None and self.before.shape == x.shape:
+            out = out + 0 * self.before
+        self.before = x.detach()
+        return out
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
+    """Whoever is the last to hold it, a graph or a layer, in training and in evaluations: the stand-in looks on."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(12, 12), nn.Tanh(), Remembers(), nn.GELU(), Remembers(), nn.Linear(12, 5)]
+    batches = [(torch.randn(8, 12), torch.randn(8, 5)) for _ in range(3)]
+    task = ModelTask(
+        layers,
+        F.mse_loss,
+        batches,
+        LR,
+        2,
+        name="task",
+        accumulation_steps=4,
+        partitioner=Presharded([1, 2, 3, 4, 6]),
+        validation=batches,
+    )
+    orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB if kept else 24 * PAGE_BYTES))
+    with everything_kept() if kept else nullcontext():
+        orchestra.generate()
+    orchestra.train_models().raise_failures()
+    assert not cuda.misuses
+
+
 @pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=["early", "device"])
 def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
     task, model = exact.task_of("gpt", optimizer="adam", epochs=1, **options)
@@ -663,6 +712,48 @@ def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
     for losses, state in found[1:]:
         assert losses == found[0][0]
         exact.assert_same_state(state, found[0][1])
+
+
+class Attends(nn.Module):
+    """Self-attention without dropout."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize(("dropout", "num_watched"), [(0.0, 0), (0.1, 1)])
+def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch, dropout, num_watched):
+    entered = []
+
+    class Watched(TaskGenerator):
+        def __enter__(self):
+            entered.append(threading.current_thread().name)
+            return super().__enter__()
+
+    monkeypatch.setattr("hydra_engine.executor.TaskGenerator", Watched)
+    torch.manual_seed(0)
+    layers = [nn.Embedding(11, 16), Attends(16), nn.Sequential(Attends(16), nn.Dropout(dropout)), nn.Linear(16, 11)]
+    batches = [(torch.randint(11, (4, 6)), torch.randint(11, (24,))) for _ in range(3)]
+    task = ModelTask(
+        layers,
+        lambda out, target: F.cross_entropy(out.flatten(0, 1), target),
+        batches,
+        LR,
+        name="task",
+        partitioner=Presharded([2, 3, 4]),
+    )
+    orchestra = orchestra_of([task], devices_of(cuda))
+    orchestra.generate()
+    [planned] = orchestra._planned
+    assert len(planned.state.drawing) == num_watched
+    entered.clear()
+    orchestra.train_models().raise_failures()
+    assert bool(entered) == bool(num_watched)
 
 
 # Out of memory
@@ -933,6 +1024,45 @@ class TestStandIn:
         target.copy_(torch.ones(4), non_blocking=True)
         with pytest.raises(Misuse, match="source of a copy was freed"):
             judge.torch.cuda.synchronize()
+
+    def test_a_block_is_not_dropped_while_another_stream_has_work_on_it(self, judge):
+        """The rule of torch's allocator: it goes back to the stream it came from, which may fill it again at once."""
+        cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
+        first, second = cuda.Stream(0), cuda.Stream(0)
+
+        def filled_by_the_first():
+            with cuda.stream(first):
+                return boundary.place_for(torch.ones(4), device).fill_(1)
+
+        with cuda.stream(second):
+            block = filled_by_the_first()
+            block.detach()  # touches nothing
+            del block
+            block = filled_by_the_first()
+            block.add_(1)
+            event = cuda.Event(blocking=True)
+            event.record()
+            event.synchronize()
+            del block
+            assert not judge.misuses
+            block = filled_by_the_first()
+            block.add_(1)
+            del block
+        [misuse] = judge.misuses
+        assert "a block of stream 0 of cuda:0 is dropped while stream 1 of cuda:0 has work on it" in misuse
+
+    def test_a_block_that_a_graph_holds_is_dropped_as_its_backward_runs(self, judge):
+        cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
+        first, second = cuda.Stream(0), cuda.Stream(0)
+        with cuda.stream(first):
+            block = boundary.place_for(torch.ones(4), device).fill_(1)
+        with cuda.stream(second):
+            loss = (block * torch.ones(4, requires_grad=True)).sum()
+            del block
+            cuda.synchronize()
+            loss.backward()
+        [misuse] = judge.misuses
+        assert "aten.mul" in misuse
 
     def test_an_event_is_not_recorded_while_somebody_waits(self, judge):
         event, meeting, seen = judge.torch.cuda.Event(blocking=True), threading.Barrier(2), []
