@@ -55,8 +55,7 @@ class TaskOptimizer:
         self.epoch = 0  # of the step in progress
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
-        is_torchs = type(self.optimizer).__module__.startswith("torch.optim")
-        self._is_torchs = is_torchs and not has_step_hooks(self.optimizer)
+        self._is_torchs = is_torchs(self.optimizer)
         self._epoch = 0
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
@@ -477,9 +476,15 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step runs nothing but torch's own code, which draws no random numbers."""
+    return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after each of its steps."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
+    own = [getattr(optimizer, name, None) for name in names]
     return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
 
 
