@@ -265,6 +265,7 @@ class TaskOptimizer:
                     elif parameter.grad is not gradient:
                         gradient.copy_(parameter.grad)
                     parameter.grad = None
+                    pool.bring_back([slot])
                     pool.renew([slot])  # the hook may have stepped an optimizer of its own
             if watch.own.keys() & drawing.keys():  # a backward calls hooks in another order
                 raise RuntimeError(
@@ -287,6 +288,7 @@ class TaskOptimizer:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+            pool.bring_back(self._slots)
         pool.renew(self._slots)
 
     def reach_epoch(self, epoch: int) -> None:
@@ -305,6 +307,8 @@ class TaskOptimizer:
         hooked = [slot for slot in slots if slot.index in record.hooked]
         self._step(hooked, pool, record, None)
         self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
+        if not self._is_torchs:
+            pool.bring_back(slots)
         self._average(pool.owned(shard), record)
 
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:

