@@ -154,6 +154,15 @@ class HostPool:
             self.gradients[slot.index] = place
         return place
 
+    def bring_back(self, slots: Iterable[Slot]) -> None:
+        """Take over weights that user code has put elsewhere, as `p.data = p.data - step` does."""
+        for slot in slots:
+            data = slot.parameter.data
+            place = slot.view(self._weights, slot.offset)
+            if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
+                place.copy_(data)
+                slot.parameter.data = place
+
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update."""
         if self.layout.narrow is not None:

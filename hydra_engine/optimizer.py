@@ -55,8 +55,7 @@ class TaskOptimizer:
         self.epoch = 0  # of the step in progress
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
-        is_torchs = type(self.optimizer).__module__.startswith("torch.optim")
-        self._is_torchs = is_torchs and not has_step_hooks(self.optimizer)
+        self._is_torchs = is_torchs(self.optimizer)
         self._epoch = 0
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
@@ -266,6 +265,7 @@ class TaskOptimizer:
                     elif parameter.grad is not gradient:
                         gradient.copy_(parameter.grad)
                     parameter.grad = None
+                    pool.bring_back([slot])
                     pool.renew([slot])  # the hook may have stepped an optimizer of its own
             if watch.own.keys() & drawing.keys():  # a backward calls hooks in another order
                 raise RuntimeError(
@@ -288,6 +288,7 @@ class TaskOptimizer:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+            pool.bring_back(self._slots)
         pool.renew(self._slots)
 
     def reach_epoch(self, epoch: int) -> None:
@@ -306,6 +307,8 @@ class TaskOptimizer:
         hooked = [slot for slot in slots if slot.index in record.hooked]
         self._step(hooked, pool, record, None)
         self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
+        if not self._is_torchs:
+            pool.bring_back(slots)
         self._average(pool.owned(shard), record)
 
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
@@ -477,9 +480,15 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step runs nothing but torch's own code, which draws no random numbers."""
+    return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something is called before or after each of its steps."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
+    own = [getattr(optimizer, name, None) for name in names]
     return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
 
 

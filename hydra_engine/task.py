@@ -353,6 +353,11 @@ class ModelTask:
                     f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"
                 )
             check_fit(f"parameter {name}", parameter)
+            if parameter.is_conj() or parameter.is_neg():
+                raise ValueError(
+                    f"parameter {name} is kept as the conjugate or negative of what lies in memory; give its numbers "
+                    f"with resolve_conj() and resolve_neg()"
+                )
             address = parameter.data_ptr()
             if address and address in seen:
                 raise ValueError(

@@ -16,7 +16,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_engine.blocked import part_of
-from hydra_engine.optimizer import TORCHS, has_step_hooks, kept_groups, make_optimizer
+from hydra_engine.optimizer import TORCHS, has_step_hooks, is_torchs, kept_groups, make_optimizer
 from hydra_engine.randomness import TaskGenerator, capture, seeded
 from hydra_engine.saved_state import copied, restore_optimizer
 from hydra_engine.shard import ModelLayout, Slot
@@ -53,8 +53,7 @@ def trial_state_bytes(task: ModelTask, name: str, layout: ModelLayout, *, saves:
     """
     draws = _Draws()
     try:
-        with draws:
-            return _Trial(task, name, layout.trainable_slots(), draws).run(saves=saves)
+        return _Trial(task, name, layout.trainable_slots(), draws).run(saves=saves)
     finally:
         draws.put_back()
 
@@ -107,11 +106,26 @@ class _Copy(NamedTuple):
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
 
-    def values(self) -> list[Any]:
-        """Weights, states and hyperparameters, as values that can be compared."""
-        mine = _numbers(self.parameters)
-        states = [_frozen(self.optimizer.state.get(parameter, {}), mine) for parameter in self.parameters]
-        return [_frozen(parameter.data, mine) for parameter in self.parameters] + states
+    def same_as(self, other: _Copy) -> bool:
+        """Whether weights and states are those of another copy, bit by bit."""
+        mine, others = _numbers(self.parameters), _numbers(other.parameters)
+        for own, its in zip(self.parameters, other.parameters, strict=True):
+            if not _same(own, its):
+                return False
+            state, its_state = (each.optimizer.state.get(p, {}) for each, p in ((self, own), (other, its)))
+            if state.keys() != its_state.keys() or not all(
+                _same(value, its_state[key])
+                if isinstance(value, Tensor) and isinstance(its_state[key], Tensor)
+                else _frozen(value, mine) == _frozen(its_state[key], others)
+                for key, value in state.items()
+            ):
+                return False
+        return True
+
+    def step(self, draws: _Draws) -> None:
+        """Step all parameters. What only runs torch's code draws nothing, and needs no watch, which takes time."""
+        with nullcontext() if is_torchs(self.optimizer) else draws:
+            self.optimizer.step()
 
 
 class _Trial:
@@ -143,7 +157,7 @@ class _Trial:
                     self._step_by_parts(engine, gradients, num_parts=index + 2)
                 else:
                     _give(engine.parameters, gradients)
-                    engine.optimizer.step()
+                    engine.step(self._draws)
                     self._move(engine)
             self._compare(plain, engine, by_shard=by_shard)
         found = self._state_bytes(plain)
@@ -192,7 +206,7 @@ class _Trial:
         mine = _numbers(plain.parameters)
         before, random_before = _beside(optimizer, mine), self._process_wide()
         try:
-            optimizer.step()
+            plain.step(self._draws)
         except Exception as error:
             raise ValueError(
                 f"{self._name}: optimizer: {kind} raised {type(error).__name__} in a trial step on small parameters "
@@ -224,7 +238,8 @@ class _Trial:
             return
         before = self._process_wide()
         try:
-            each.scheduler.step()
+            with self._draws:
+                each.scheduler.step()
         except Exception:
             return
         if self._process_wide() != before:
@@ -245,15 +260,15 @@ class _Trial:
             _give(parameters, gradients)
             mine = {id(parameter) for parameter in parameters[first::num_parts]}
             others = [(parameter, parameter.detach().clone()) for parameter in parameters if id(parameter) not in mine]
-            part = part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups])
             try:
-                part.step()
+                part = part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups])
+                _Copy(parameters, part, None).step(self._draws)
             except Exception as error:
                 raise self._refused(
                     f"cannot be stepped shard by shard: over some of its parameters it raised "
                     f"{type(error).__name__} ({error})"
                 ) from error
-            if not all(_same(parameter.data, before) for parameter, before in others):
+            if not all(_same(parameter, before) for parameter, before in others):
                 raise self._refused("steps other parameters than those in its groups, whose shard may not be through")
 
     def _compare(self, plain: _Copy, engine: _Copy, *, by_shard: bool) -> None:
@@ -262,10 +277,10 @@ class _Trial:
         if groups[0] != groups[1]:
             raise ValueError(
                 f"{self._name}: optimizer: two that the factories made alike, with their schedules, have other "
-                f"hyperparameters after the same steps, so that they depend on something outside; let "
-                f"lr_scheduler= and optimizer= depend on their arguments alone"
+                f"hyperparameters after the same steps, so that they depend on something outside; let optimizer=, "
+                f"param_groups= and lr_scheduler= depend on their arguments alone"
             )
-        if plain.values() == engine.values():
+        if plain.same_as(engine):
             return
         if by_shard:
             raise self._refused("gives other results shard by shard than for all parameters at once: it couples them")
@@ -278,7 +293,7 @@ class _Trial:
     def _step_without_some(self, plain: _Copy) -> None:
         """See that a parameter that received no gradient is left alone: a shard's step would not see it."""
         _give(plain.parameters, self._gradients[0])
-        mine, without = _numbers(plain.parameters), plain.parameters[::2]
+        mine, without = _numbers(plain.parameters), plain.parameters[:: max(2, len(plain.parameters) // 4)]
         for parameter in without:
             parameter.grad = None
 
@@ -287,7 +302,7 @@ class _Trial:
 
         before = values()
         try:
-            plain.optimizer.step()
+            plain.step(self._draws)
         except Exception:  # it wants all gradients; a run may never have fewer
             return
         if values() != before:
@@ -299,19 +314,22 @@ class _Trial:
         with torch.no_grad():
             for parameter, weight in zip(resumed.parameters, plain.parameters, strict=True):
                 parameter.copy_(weight)
-        restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
+        try:
+            restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
+        except Exception:
+            return  # the task cannot be saved, which the first save tells
         if plain.scheduler is not None and resumed.scheduler is not None:
             resumed.scheduler.load_state_dict(plain.scheduler.state_dict())
         kept, restored = (_beside(each.optimizer, _numbers(each.parameters)) for each in (plain, resumed))
         lost = [key for key in kept if kept[key] != restored.get(key)]
         for each in (plain, resumed):
             _give(each.parameters, self._gradients[0])
-        plain.optimizer.step()
+        plain.step(self._draws)
         with self._draws.again() as shared:
-            resumed.optimizer.step()
+            resumed.step(self._draws)
         if shared:
             lost.append("a torch.Generator outside of it")
-        if lost or plain.values() != resumed.values():
+        if lost or not plain.same_as(resumed):
             raise ValueError(
                 f"{self._name}: optimizer: {self._kind} keeps what its state_dict() does not hold"
                 f"{' (' + ', '.join(lost[:3]) + ')' if lost else ''}, so that a resumed run would go on otherwise; "
@@ -410,7 +428,9 @@ def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dic
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(_frozen(a, {}) == _frozen(b, {}))
+    """NaN is the same as NaN."""
+    is_dense = a.layout == b.layout == torch.strided
+    return (is_dense and a.dtype == b.dtype and torch.equal(a, b)) or bool(_frozen_tensor(a) == _frozen_tensor(b))
 
 
 def _frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:

@@ -477,7 +477,12 @@ def test_an_optimizer_over_the_models_own_parameters_is_tried_too():
         made.generate()
 
 
+def rebinding(self, group, p):
+    p.data = p.data - group["lr"] * p.grad
+
+
 EXACT = {
+    "own, which puts weights elsewhere": each(rebinding),
     "a tensor as learning rate": lambda params, lr: torch.optim.Adam(params, lr=torch.tensor(lr)),
     "a tensor as learning rate, foreach": lambda p, lr: torch.optim.AdamW(p, lr=torch.tensor(lr), foreach=False),
     "maximize": lambda params, lr: torch.optim.AdamW(params, lr=lr, maximize=True),
@@ -493,6 +498,32 @@ def test_what_is_exact_both_ways(name, options, schedule):
     if schedule is not None and name.startswith("own"):
         schedule = partial(lr_scheduler.StepLR, step_size=2)
     assert_plain(EXACT[name], lr_scheduler=schedule, **options)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_that_an_optimizer_puts_elsewhere_are_taken_back_after_a_retry_too(precision):
+    tries = []
+
+    def change(self, group, p):
+        rebinding(self, group, p)
+        tries.append(0)
+        if len(tries) == 150:
+            raise RuntimeError("once")
+
+    assert_plain_narrow(each(change), each(rebinding), precision)
+    assert len(tries) > 150
+
+
+def assert_plain_narrow(optimizer, plainly, precision):
+    losses = []
+    for factory, options in ((optimizer, {"max_retries": 1}), (plainly, {"optimizer_scope": "task"})):
+        network = nn.Sequential(*(layer for layer in model() if not isinstance(layer, As)))
+        task = task_of(network, factory, ends=(2, 6), precision=precision, **options)
+        report = orchestra([task]).train_models().tasks["a"]
+        assert report.status == "finished", report.error
+        losses.append((report.losses, [p.detach().clone() for p in network.parameters()]))
+    assert losses[0][0] == losses[1][0]
+    assert all(map(torch.equal, losses[0][1], losses[1][1]))
 
 
 # -- checkpoints
