@@ -88,7 +88,7 @@ class Layers:
         """Raises LayerFault for what no copy can have."""
         # A layer may have the loss's name.
         self._named = {name if name not in names[:k] else f"{name}'": layers[k] for k, name in enumerate(names)}
-        self._registered = registered
+        self.registered = registered
         memory = _Memory(registered)
         memory.check_apart()
         known = {id(each.tensor) for each in registered}
@@ -119,12 +119,12 @@ class Layers:
 
         One copy for all: what layers share, they go on sharing. Raises LayerFault.
         """
-        memo: dict[int, Any] = {id(r.tensor): place for r, place in zip(self._registered, places, strict=True)}
+        memo: dict[int, Any] = {id(r.tensor): place for r, place in zip(self.registered, places, strict=True)}
         # Nothing of the originals goes away meanwhile, so no id in the memo is taken over by another object.
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
         copies = self._deepcopy(memo)
         self._check_bound(copies, memo)
-        memory = _Memory(self._registered)
+        memory = _Memory(self.registered)
         for path, value, is_copied in reach(*copies.items()):
             if is_copied and not isinstance(value, Stale) and (name := memory.shared_with(value)):
                 raise LayerFault(f"{self._layer(path)}: the {path} of its copy is still {name} itself; {_IGNORES}")

@@ -21,7 +21,7 @@ from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch
 from hydra_engine.schedule import FORWARD, Unit
-from hydra_engine.shard import Shard
+from hydra_engine.shard import Shard, Structure
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
@@ -72,18 +72,28 @@ class _UsesOriginals(Exception):
     """An operation took a tensor of the user's model instead of the device's copy."""
 
 
-class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
+class _UsesAnothers(Exception):
+    """An operation took a tensor of another shard, which has this name."""
 
-    def __init__(self, storages: set[int]) -> None:
+
+class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises where a layer computes with the original weights: through a closure, they escape every copy.
+
+    And where it computes with the weights of another shard, to which a list or a dict of modules may lead it.
+    """
+
+    def __init__(self, storages: set[int], structure: Structure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = storages
+        self._names = structure.unbound()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.layout == torch.strided:
+                if id(value) in self._names:
+                    raise _UsesAnothers(self._names[id(value)])
                 address = value.untyped_storage().data_ptr()
                 if address and address in self._storages:
                     raise _UsesOriginals
@@ -108,7 +118,7 @@ class _Stage:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
             storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
-            self._worker.admit(state, lambda: _OriginalsGuard(storages))
+            self._worker.admit(state, lambda: _OriginalsGuard(storages, self._worker.structure(state.name)))
             self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
         except BaseException:
             self.close()
@@ -184,6 +194,12 @@ class _Stage:
             raise ValueError(
                 f"{name}: {failed.where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
+            ) from error
+        if isinstance(error, _UsesAnothers):
+            raise ValueError(
+                f"{name}: {failed.where} computes with {error} of a layer in another shard, limit: what it has "
+                f"registered; assign that parameter, or the module that holds it, to an attribute of this layer, not "
+                f"to a list or a dict in it: it is then tied, and both shards hold it"
             ) from error
         raise error
 
