@@ -47,6 +47,7 @@ def rehearse(
     stage = _Stage(state, device, num_threads)
     try:
         seconds, outputs = stage.run(batch)
+        stage.check_names()
         state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
         state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.changed_buffers = set(state.staging.buffers)
@@ -123,6 +124,10 @@ class _Stage:
         except BaseException:
             self.close()
             raise
+
+    def check_names(self) -> None:
+        """Check that no forward has registered anything."""
+        self._state.layout.originals.check_names(self._worker.structure(self._state.name).layers)
 
     def close(self) -> None:
         self._worker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from partitioners.skips import Skips
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none.
 _ENDS = (*_PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips)
+_ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
 _IN_MODULES = ("_parameters", "_buffers", "_modules")
 
 
@@ -71,6 +73,8 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
         return
     elif isinstance(value, np.ndarray):
         yield ".base", value.base
+    elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
+        yield from ((f"[{k}]", each) for k, each in enumerate(gc.get_referents(value)))
     if isinstance(value, FunctionType):
         return
     try:

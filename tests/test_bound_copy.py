@@ -327,6 +327,17 @@ SHARED = {
         lambda: Around(keeps(lambda s: {"a": [s.linear.bias.detach()]}), lambda s, x: s.linear(x) + s.kept["a"][0]),
         r"forward computes with 1\.kept\['a'\]\[0\], .*parameter 1\.linear\.bias",
     ),
+    "iterator": (
+        lambda: Around(keeps(lambda s: iter([s.linear.weight.data] * 99)), lambda s, x: s.linear(x) + x @ next(s.kept)),
+        r"1\.kept.*parameter 1\.linear\.weight",
+    ),
+    "attribute of a parameter": (
+        lambda: Around(
+            lambda self: vars(self.linear.weight).update(old=self.linear.weight.data),
+            lambda self, x: self.linear(x) + x @ self.linear.weight.old,
+        ),
+        r"forward computes with 1\.linear\.weight\.old, .*parameter 1\.linear\.weight",
+    ),
     "expanded": (
         lambda: Around(keeps(lambda self: self.linear.bias.data.expand(8, 8)), lambda self, x: x @ self.kept),
         r"1\.kept, .*parameter 1\.linear\.bias",
@@ -539,9 +550,54 @@ def test_reach_goes_by_the_shortest_path_and_tells_what_a_copy_shares():
     assert found[id(root["array"].base)] == ("root['array'].base", True)
 
 
-def test_keys_that_are_ids_of_parameters_are_refused():
-    make = lambda: Around(keeps(lambda self: {id(self.linear.weight): 2.0}))  # noqa: E731
-    refused(make, r"1\.kept is keyed by the ids of parameters")
+@pytest.mark.parametrize(
+    ("make_value", "match"),
+    [
+        pytest.param(lambda self: {id(self.linear.weight): 2.0}, "is keyed by the ids", id="ids of parameters"),
+        pytest.param(lambda self: {id(self.linear): 2.0}, "is keyed by the ids", id="ids of layers"),
+        pytest.param(lambda self: weakref.WeakKeyDictionary({self.linear: 2.0}), "by weak references", id="weak keys"),
+        pytest.param(lambda self: weakref.WeakSet([self]), "by weak references", id="weak set"),
+    ],
+)
+def test_tables_that_find_nothing_in_a_copy_are_refused(make_value, match):
+    refused(lambda: Around(keeps(make_value)), rf"layer 1 \(Around\): 1\.kept .*{match}")
+
+
+def twin(module, name):
+    (twin,) = getattr(module, name).twin
+    return twin.sum()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", ["weight", "seen"])
+def test_what_is_set_on_a_parameter_or_buffer_is_in_the_copy(name, cut):
+    def keep(self):
+        self.register_buffer("seen", torch.ones(8))
+        self.weight = self.linear.weight
+        vars(getattr(self, name)).update(scale=3.0, twin=[getattr(self, name)])
+
+    assert_exact(lambda: Around(keep, lambda s, x: s.linear(x) * getattr(s, name).scale + twin(s, name)), cut)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda self, x: register(self, "linear_2", nn.Linear(8, 8))(self.linear(x)), r"1\.linear_2"),
+        (lambda self, x: self.linear(x) * register(self, "scale", nn.Parameter(torch.ones(8))), r"1\.scale"),
+        (lambda self, x: self.linear(x) + register(self, "shift", torch.zeros(8)), r"1\.shift"),
+    ],
+)
+def test_what_a_forward_registers_is_refused(use, name):
+    refused(lambda: Around(use=use), rf"layer 1 \(Around\): forward registers {name}, limit", "one shard")
+
+
+def register(module, name, value):
+    if not hasattr(module, name):
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            setattr(module, name, value)
+        else:
+            module.register_buffer(name, value)
+    return getattr(module, name)
 
 
 def test_a_stale_tensor_can_be_replaced_and_not_computed_with():
