@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -89,10 +90,10 @@ class Layers:
         """Raises LayerFault for what no copy can have."""
         # A layer may have the loss's name.
         self._named = {name if name not in names[:k] else f"{name}'": layers[k] for k, name in enumerate(names)}
-        self._registered = registered
+        self.registered = registered
         memory = _Memory(registered)
         memory.check_apart()
-        known = {id(each.tensor) for each in registered}
+        known = {id(each.tensor) for each in registered} | {id(part) for layer in layers for part in layer.modules()}
         self._stale: list[tuple[Tensor, str]] = []  # with the message for who computes with it
         for path, value, is_copied in reach(*self._named.items()):
             if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
@@ -101,10 +102,15 @@ class Layers:
                     f"bound to the weights that the engine trains, and which kernels it runs depends on how often it "
                     f"has run: give the module from before torch.jit.script or trace, and script it after training"
                 )
+            if isinstance(value, (WeakKeyDictionary, WeakSet)) and not known.isdisjoint(map(id, value)):
+                raise LayerFault(
+                    f"{self._layer(path)}: {path} holds layers or parameters by weak references, which a copy's go on "
+                    f"referring to those of the model; use a dict or a set"
+                )
             if isinstance(value, dict) and not known.isdisjoint(each for each in value if type(each) is int):
                 raise LayerFault(
-                    f"{self._layer(path)}: {path} is keyed by the ids of parameters or buffers, which those of a copy "
-                    f"have not, limit: names, or the tensors themselves; key it by those"
+                    f"{self._layer(path)}: {path} is keyed by the ids of layers or parameters, which those of a copy "
+                    f"have not, limit: names, or these themselves; key it by those"
                 )
             if not isinstance(value, (Tensor, np.ndarray)) or id(value) in known:
                 continue
@@ -120,13 +126,15 @@ class Layers:
 
         One copy for all: what layers share, they go on sharing. Raises LayerFault.
         """
-        memo: dict[Any, Any] = {id(r.tensor): place for r, place in zip(self._registered, places, strict=True)}
+        memo: dict[Any, Any] = {id(r.tensor): place for r, place in zip(self.registered, places, strict=True)}
         # Nothing of the originals goes away meanwhile, so no id in the memo is taken over by another object.
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
         memo["torch"] = _storages(self._named.values(), memo)  # by which torch's deepcopy knows what it has copied
         copies = self._deepcopy(memo)
+        for each, place in zip(self.registered, places, strict=True):
+            vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
         self._check_bound(copies, memo)
-        memory = _Memory(self._registered)
+        memory = _Memory(self.registered)
         for path, value, is_copied in reach(*copies.items()):
             if is_copied and not isinstance(value, Stale) and (name := memory.shared_with(value)):
                 raise LayerFault(f"{self._layer(path)}: the {path} of its copy is still {name} itself; {_IGNORES}")
@@ -138,6 +146,23 @@ class Layers:
             if isinstance(value, Stale)
         ]
         return list(copies.values()), stale
+
+    def check_names(self, copies: Sequence[nn.Module]) -> None:
+        """Check that running the copies has registered nothing: the layers would have none of it. Raises LayerFault."""
+        for (layer, root), copied in zip(self._named.items(), copies, strict=True):
+            modules = dict(root.named_modules(prefix=layer, remove_duplicate=False))
+            for path, module in copied.named_modules(prefix=layer, remove_duplicate=False):
+                known = modules.get(path)
+                new = path if known is None else None
+                for kind in ("_parameters", "_buffers") if known is not None else ():
+                    new = new or next(
+                        (f"{path}.{n}" for n in getattr(module, kind) if n not in getattr(known, kind)), None
+                    )
+                if new is not None:
+                    raise LayerFault(
+                        f"{self._layer(layer)}: forward registers {new}, limit: what is there before training; make it "
+                        f"in __init__, or run one batch through the model first"
+                    )
 
     def _deepcopy(self, memo: dict[Any, Any]) -> dict[str, nn.Module]:
         known = dict(memo)

@@ -28,7 +28,8 @@ class _Trail:
     def stub(self, name: str, layer: nn.Module) -> nn.Module:
         """What stands for a layer, which comes after all that a stub was made for so far."""
         if _is_plain_sequence(layer):  # a forward may run it, or iterate over it, and the one is the other
-            return nn.Sequential(OrderedDict((k, self.stub(f"{name}.{k}", each)) for k, each in layer._modules.items()))
+            named = [(key, each) for key, each in layer._modules.items() if each is not None]
+            return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
         self.names.append(name)
         return _Stub(self, len(self.names) - 1, layer)
 

@@ -85,6 +85,7 @@ def rehearse(
     stage = _Stage(state, device, num_threads)
     try:
         seconds, seen = stage.run(batch)
+        stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
         state.check_buffers()
@@ -112,6 +113,10 @@ class _UsesOriginals(Exception):
     """An operation took a tensor of the user's model instead of the device's copy."""
 
 
+class _UsesAnothers(Exception):
+    """An operation took a tensor of another shard, which has this name."""
+
+
 class _Refused(Exception):
     """A unit did what cannot be streamed; the text goes on from the layer's name."""
 
@@ -125,6 +130,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     def __init__(self, originals: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._originals = originals
+        self.unbound: Callable[[], dict[int, str]] = dict  # tensors of other shards, by id, and their names
+        self._anothers: dict[int, str] = {}
         self._views: Mapping[int, Tensor] = {}
         self._slabs: set[int] = set()
         self.names: Callable[[int], str] = str  # of a parameter, by slot
@@ -142,6 +149,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     def begin(self, views: Mapping[int, Tensor]) -> None:
         """A unit begins, with these parameters."""
         self._unit += 1
+        self._anothers = self.unbound()
         self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
@@ -161,7 +169,11 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        taken = set(map(_address, _tensors((args, kwargs))))
+        tensors = _tensors((args, kwargs))
+        another = next((self._anothers[id(each)] for each in tensors if id(each) in self._anothers), None)
+        if another is not None:
+            raise _UsesAnothers(another)
+        taken = set(map(_address, tensors))
         for address in taken:
             if address and address in self._originals:
                 raise _UsesOriginals
@@ -298,6 +310,7 @@ class _Stage:
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
             guard.names = lambda index: state.layout.slots[index].name
+            guard.unbound = self._executor.structure.unbound
             guard.current = lambda: self._executor.current
             self._limit = IndexLimit(self._executor.structure.layers[0])
             held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
@@ -306,6 +319,10 @@ class _Stage:
         except BaseException:
             self.close()
             raise
+
+    def check_names(self) -> None:
+        """Check that no forward has registered anything."""
+        self._state.layout.originals.check_names(self._worker.structure(self._state.name).layers)
 
     def close(self) -> None:
         self._worker.close()
@@ -517,6 +534,12 @@ class _Stage:
             raise ValueError(
                 f"{name}: {where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
+            ) from error
+        if isinstance(error, _UsesAnothers):
+            raise ValueError(
+                f"{name}: {failed.where} computes with {error} of a layer in another shard, limit: what it has "
+                f"registered; assign that parameter, or the module that holds it, to an attribute of this layer, not "
+                f"to a list or a dict in it: it is then tied, and both shards hold it"
             ) from error
         if isinstance(error, UnfitTensor):
             raise UnfitTensor(f"{name}: {error}") from error

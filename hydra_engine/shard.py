@@ -369,6 +369,7 @@ class Structure:
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self.layers: list[nn.Module]
         self._stale: list[StalePlace]
+        self._registered = layout.originals.registered
         self.layers, self._stale = layout.originals.copy([*self.parameters, *self.buffers])
         if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
@@ -398,6 +399,11 @@ class Structure:
             self.parameters[index].data = view
         for index, buffer in buffers.items():
             self.buffers[index].data = buffer
+
+    def unbound(self) -> dict[int, str]:
+        """Ids of the placeholders that are empty now, and what they stand for."""
+        places = zip([*self.parameters, *self.buffers], self._registered, strict=True)
+        return {id(place): each.name for place, each in places if each.tensor.numel() and not place.numel()}
 
     def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""

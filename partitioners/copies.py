@@ -48,8 +48,10 @@ class Copies:
                 if isinstance(tensor, nn.Parameter):
                     dtype = self.dtype if narrow and id(tensor) not in kept else tensor.dtype
                     memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
+                    vars(memo[id(tensor)]).update(vars(tensor))  # what a user has set on it
                 elif not tensor.requires_grad:
                     memo[id(tensor)] = self._tensor(tensor)
+                    vars(memo[id(tensor)]).update(vars(tensor))
         for _, value, _ in reach(("", part)):
             # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
             if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from partitioners.skips import Skips
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none.
 _ENDS = (*_PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips)
+_ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
 _IN_MODULES = ("_parameters", "_buffers", "_modules")
 
 
@@ -34,7 +36,8 @@ def reach(*roots: tuple[str, object]) -> Iterator[Held]:
     """Give the roots, by these names, and everything that they hold, each once, by the shortest path.
 
     Followed are attributes, slots, containers, partial functions, bound methods, closures, defaults and weak
-    references; not classes and not the globals of functions.
+    references; what a module's class holds, if it is not torch's; and of the globals that a function names, tensors,
+    modules and functions beside it.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
     copied, shared = deque(roots), deque[tuple[str, object]]()
@@ -70,6 +73,8 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
         return
     elif isinstance(value, np.ndarray):
         yield ".base", value.base
+    elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
+        yield from ((f"[{k}]", each) for k, each in enumerate(gc.get_referents(value)))
     if isinstance(value, FunctionType):
         return
     try:
@@ -93,12 +98,21 @@ def _shared_by(value: Any) -> Iterator[tuple[str, object]]:
     """Values that a copy holds as well."""
     if isinstance(value, weakref.ref):
         yield "()", value()
+    elif isinstance(value, nn.Module):
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+                yield from ((f".{name}", each) for name, each in list(vars(kind).items()))
     elif isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield f".{name}", cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+        for name in value.__code__.co_names:
+            each = value.__globals__.get(name)
+            beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
+            if beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
+                yield f".{name}", each
         yield from ((".__defaults__", each) for each in value.__defaults__ or ())
         yield from ((f".{name}", each) for name, each in (value.__kwdefaults__ or {}).items())
         yield from ((f".{name}", each) for name, each in vars(value).items())
