@@ -317,7 +317,8 @@ class _Stage:
         """
         state = self._state
         state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
-        seconds, seen = {}, {}
+        seconds: dict[tuple[str, int], float] = {}
+        seen: Seen = {}
         for kind, shard in state.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
@@ -431,12 +432,12 @@ class _Stage:
         try:
             for layer, contents in left.items():
                 executor.attributes[layer].install(contents)
-            for layer, attribute, _ in inspector.changed:
+            for name, attribute, _ in inspector.changed:
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
-                if attribute in vars(copies[layer]) and layer in users:
-                    own = vars(users[layer])
+                if name in users and attribute in vars(copies[name]):
+                    own = vars(users[name])
                     put_back.append((own, dict(own)))
-                    own[attribute] = vars(copies[layer])[attribute]
+                    own[attribute] = vars(copies[name])[attribute]
             yield
         finally:
             for own, before in reversed(put_back):
@@ -561,8 +562,9 @@ def _late(contents: Any, key: Any) -> Any:
 def _poisoned(value: Any) -> Any:
     """Another value of the same kind, that shows where it is used."""
     if isinstance(value, Tensor):
-        is_float = value.is_floating_point() or value.is_complex()
-        return torch.full_like(value.detach(), float("nan")) if is_float else ~value if value.dtype == torch.bool else 1 - value
+        if value.is_floating_point() or value.is_complex():
+            return torch.full_like(value.detach(), float("nan"))
+        return ~value if value.dtype == torch.bool else 1 - value
     if isinstance(value, dict):
         return {key: _poisoned(each) for key, each in value.items()}
     if type(value) in (list, tuple):
