@@ -31,6 +31,7 @@ from hydra_engine.attributes import Attributes, Changed, Contents
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.promise import Promise
@@ -120,18 +121,29 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
     """
 
-    def __init__(self, originals: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._originals = originals
+        self.originals: set[int] = set()
         self._views: Mapping[int, Tensor] = {}
         self._slabs: set[int] = set()
-        self.names: Callable[[int], str] = str  # of a parameter, by slot
-        self.current: Callable[[], str] = str  # the layer that runs
+        self.names: Sequence[str] = ()  # of the parameters, by slot
+        self.executor: Executor | None = None  # which knows the layer that runs
         self.is_carrying = False
         self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
         self._unit = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which unit, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
+
+    @property
+    def current(self) -> str:
+        """The layer that runs."""
+        return "" if self.executor is None else self.executor.current
+
+    def let_go(self) -> None:
+        """It is over: nothing waits for the cyclic collector."""
+        self.executor = None
+        self.end()
+        self.forget()
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -161,7 +173,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         kwargs = kwargs or {}
         taken = set(map(_address, _tensors((args, kwargs))))
         for address in taken:
-            if address and address in self._originals:
+            if address and address in self.originals:
                 raise _UsesOriginals
             if address in self._made:
                 self._check_made(address)
@@ -174,7 +186,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 address = _address(tensor)
                 if address and address not in taken:
                     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                    self._made[address] = self._unit, self.current(), reference
+                    self._made[address] = self._unit, self.current, reference
         return result
 
     def _check_made(self, address: int) -> None:
@@ -186,8 +198,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
                 f"or pass it with Skips"
             )
-        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current():
-            self.coupled.add((layer, self.current()))
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current:
+            self.coupled.add((layer, self.current))
 
     def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
@@ -198,7 +210,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
                 if _address(tensor) in self._slabs and tensor.numel():
-                    raise _Refused(_writes(self.names(self._slot_at(tensor.data_ptr()))))
+                    raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
 
     def _slot_at(self, address: int) -> int:
         below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
@@ -283,20 +295,22 @@ class _Stage:
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
         largest = max(shard.slab_bytes for shard in state.shards)
+        self._guard = _Guard()
         self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, self._device, trace, self._events.put)
         try:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
-            guard = self._guard = _Guard({_address(tensor) for tensor in originals})
+            guard = self._guard
+            guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
             metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, lambda: guard, (copy_of_function(task.loss_fn, model), metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
-            guard.names = lambda index: state.layout.slots[index].name
-            guard.current = lambda: self._executor.current
+            guard.names = [slot.name for slot in state.layout.slots]
+            guard.executor = self._executor
             self._limit = IndexLimit(self._executor.structure.layers[0])
             held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
             bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
@@ -307,6 +321,8 @@ class _Stage:
 
     def close(self) -> None:
         self._worker.close()
+        self._worker.dismiss_all()
+        self._guard.let_go()
         self._state.close()
         self._state.stepper = None
 
