@@ -17,9 +17,10 @@ from hydra_engine.task import Model
 class _Trail:
     """The layers that ran so far, and what the last one returned."""
 
-    def __init__(self, names: list[str], layers: list[nn.Module], value: Any) -> None:
+    def __init__(self, names: list[str], structure: Structure, layout: ModelLayout, value: Any) -> None:
         self.names = names
-        self.layers = layers
+        self._structure = structure
+        self._layout = layout
         self.value = value
         self.position = 0
 
@@ -31,7 +32,14 @@ class _Trail:
         if not _is_same(value, self.value):
             raise _refusal(f"changes the value that enters layer {name!r} (index {position})")
         self.position += 1
-        self.value = self.layers[position](value)
+        # On copies of its weights, one layer's at a time: it may write to them.
+        slots = [self._layout.slots[binding.number] for binding in self._layout.parameters[position]]
+        self._structure.bind({slot.index: copy_of(slot.parameter.data) for slot in slots}, {})
+        try:
+            self.value = self._structure.layers[position](value)
+        finally:
+            for slot in slots:
+                self._structure.parameters[slot.index].data = torch.empty(0, dtype=slot.dtype)
         return self.value
 
 
@@ -60,10 +68,9 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     while isinstance(source, Model):
         source = source.__dict__["source"]
     structure = Structure(layout, torch.device("cpu"), casts=False)
-    views = {slot.index: slot.parameter.data for slot in layout.slots}
-    structure.bind(views, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
-    trail = _Trail(list(model._modules), structure.layers, inputs)
-    children, flag = dict(source._modules), source.training
+    structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
+    trail = _Trail(list(model._modules), structure, layout, inputs)
+    children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
     try:
         if not training:
             source.training = False
@@ -77,6 +84,8 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         raise _refusal(f"uses more of its children than calling them ({error})") from error
     finally:
         source._modules.update(children)
+        vars(source).clear()
+        vars(source).update(attributes)  # a count of its calls, say
         source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")

@@ -716,3 +716,28 @@ def test_activations_that_a_layer_keeps_do_not_stay_on_the_device(where):
     orchestra.train_models().raise_failures()
     assert len(KEPT) > 12
     assert max(most) == 0
+
+
+class OwnForward(nn.Module):
+    """Runs its children in order, one of which writes to its weight in eval()."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.first, self.adapter, self.last = nn.Linear(8, 8), Adapter(nn.Linear(8, 8), 0.1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.adapter(self.first(x)))
+
+
+def test_check_of_an_own_forward_changes_nothing():
+    torch.manual_seed(0)
+    model = OwnForward()
+    orchestra = orchestrator(task_for(nn.Sequential(nn.Linear(8, 4))))
+    before = Before(model)
+    with pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+        orchestra.predict(model, [x for x, _ in data(1)])
+    before.assert_same()
+    orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
+    before.assert_same()
