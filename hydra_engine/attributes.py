@@ -50,7 +50,7 @@ class Attributes:
         self._walk(layer, name, "")
         self._saved = [_contents(node.container) for node in self._nodes]
         # Views are live: both are walked in C, side by side.
-        self._views = [_values(node.container) for node in self._nodes]
+        self._views: list[Any] = [_values(node.container) for node in self._nodes]
         self._flat = tuple(chain.from_iterable(self._views))
 
     def _walk(self, value: Any, layer: str, attribute: str) -> None:
@@ -97,7 +97,7 @@ class Attributes:
 
     def is_changed(self) -> bool:
         """Whether anything is not as it was: by identity, so that one that equals what it was may count as changed."""
-        same_size = sum(map(len, self._views)) == len(self._flat)
+        same_size = sum([len(view) for view in self._views]) == len(self._flat)
         return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
 
     def changed(self) -> list[Changed]:
@@ -162,5 +162,5 @@ def _is_plain_object(value: Any) -> bool:
     kind = type(value)
     if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, (type, torch.Generator)):
         return False
-    is_ordinary = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    return is_ordinary and not callable(getattr(value, "__deepcopy__", None)) and kind.__module__ != "builtins"
+    ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    return ordinary and not callable(getattr(value, "__deepcopy__", None)) and kind.__module__ != "builtins"

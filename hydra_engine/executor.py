@@ -94,7 +94,7 @@ class Executor:
         self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
         # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
         # of a layer another one than those of other devices.
-        self.attributes = [Attributes(layer, name) for layer, name in zip(structure.layers, structure.names, strict=True)]
+        self.attributes = [Attributes(*each) for each in zip(structure.layers, structure.names, strict=True)]
         self.inspector: Inspector | None = None
 
     def run(
@@ -144,6 +144,7 @@ class Executor:
             self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
+        are_settled = False  # the layers' attributes
         if self.inspector is not None:
             self.inspector.begins(kind, shard, views)
         try:
@@ -175,20 +176,23 @@ class Executor:
                         if structure.parameters[index].data_ptr() != views[index].data_ptr():
                             views[index].copy_(structure.parameters[index].data)
             taken = structure.take_buffers(shard.first, self._end(shard))
-            self._check_attributes(shard)
+            self._settle_attributes(shard)
+            are_settled = True
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
             structure.release(shard)
-            if self.inspector is None or not self.inspector.carries:
+            if not are_settled and not (self.inspector is not None and self.inspector.carries):
                 for k in range(shard.first, self._end(shard)):
                     self.attributes[k].put_back()
 
-    def _check_attributes(self, shard: Shard) -> None:
-        """Refuse what a unit has changed of its layers beside plain attributes, which are put back when it ends."""
+    def _settle_attributes(self, shard: Shard) -> None:
+        """Put back what a unit has changed of its layers' attributes; raises ValueError for parameters and buffers."""
         for k in range(shard.first, self._end(shard)):
             attributes = self.attributes[k]
+            if not attributes.is_changed():
+                continue
             changed = attributes.changed()
             own = next((each for each in changed if each.is_own), None)
             if own is not None:
@@ -199,6 +203,8 @@ class Executor:
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
+            if self.inspector is None or not self.inspector.carries:
+                attributes.put_back()
 
     def _accumulate(self, shard: Shard) -> None:
         """Add the narrow gradients of the last micro-batch to those before it, in float32."""

@@ -20,8 +20,9 @@ from hydra_engine.task import Model
 class _Trail:
     """The layers that ran so far, and what the last one returned; a plain nn.Sequential is its layers one by one."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, structure: Structure, layout: ModelLayout, value: Any) -> None:
         self.names: list[str] = []
+        self._slots = {id(place): slot for place, slot in zip(structure.parameters, layout.slots, strict=True)}
         self.value = value
         self.position = 0
 
@@ -41,7 +42,15 @@ class _Trail:
         if not _is_same(value, self.value):
             raise _refusal(f"changes the value that enters layer {name!r} (index {position})")
         self.position += 1
-        self.value = layer(value)
+        # On copies of its weights, one layer's at a time: it may write to them.
+        places = [(place, self._slots[id(place)]) for place in layer.parameters() if id(place) in self._slots]
+        for place, slot in places:
+            place.data = copy_of(slot.parameter.data)
+        try:
+            self.value = layer(value)
+        finally:
+            for place, slot in places:
+                place.data = torch.empty(0, dtype=slot.dtype)
         return self.value
 
 
@@ -94,10 +103,9 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     while isinstance(source, Model):
         source = source.__dict__["source"]
     structure = Structure(layout, torch.device("cpu"), casts=False)
-    views = {slot.index: slot.parameter.data for slot in layout.slots}
-    structure.bind(views, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
-    trail = _Trail(inputs)
-    children, flag = dict(source._modules), source.training
+    structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
+    trail = _Trail(structure, layout, inputs)
+    children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
     try:
         if not training:
             source.training = False
@@ -111,6 +119,8 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         raise _refusal(f"uses more of its children than calling them ({type(error).__name__}: {error})") from error
     finally:
         source._modules.update(children)
+        vars(source).clear()
+        vars(source).update(attributes)  # a count of its calls, say
         source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")

@@ -32,6 +32,7 @@ from hydra_engine.boundary import memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.promise import Promise
@@ -127,20 +128,30 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
     """
 
-    def __init__(self, originals: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._originals = originals
-        self.unbound: Callable[[], dict[int, str]] = dict  # tensors of other shards, by id, and their names
-        self._anothers: dict[int, str] = {}
+        self.originals: set[int] = set()
+        self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
         self._views: Mapping[int, Tensor] = {}
         self._slabs: set[int] = set()
-        self.names: Callable[[int], str] = str  # of a parameter, by slot
-        self.current: Callable[[], str] = str  # the layer that runs
+        self.names: Sequence[str] = ()  # of the parameters, by slot
+        self.executor: Executor | None = None  # which knows the layer that runs
         self.is_carrying = False
         self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
         self._unit = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which unit, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
+
+    @property
+    def current(self) -> str:
+        """The layer that runs."""
+        return "" if self.executor is None else self.executor.current
+
+    def let_go(self) -> None:
+        """It is over: nothing waits for the cyclic collector."""
+        self.executor = None
+        self.end()
+        self.forget()
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -149,7 +160,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     def begin(self, views: Mapping[int, Tensor]) -> None:
         """A unit begins, with these parameters."""
         self._unit += 1
-        self._anothers = self.unbound()
+        self._anothers = {} if self.executor is None else self.executor.structure.unbound()
         self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
@@ -175,7 +186,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             raise _UsesAnothers(another)
         taken = set(map(_address, tensors))
         for address in taken:
-            if address and address in self._originals:
+            if address and address in self.originals:
                 raise _UsesOriginals
             if address in self._made:
                 self._check_made(address)
@@ -188,7 +199,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 address = _address(tensor)
                 if address and address not in taken:
                     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                    self._made[address] = self._unit, self.current(), reference
+                    self._made[address] = self._unit, self.current, reference
         return result
 
     def _check_made(self, address: int) -> None:
@@ -200,8 +211,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
                 f"or pass it with Skips"
             )
-        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current():
-            self.coupled.add((layer, self.current()))
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current:
+            self.coupled.add((layer, self.current))
 
     def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
@@ -212,7 +223,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
                 if _address(tensor) in self._slabs and tensor.numel():
-                    raise _Refused(_writes(self.names(self._slot_at(tensor.data_ptr()))))
+                    raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
 
     def _slot_at(self, address: int) -> int:
         below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
@@ -297,21 +308,22 @@ class _Stage:
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
         largest = max(shard.slab_bytes for shard in state.shards)
+        self._guard = _Guard()
         self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, self._device, trace, self._events.put)
         try:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
-            guard = self._guard = _Guard({_address(tensor) for tensor in originals})
+            guard = self._guard
+            guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
             metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, lambda: guard, (copy_of_function(task.loss_fn, model), metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
-            guard.names = lambda index: state.layout.slots[index].name
-            guard.unbound = self._executor.structure.unbound
-            guard.current = lambda: self._executor.current
+            guard.names = [slot.name for slot in state.layout.slots]
+            guard.executor = self._executor
             self._limit = IndexLimit(self._executor.structure.layers[0])
             held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
             bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
@@ -326,6 +338,8 @@ class _Stage:
 
     def close(self) -> None:
         self._worker.close()
+        self._worker.dismiss_all()
+        self._guard.let_go()
         self._state.close()
         self._state.stepper = None
 
@@ -336,7 +350,8 @@ class _Stage:
         """
         state = self._state
         state.begin_step(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
-        seconds, seen = {}, {}
+        seconds: dict[tuple[str, int], float] = {}
+        seen: Seen = {}
         for kind, shard in state.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
@@ -450,12 +465,12 @@ class _Stage:
         try:
             for layer, contents in left.items():
                 executor.attributes[layer].install(contents)
-            for layer, attribute, _ in inspector.changed:
+            for name, attribute, _ in inspector.changed:
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
-                if attribute in vars(copies[layer]) and layer in users:
-                    own = vars(users[layer])
+                if name in users and attribute in vars(copies[name]):
+                    own = vars(users[name])
                     put_back.append((own, dict(own)))
-                    own[attribute] = vars(copies[layer])[attribute]
+                    own[attribute] = vars(copies[name])[attribute]
             yield
         finally:
             for own, before in reversed(put_back):
@@ -588,8 +603,9 @@ def _late(contents: Any, key: Any) -> Any:
 def _poisoned(value: Any) -> Any:
     """Another value of the same kind, that shows where it is used."""
     if isinstance(value, Tensor):
-        is_float = value.is_floating_point() or value.is_complex()
-        return torch.full_like(value.detach(), float("nan")) if is_float else ~value if value.dtype == torch.bool else 1 - value
+        if value.is_floating_point() or value.is_complex():
+            return torch.full_like(value.detach(), float("nan"))
+        return ~value if value.dtype == torch.bool else 1 - value
     if isinstance(value, dict):
         return {key: _poisoned(each) for key, each in value.items()}
     if type(value) in (list, tuple):

@@ -93,6 +93,11 @@ class Worker:
         self._residents.forget(name)
         self._forget_left(name)
 
+    def dismiss_all(self) -> None:
+        """Forget all tasks, and what was left for them; nothing runs any more."""
+        self._executors.clear()
+        self._left.clear()
+
     def sweep(self, name: str) -> None:
         """A step of a task begins: nothing that was kept for the one before is of any use."""
         self._residents.sweep(name)
