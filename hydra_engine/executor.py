@@ -112,6 +112,7 @@ class Executor:
             self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
+        taken: dict[int, Tensor] | None = None
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 self._go_on_from(so_far or {})
@@ -143,6 +144,8 @@ class Executor:
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
+            if taken is None:  # it failed: a buffer that a layer has bound must not stay for the next run
+                structure.take_buffers(shard.first, self._end(shard))
             structure.release(shard)
 
     def _accumulate(self, shard: Shard) -> None:

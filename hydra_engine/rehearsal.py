@@ -122,7 +122,7 @@ class _Stage:
     def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
         """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""
         state = self._state
-        state.begin_step(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds = {}
         for kind, shard in state.chains[batch.training]:
             with self._limit.watched() if shard == 0 else nullcontext():

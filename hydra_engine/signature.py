@@ -22,8 +22,7 @@ class Signature(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # every dimension of their tensors
     numbers: tuple[tuple[int, ...], ...]  # whole numbers among their values, which a layer may cut a tensor by
     values: tuple[tuple[Any, ...], ...]  # other plain values: names, switches
-    role: tuple[Any, ...] = ()  # of units that do more or less than others of their kind; kinds of `buffers`
-    buffers: tuple[int, ...] = ()  # every dimension of the buffers that layers resize, as the step begins
+    role: tuple[Any, ...] = ()  # of units that do more or less than others of their kind
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Boundary, Boundary]]) -> Signature:
@@ -44,22 +43,16 @@ class Signature(NamedTuple):
             self.numbers[first:end],
             self.values[first:end],
             (*self.role, *role),
-            self.buffers,
         )
 
     def in_role(self, role: str) -> Signature:
         """The same in a role."""
         return self._replace(role=(*self.role, role))
 
-    def with_buffers(self, buffers: Sequence[tuple[int, Tensor]]) -> Signature:
-        """The same with buffers, by number."""
-        kinds = tuple((number, tensor.dtype, tensor.dim()) for number, tensor in buffers)
-        return self._replace(role=(*self.role, kinds), buffers=tuple(n for _, tensor in buffers for n in tensor.shape))
-
     @property
     def of_batch(self) -> Signature:
-        """Sizes of the batch alone: without plain values, role and buffers."""
-        return self._replace(values=(), role=(), buffers=())
+        """Sizes of the batch alone: without plain values and role."""
+        return self._replace(values=(), role=())
 
     @property
     def num_micro_batches(self) -> int:
@@ -72,8 +65,6 @@ def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -
     numbers: whole numbers among the values are sizes, too.
     """
     if signature.role != known.role or signature.num_micro_batches > known.num_micro_batches:
-        return False
-    if any(map(gt, signature.buffers, known.buffers)):
         return False
     for m, form in enumerate(signature.forms):
         if form != known.forms[m] or any(map(gt, signature.sizes[m], known.sizes[m])):

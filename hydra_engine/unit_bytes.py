@@ -142,8 +142,6 @@ class KnownUnits:
 
     def _counted(self, kind: str, shard: Shard, signature: Signature, keeps_saved: bool) -> int | None:
         """The least by the costs of layers at sizes that are no smaller, all in all."""
-        if signature.buffers:
-            return None  # others than those of the model that was counted
         found = []
         for (training, other), costs in self._batches.items():
             if costs is not None and training == (kind != EVALUATE) and self._no_larger(signature.of_batch, other):
