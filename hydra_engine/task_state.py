@@ -243,14 +243,18 @@ class TaskState:
         """What a unit takes at most beside its slab for a step of this signature; None: it has to be metered."""
         if not self._is_sized_by_batch(shard):
             return None
-        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
-        keeps_saved = shard.index in self.keep_saved
-        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=not is_stepped)
+        keeps_saved, may_count = self._how_counted(kind, shard)
+        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=may_count)
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""
         if self._is_sized_by_batch(shard):
-            self.known.learn(kind, shard, signature, measured)
+            keeps_saved, may_count = self._how_counted(kind, shard)
+            self.known.learn(kind, shard, signature, measured, keeps_saved=keeps_saved, may_count=may_count)
+
+    def _how_counted(self, kind: str, shard: Shard) -> tuple[bool, bool]:
+        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
+        return shard.index in self.keep_saved, not is_stepped
 
     def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
         """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""
