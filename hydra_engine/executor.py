@@ -147,6 +147,7 @@ class Executor:
         are_settled = False  # the layers' attributes
         if self.inspector is not None:
             self.inspector.begins(kind, shard, views)
+        taken: dict[int, Tensor] | None = None
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 self._go_on_from(so_far or {})
@@ -182,6 +183,8 @@ class Executor:
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
+            if taken is None:  # it failed: a buffer that a layer has bound must not stay for the next run
+                structure.take_buffers(shard.first, self._end(shard))
             structure.release(shard)
             if not are_settled and not (self.inspector is not None and self.inspector.carries):
                 for k in range(shard.first, self._end(shard)):

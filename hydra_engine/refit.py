@@ -14,7 +14,7 @@ from hydra_engine.randomness import Stream, TaskGenerator, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard
-from hydra_engine.signature import resized
+from hydra_engine.signature import Signature, resized
 from hydra_engine.task_state import TaskState
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 
@@ -76,22 +76,37 @@ def refit(
 
 def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
     """Whether this batch and others a little larger fit as the task is cut, so that those are not measured again."""
-    sizes = state.known.wider(batch.training, batch.signature)
-    forms = {} if sizes is None else set(sizes.forms)
-    if sizes is None or sizes == batch.signature.of_batch or len(forms) > 1:
+    found = state.known.wider(batch.training, batch.signature)
+    if found is None or found[0] == batch.signature.of_batch or len(set(batch.signature.forms)) > 1:
         return False
-    inputs, target, _ = batch.micro_batches[0]
-    num_sizes, num_numbers = (len(each) for each in Boundary.of(inputs, "a batch").signature[1:3])
-    most = [tuple(map(max, *column)) if len(column) > 1 else column[0] for column in (sizes.sizes, sizes.numbers)]
-    larger = (
-        resized(inputs, most[0][:num_sizes], most[1][:num_numbers]),
-        resized(target, most[0][num_sizes:], most[1][num_numbers:]),
-    )
-    costs = _count(state, batch.training, *larger)
+    sizes, smaller = found
+    costs = _count_at(state, batch, sizes)
     if costs is None or _too_wide(state, costs, sizes.num_micro_batches, room):
         return False  # layers that need other sizes, or there is no room for as much
+    less = None if smaller is None else _count_at(state, batch, smaller)
+    if less is not None and any(
+        shard_bytes(less, s.first, s.last) > shard_bytes(costs, s.first, s.last) for s in state.shards
+    ):
+        state.known.distrust_sizes()  # a layer that pads, say
+        return False
+    if smaller is not None:  # what its units take is compared with what was counted for the very same sizes
+        state.note_fitting(batch.training, batch.signature, _count_at(state, batch, batch.signature))
     state.note_fitting(batch.training, sizes, costs)
     return True
+
+
+def _count_at(state: TaskState, batch: Batch, sizes: Signature) -> Sequence[LayerCost] | None:
+    """Costs of the layers for a micro-batch with the largest of these sizes; its micro-batches are of one form."""
+    inputs, target, _ = batch.micro_batches[0]
+    own = Boundary.of(inputs, "a batch").signature
+    num_sizes, num_numbers = len(own.sizes), len(own.numbers)
+    most_sizes, most_numbers = ([max(column) for column in zip(*each, strict=True)] for each in sizes[1:3])
+    return _count(
+        state,
+        batch.training,
+        resized(inputs, most_sizes[:num_sizes], most_numbers[:num_numbers]),
+        resized(target, most_sizes[num_sizes:], most_numbers[num_numbers:]),
+    )
 
 
 def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: int, room: Room) -> list[Shard]:

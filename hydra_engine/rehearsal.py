@@ -349,7 +349,7 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
-        state.begin_step(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.chains[batch.training]:

@@ -662,7 +662,7 @@ class EngineRun:
         is_retried = training.is_retried
         if not is_retried:  # else it fits as it is
             misfit = None
-            if instruction.unit is not None and not was_part:
+            if instruction.unit is not None and not was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
                 misfit = Misfit(instruction.unit.shard, training.to_begin_again)
             training.batch = refit(
                 state,

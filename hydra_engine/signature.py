@@ -22,8 +22,7 @@ class Signature(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # every dimension of their tensors
     numbers: tuple[tuple[int, ...], ...]  # whole numbers among their values, which a layer may cut a tensor by
     values: tuple[tuple[Any, ...], ...]  # other plain values: names, switches
-    role: tuple[Any, ...] = ()  # of units that do more or less than others of their kind; kinds of `buffers`
-    buffers: tuple[int, ...] = ()  # every dimension of the buffers that layers resize, as the step begins
+    role: tuple[Any, ...] = ()  # of units that do more or less than others of their kind
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Boundary, Boundary]]) -> Signature:
@@ -44,22 +43,16 @@ class Signature(NamedTuple):
             self.numbers[first:end],
             self.values[first:end],
             (*self.role, *role),
-            self.buffers,
         )
 
     def in_role(self, role: str) -> Signature:
         """The same in a role."""
         return self._replace(role=(*self.role, role))
 
-    def with_buffers(self, buffers: Sequence[tuple[int, Tensor]]) -> Signature:
-        """The same with buffers, by number."""
-        kinds = tuple((number, tensor.dtype, tensor.dim()) for number, tensor in buffers)
-        return self._replace(role=(*self.role, kinds), buffers=tuple(n for _, tensor in buffers for n in tensor.shape))
-
     @property
     def of_batch(self) -> Signature:
-        """Sizes of the batch alone: without plain values, role and buffers."""
-        return self._replace(values=(), role=(), buffers=())
+        """Sizes of the batch alone: without plain values and role."""
+        return self._replace(values=(), role=())
 
     @property
     def num_micro_batches(self) -> int:
@@ -73,8 +66,6 @@ def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -
     """
     if signature.role != known.role or signature.num_micro_batches > known.num_micro_batches:
         return False
-    if any(map(gt, signature.buffers, known.buffers)):
-        return False
     for m, form in enumerate(signature.forms):
         if form != known.forms[m] or any(map(gt, signature.sizes[m], known.sizes[m])):
             return False
@@ -86,22 +77,30 @@ def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -
 def wider(signature: Signature, like: Signature) -> Signature:
     """The sizes in which it differs from another of the same forms, rounded up.
 
-    Whole numbers are rounded up to a power of two, since ids may count up for ever, and are no less than the other's:
-    of lists of lengths hardly one is the largest in all places.
+    Whole numbers that are also a tensor's size are rounded as that is. Others are rounded up to a power of two, since
+    ids may count up for ever, and are no less than the other's: of lists of lengths hardly one is the largest in all.
     """
-    both = zip(signature.sizes, like.sizes, strict=True), zip(signature.numbers, like.numbers, strict=True)
+    sizes = [
+        tuple(size if size == other else rounded_up(size) for size, other in zip(each, others, strict=True))
+        for each, others in zip(signature.sizes, like.sizes, strict=True)
+    ]
+    numbers = []
+    for each, others, own in zip(signature.numbers, like.numbers, signature.sizes, strict=True):
+        powers = [max(1 << number.bit_length(), other) for number, other in zip(each, others, strict=True)]
+        rounded = [rounded_up(n) if n in own else power for n, power in zip(each, powers, strict=True)]
+        numbers.append(tuple(n if n == other else r for n, other, r in zip(each, others, rounded, strict=True)))
+    return signature._replace(sizes=tuple(sizes), numbers=tuple(numbers))
+
+
+def narrower(signature: Signature, like: Signature) -> Signature:
+    """One less in each size in which it differs from another of the same forms."""
+
+    def less(each: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+        return tuple(size - (size != other) for size, other in zip(each, others, strict=True))
+
     return signature._replace(
-        sizes=tuple(tuple(map(_wider_size, each, other)) for each, other in both[0]),
-        numbers=tuple(tuple(map(_wider_number, each, other)) for each, other in both[1]),
+        sizes=tuple(map(less, signature.sizes, like.sizes)), numbers=tuple(map(less, signature.numbers, like.numbers))
     )
-
-
-def _wider_size(size: int, other: int) -> int:
-    return size if size == other else rounded_up(size)
-
-
-def _wider_number(number: int, other: int) -> int:
-    return number if number == other else max(1 << number.bit_length(), other)
 
 
 def rounded_up(size: int) -> int:

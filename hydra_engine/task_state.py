@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, Boundary, extent, extent_bytes, flat, memory_of, residue, same_bits
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -148,25 +148,19 @@ class TaskState:
         self.steps_on_device = self.pool.early_release = True
         self.pool.keeps_gradients = False
 
-    def begin_step(
-        self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]
-    ) -> None:
-        """Stage a step on micro-batches (inputs, target); `start` is the random state each forward begins with."""
-        self.staging.begin(boundaries, weights, start)
-        if self.resized:  # what enters shards above may have other sizes with them, too
-            buffers = [(index, self.pool.buffers[index]) for index in sorted(self.resized)]
-            self.staging.signature = self.staging.signature.with_buffers(buffers)
+    def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
+        """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.
 
-    def note_resized(self, buffers: Mapping[int, Tensor]) -> int:
-        """Remember which of these are others in shape or type than planned; bytes by which new ones are larger."""
+        From then on its shard's units and those of the shards above are metered each time.
+        """
         planned = self.layout.buffers
         found = {
             index
             for index, buffer in buffers.items()
             if buffer.shape != planned[index].shape or buffer.dtype != planned[index].dtype
         }
-        new, self.resized = found - self.resized, self.resized | found
-        return sum(max(0, buffers[index].nbytes - planned[index].nbytes) for index in new)
+        is_new, self.resized = not found <= self.resized, self.resized | found
+        return is_new
 
     def buffer_bytes(self, shard: Shard) -> int:
         """Bytes of a shard's buffers on a device, as they are now: some grow."""
@@ -175,6 +169,10 @@ class TaskState:
         committed, staged = self.pool.buffers or self.layout.buffers, self.staging.buffers
         both = [(committed[index], staged.get(index, committed[index])) for index in shard.buffers]
         return sum(self.layout.aligned(max(residue(t) + extent_bytes(t) for t in each)) for each in both)
+
+    def _is_sized_by_batch(self, shard: Shard) -> bool:
+        """Whether the sizes in a batch decide what a shard's units take: no layer up to there resizes a buffer."""
+        return not self.resized or all(self.resized.isdisjoint(s.buffers) for s in self.shards[: shard.index + 1])
 
     def step_bytes(self, shard: Shard) -> int:
         """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
@@ -259,13 +257,20 @@ class TaskState:
 
     def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
         """What a unit takes at most beside its slab for a step of this signature; None: it has to be metered."""
-        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
-        keeps_saved = shard.index in self.keep_saved
-        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=not is_stepped)
+        if not self._is_sized_by_batch(shard):
+            return None
+        keeps_saved, may_count = self._how_counted(kind, shard)
+        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=may_count)
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""
-        self.known.learn(kind, shard, signature, measured)
+        if self._is_sized_by_batch(shard):
+            keeps_saved, may_count = self._how_counted(kind, shard)
+            self.known.learn(kind, shard, signature, measured, keeps_saved=keeps_saved, may_count=may_count)
+
+    def _how_counted(self, kind: str, shard: Shard) -> tuple[bool, bool]:
+        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
+        return shard.index in self.keep_saved, not is_stepped
 
     def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
         """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""

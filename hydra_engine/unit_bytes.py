@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.schedule import EVALUATE, FORWARD
 from hydra_engine.shard import Shard
-from hydra_engine.signature import Signature, no_larger, wider
+from hydra_engine.signature import Signature, narrower, no_larger, wider
 from partitioners import LayerCost, forward_unit_bytes, unit_bytes
 
 # A unit is metered at so many signatures, each at its first sight. Of those after them, one that is no larger than a
-# known one is granted what that takes: names and numbers that differ in every batch are not metered for ever.
+# known one is granted what that takes: names and numbers that differ in every batch are not metered for ever. One that
+# is larger is granted what layers cost, counted at sizes rounded up, once a run at such sizes took no more than that.
 NUM_METERED = 8
 # The first to be seen are forgotten.
 MOST_KNOWN = 64
@@ -40,12 +42,14 @@ class KnownUnits:
         # Replaced, never changed: the deciding thread reads it.
         self._batches: dict[tuple[bool, Signature], Costs | None] = {}
         self._units: dict[tuple[str, int, tuple[Any, ...]], dict[Signature, UnitBytes]] = {}  # by kind, shard, role
+        self._proven: set[tuple[str, int, tuple[Any, ...], Signature]] = set()  # units, and sizes counted well
         self._is_monotone = True  # no unit was seen to take more at smaller sizes
+        self._compared: list[tuple[bool, Any]] = []  # forms of batches, for which that was counted
         self._has_costs = True  # layers can be counted; else whole numbers are values like others
 
     def forget_units(self) -> None:
         """Forget what was metered: shards are others now, or the number of micro-batches."""
-        self._units = {}
+        self._units, self._proven = {}, set()
 
     def forget_batches(self) -> None:
         """Forget what fitted."""
@@ -59,7 +63,9 @@ class KnownUnits:
         """Remember that a batch fits; costs: of its layers, where every shard fits by these."""
         found = dict(self._batches)
         if len(found) >= MOST_KNOWN:
-            del found[next(iter(found))]
+            _, oldest = first = next(iter(found))
+            del found[first]
+            self._proven = {each for each in self._proven if each[-1] != oldest}
         self._batches = found | {(training, signature.of_batch): costs}
 
     def fits(self, training: bool, signature: Signature) -> bool:
@@ -69,13 +75,25 @@ class KnownUnits:
             return True
         return any(kind == training and self._no_larger(batch, other) for kind, other in known)
 
-    def wider(self, training: bool, signature: Signature) -> Signature | None:
-        """Sizes to count layers at for this batch and for others a little larger; None: it is like none before."""
+    def wider(self, training: bool, signature: Signature) -> tuple[Signature, Signature | None] | None:
+        """Sizes to count layers at for this batch and for others a little larger; None: it is like none before.
+
+        The first time for batches of a form, with sizes that are a little smaller than those: layers are to take no
+        more there.
+        """
         batch = signature.of_batch
         for kind, other in reversed(self._batches):
-            if kind == training and other.forms == batch.forms:
-                return wider(batch, other)
+            if kind == training and other.forms == batch.forms and self._has_costs:
+                sizes = wider(batch, other)
+                is_first, self._compared = (training, batch.forms) not in self._compared, self._compared[-MOST_KNOWN:]
+                if is_first and sizes != batch:
+                    self._compared.append((training, batch.forms))
+                return sizes, narrower(sizes, other) if is_first else None
         return None
+
+    def distrust_sizes(self) -> None:
+        """Remember that units may take more at smaller sizes."""
+        self._is_monotone = False
 
     def get(
         self, kind: str, shard: Shard, signature: Signature, *, keeps_saved: bool = False, may_count: bool = True
@@ -90,12 +108,21 @@ class KnownUnits:
             found = self._at_most(kind, shard, signature, keeps_saved, may_count)
         return found
 
-    def learn(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
-        """Remember what a metered run took."""
+    def learn(
+        self,
+        kind: str,
+        shard: Shard,
+        signature: Signature,
+        measured: UnitBytes,
+        *,
+        keeps_saved: bool = False,
+        may_count: bool = True,
+    ) -> None:
+        """Remember what a metered run took; the others as in `get`."""
         table = self._units.setdefault((kind, shard.index, signature.role), {})
         known = table.get(signature)
         if known is None:
-            self._check(kind, shard, signature, measured)
+            self._check(kind, shard, signature, measured, keeps_saved, may_count)
             if len(table) >= MOST_KNOWN:
                 del table[next(iter(table))]
             known = measured
@@ -107,12 +134,18 @@ class KnownUnits:
             for signature, found in list(table.items()):
                 yield (kind, shard, signature), found
 
-    def _check(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
-        """See whether sizes decide: with the same plain values, smaller ones take no more."""
-        above = [found for found in self._above(kind, shard, signature) if found is not None]
+    def _check(
+        self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes, keeps_saved: bool, may_count: bool
+    ) -> None:
+        """See whether sizes decide: with the same plain values, smaller ones take no more, none more than counted."""
         number = signature.num_micro_batches
-        if above and measured.total(number) > min(found.total(number) for found in above):
-            self._is_monotone = False
+        limits = [found.total(number) for found in self._above(kind, shard, signature)]
+        counted = self._counted(kind, shard, signature, keeps_saved) if may_count else None
+        if counted is not None:
+            limits.append(counted[0])
+            self._proven.add((kind, shard.index, signature.role, counted[1]))
+        if limits and measured.total(number) > min(limits):
+            self.distrust_sizes()
 
     def _above(self, kind: str, shard: Shard, signature: Signature) -> list[UnitBytes]:
         """What the unit took with the same plain values, at sizes that are no smaller."""
@@ -135,21 +168,21 @@ class KnownUnits:
         if is_inside:  # with values that were not seen yet
             return most
         counted = self._counted(kind, shard, signature, keeps_saved) if may_count else None
-        if counted is None:
+        if counted is None or (kind, shard.index, signature.role, counted[1]) not in self._proven:
             return None
         is_new = not any(self._same_values(signature, other) for other, _ in table)
-        return UnitBytes(max(counted, most.total(number)) if is_new else counted, 0, 0)
+        return UnitBytes(max(counted[0], most.total(number)) if is_new else counted[0], 0, 0)
 
-    def _counted(self, kind: str, shard: Shard, signature: Signature, keeps_saved: bool) -> int | None:
-        """The least by the costs of layers at sizes that are no smaller, all in all."""
-        if signature.buffers:
-            return None  # others than those of the model that was counted
+    def _counted(
+        self, kind: str, shard: Shard, signature: Signature, keeps_saved: bool
+    ) -> tuple[int, Signature] | None:
+        """The least by the costs of layers at sizes that are no smaller, all in all, and these sizes."""
         found = []
         for (training, other), costs in self._batches.items():
             if costs is not None and training == (kind != EVALUATE) and self._no_larger(signature.of_batch, other):
                 count = forward_unit_bytes if kind == FORWARD and not keeps_saved else unit_bytes
-                found.append(count(costs, shard.first, shard.last, other.num_micro_batches))
-        return min(found, default=None)
+                found.append((count(costs, shard.first, shard.last, other.num_micro_batches), other))
+        return min(found, default=None, key=itemgetter(0))
 
     def saved_bytes(self, shard: Shard, signature: Signature) -> int | None:
         """The most that autograd saves in a forward, by the costs of layers."""

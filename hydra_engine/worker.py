@@ -33,6 +33,7 @@ from hydra_engine.graphs import Graph, Saved
 from hydra_engine.ledger import SLABS, Ticket
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.opened import Timer, Timing
+from hydra_engine.parts import BuffersChanged
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Unit
@@ -460,9 +461,8 @@ class Worker:
                 )
             if timer is not None:
                 timer.launched()
-            growth = work.state.note_resized(output.buffers)
-            if growth and not work.is_metered:  # from here on its units are metered; this one had not counted it
-                self._grow(work, growth)
+            if work.state.note_resized(output.buffers) and not work.is_metered:
+                raise BuffersChanged(f"{work.unit} resized buffers that its shard's forward left alone before")
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         try:
