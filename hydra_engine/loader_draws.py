@@ -288,9 +288,10 @@ def _registered() -> Any:
 
 
 def _register(key: Any) -> None:
-    others = torch.library.Library("_", "IMPL")
+    library: Any = torch.library.Library
+    others = library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
-    aten = torch.library.Library("aten", "IMPL")
+    aten = library("aten", "IMPL")
     for full_name in torch._C._dispatch_get_all_op_names():
         name, _, overload = full_name.partition("::")[2].partition(".")
         if not full_name.startswith("aten::") or not hasattr(torch.ops.aten, name):

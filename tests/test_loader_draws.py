@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
 from hydra_engine.loader_draws import LoaderDraws
-from hydra_engine.randomness import Stream, capture, install
+from hydra_engine.randomness import Stream, capture, install, installed
+from hydra_engine.revocable_lock import RevocableLock
 from tests import reference
 from tests.test_loader_timeout import draws_outside
 from tests.test_randomness import DRAWS, state_of
@@ -495,3 +497,131 @@ def test_loader_that_gives_nothing_later_is_an_error():
 def test_validation_that_gives_nothing_later_is_an_error():
     with pytest.raises(ValueError, match="a: its validation loader gave no batch in evaluation 1"):
         train(task("a", Loader(), validation=Once(starts_anew=False)))
+
+
+# -- turns apart and beside
+
+
+def in_thread(job):
+    thread = threading.Thread(target=job)
+    thread.start()
+    return thread
+
+
+def until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
+class TestTurns:
+    def test_turns_beside_overlap_and_know_it(self):
+        lock = RevocableLock()
+        with lock.beside() as first:
+            assert not first.had_company
+            with lock.beside() as second:
+                assert second.had_company
+        assert first.had_company
+        with lock.call(), lock.beside() as third:
+            assert third.had_company
+
+    def test_turn_apart_waits_for_those_beside(self):
+        lock, inside = RevocableLock(), threading.Event()
+
+        def part():
+            with lock.held(apart=True):
+                inside.set()
+
+        with lock.beside() as turn:
+            thread = in_thread(part)
+            until(lambda: not lock.is_free)
+            assert not inside.is_set()
+        assert inside.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert not turn.is_passed
+
+    def test_who_waited_beside_goes_before_the_next_apart(self):
+        lock, order, threads = RevocableLock(), [], []
+
+        def beside():
+            with lock.beside():
+                order.append("beside")
+
+        def apart():
+            with lock.held(apart=True):
+                order.append("apart")
+
+        with lock.held(apart=True):
+            threads.append(in_thread(apart))
+            threads.append(in_thread(beside))
+            until(lambda: lock._waiting)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert order == ["beside", "apart"]
+
+    def test_nobody_waits_for_ever(self, monkeypatch):
+        monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", 0.01)
+        lock = RevocableLock()
+        begun, go_on, turns = threading.Event(), threading.Event(), []
+
+        def beside():
+            with lock.beside() as turn:
+                turns.append(turn)
+                begun.set()
+                assert go_on.wait(PATIENCE_S)
+
+        thread = in_thread(beside)
+        assert begun.wait(PATIENCE_S)
+        with lock.held(apart=True) as hold:
+            assert hold.met == turns
+            with lock.held(apart=True) as again:
+                assert again is hold
+        monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", PATIENCE_S)
+        with lock.held(apart=True):  # waits for it no more
+            pass
+        go_on.set()
+        thread.join(PATIENCE_S)
+
+
+def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
+    """It took longer than anybody waits, so that it may be the one that drew."""
+    monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", 0.01)
+    draws, begun, go_on = LoaderDraws("slow", alone=False), threading.Event(), threading.Event()
+    stream = Stream(state_of(5))
+    for _ in range(2):
+        with draws.reading(stream):
+            pass
+
+    def read():
+        with draws.reading(stream):
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+
+    thread = in_thread(read)
+    assert begun.wait(PATIENCE_S)
+    with installed(Stream(state_of(6))):
+        random.random()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert "slow: its loader may have drawn what is others'" in draws.message
+    with pytest.raises(RuntimeError, match="loader_alone=True"), draws.reading(stream):
+        random.random()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_generator_that_its_own_thread_moves_is_noticed(at):
+    """A thread of the loader's draws from torch: nobody can send that to the task's stream."""
+
+    class Background(Loader):
+        def __iter__(self):
+            for k in range(NUM_BATCHES):
+                if k >= at:
+                    in_thread(lambda: torch.rand(1)).join(PATIENCE_S)
+                yield torch.randn(4, 3), torch.ones(4, 2)
+
+    each = task("a", Background())
+    if at:
+        with pytest.raises(RuntimeError, match="a: its loader, or another thread meanwhile, drew from torch's global"):
+            train(each)
+    else:
+        assert_as_plain(train(each), each, plain(Background()))
