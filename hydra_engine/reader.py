@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
+from hydra_engine.errors import LoaderTimeout
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.loader_draws import LoaderDraws, beside_loaders
 from hydra_engine.loader_generators import putting_back, set_states, states_of
@@ -146,6 +148,10 @@ class Reader:
                 if self._task.scan_batches:
                     self._largest = self._scan()
                 self._first = next(self._items, None)
+            except TakenAway:  # it was planned beside a run, which would not wait for it
+                timeout_s = self._task.loader_timeout_s or math.inf
+                self._broken = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
+                raise self._broken from None
             except BaseException as error:
                 self._broken = error  # the iterator is gone with it
                 raise
@@ -340,15 +346,13 @@ class Reader:
                 if isinstance(interval, int) and num_steps % interval == 0:
                     yield from self._evaluation(epoch)
             if num_batches == 0 and num_steps > 0:
-                raise self._used_up("its loader", f"epoch {epoch}", "those before")
+                raise ValueError(
+                    f"{self._name}: its loader gave no batch in epoch {epoch}, and did in those before; give one that "
+                    f"starts anew at each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or "
+                    f"fewer epochs"
+                )
             if interval == "epoch":
                 yield from self._evaluation(epoch)
-
-    def _used_up(self, which: str, where: str, before: str) -> ValueError:
-        return ValueError(
-            f"{self._name}: {which} gave no batch in {where}, and did in {before}; give one that starts anew at each "
-            f"iter() (a list, a DataLoader, an object whose __iter__ is a generator), or fewer epochs"
-        )
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and what it was opened with."""
@@ -390,14 +394,12 @@ class Reader:
         """
         if self._task.validation is None:
             return
-        outside, num_before = self._stream.state, self._num_evaluated
+        outside = self._stream.state
         draws = self._validation_draws
         iterator = self._opened(self._task.validation, self._stream, draws)
         for inputs, target in self._iterate(iterator, self._stream, draws):
             self._num_evaluated += 1
             yield _Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
-        if self._num_evaluated == num_before and num_before > 0:
-            raise self._used_up("its validation loader", f"evaluation {self._num_evaluations}", "those before")
         self._stream.state = self._stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
 

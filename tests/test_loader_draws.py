@@ -494,11 +494,6 @@ def test_loader_that_gives_nothing_later_is_an_error():
     assert_as_plain(train(again), again, plain(Once(starts_anew=True)))
 
 
-def test_validation_that_gives_nothing_later_is_an_error():
-    with pytest.raises(ValueError, match="a: its validation loader gave no batch in evaluation 1"):
-        train(task("a", Loader(), validation=Once(starts_anew=False)))
-
-
 # -- turns apart and beside
 
 
