@@ -163,9 +163,9 @@ class ModelTask:
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
             does not count; a retry's way back to its batch does. It also limits the loader's `len` and the factories of
             optimizer and schedule as the task begins, and the first batch of one that `add_task` plans beside others,
-            which then raises. `generate()`, which reads the first batch in your own
-            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
-            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
+            which then raises. `generate()`, which reads the first batch in your own thread, also that of a resume,
+            waits for ever. The default of half an hour is what collectives of torch.distributed commonly wait: no batch
+            takes as long, and a run of days loses little.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
             `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
             as they are opened or give their first batch; else they are read beside other tasks' loaders. A loader that
