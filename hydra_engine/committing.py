@@ -47,6 +47,8 @@ def commit(training: RunningTask, *, training_step: bool) -> Event:
     for index, value in staging.buffers.items():
         state.pool.buffers[index] = value
     if training_step:
+        if not state.task.read_ahead:  # whose loader may look at the user's modules
+            state.layout.put_buffers(state.pool.buffers)
         training.note_position()
         training.is_torn = False
     return StepCommitted(report.name, training_step)

@@ -30,6 +30,7 @@ class TaskAdded(NamedTuple):
     priority: int = 0  # units of higher ones go first, under any policy
     weight: float = 1.0  # share of compute time, under "fair-share"
     spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
+    reads_last: bool = False  # a batch may be read only once the step before it is in all weights
 
 
 class BatchReady(NamedTuple):

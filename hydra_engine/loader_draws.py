@@ -39,7 +39,7 @@ _KEY = "TESTING_ONLY_GenericMode"
 NUM_WATCHED = 2
 
 _REMEDY = (
-    "give the loader a generator of its own, or set loader_alone=True on the task, which reads it alone from the "
+    "let it draw from a generator of its own, or set loader_alone=True on the task, which reads it alone from the "
     "beginning"
 )
 
@@ -52,9 +52,9 @@ class LoaderDraws:
     Else the loader is watched again, and it is an error once it is seen to draw.
     """
 
-    def __init__(self, name: str, *, alone: bool) -> None:
-        """`name`: of the task. alone: its user says that it draws where nobody would expect it."""
-        self._name = name
+    def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
+        """`name`: of the task. alone: its user says that it draws where nobody would expect it. what: is read."""
+        self._name = f"{name}: {what}"
         self._is_alone = alone
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
@@ -65,8 +65,8 @@ class LoaderDraws:
         if self._doubt is None:
             return None
         return (
-            f"{self._name}: {self._doubt}; if it was the task's loader, its results are not those of plain PyTorch: "
-            f"{_REMEDY}"
+            f"{self._name} may have drawn what is others': {self._doubt}; if it did, results are not those of plain "
+            f"PyTorch; {_REMEDY}"
         )
 
     @contextmanager
@@ -93,7 +93,7 @@ class LoaderDraws:
             self._is_alone = watch.is_passed_by or not capture().same_outside_torch(before)
         if self._is_alone and self._doubt is not None:
             raise RuntimeError(
-                f"{self._name}: its loader draws from `random` or `numpy.random`, or changes torch's generator past "
+                f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
                 f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
             )
 
@@ -113,8 +113,8 @@ class LoaderDraws:
         if moved is not None and not turn.had_company:
             self._is_alone = True  # if it is read again
             raise RuntimeError(
-                f"{self._name}: its loader, or another thread meanwhile, drew from {moved}, which the loader did not "
-                f"in its first batches, so that it is not read alone; {_REMEDY}"
+                f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
+                f"batches, so that it is not read alone; {_REMEDY}"
             )
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
 
@@ -288,9 +288,10 @@ def _registered() -> Any:
 
 
 def _register(key: Any) -> None:
-    others = torch.library.Library("_", "IMPL")
+    library: Any = torch.library.Library
+    others = library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
-    aten = torch.library.Library("aten", "IMPL")
+    aten = library("aten", "IMPL")
     for full_name in torch._C._dispatch_get_all_op_names():
         name, _, overload = full_name.partition("::")[2].partition(".")
         if not full_name.startswith("aten::") or not hasattr(torch.ops.aten, name):

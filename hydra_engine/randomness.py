@@ -1,8 +1,8 @@
 """Random streams: each task has its own, and what it draws does not depend on who else runs.
 
-The process has one CPU generator, one `random` and one `numpy.random`. A loader reads them as globals, so its reads run
-with the task's states installed, under one lock. A layer's draws go to the task's own generator instead, through a
-dispatch mode, without a lock.
+The process has one CPU generator, one `random` and one `numpy.random`. Who draws from the last two runs with the task's
+states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
+mode, without a lock; a loader's as hydra_engine/loader_draws.py says.
 """
 
 from __future__ import annotations

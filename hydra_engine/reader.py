@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from queue import SimpleQueue
@@ -17,6 +18,7 @@ import torch
 
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
+from hydra_engine.errors import LoaderTimeout
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
 from hydra_engine.loader_draws import LoaderDraws, beside_loaders
 from hydra_engine.loader_generators import putting_back, set_states, states_of
@@ -44,7 +46,8 @@ class Batch:
     evaluation: int  # how many evaluations came before: the one that an evaluation batch is part of
     micro_batches: list[MicroBatch]
     boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
-    main: RandomState  # the task's main stream after the read
+    read: RandomState  # the task's main stream after the read
+    main: RandomState  # the same after the batch was split, which may draw as well
     start: list[RandomState]  # by micro-batch, before its forward
     num_samples: int
     weight: float  # of an evaluation batch among those of its evaluation
@@ -95,6 +98,9 @@ class Reader:
         self._messages: list[str] = []  # why batches may be other ones than those of the run that was saved
         self._training_draws = LoaderDraws(name, alone=task.loader_alone)
         self._validation_draws = LoaderDraws(name, alone=task.loader_alone)
+        self._split_draws = LoaderDraws(name, alone=task.loader_alone, what="its split= or loss_reduction=")
+        # The batch that was split for a plan, at what state of the stream, in how many, into what, and the state then.
+        self._split_first: tuple[Any, RandomState, int, list[MicroBatch], RandomState] | None = None
         self._stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._items = self._sequence(start)
         self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
@@ -129,7 +135,7 @@ class Reader:
             raise ValueError(f"{self._name}: the loader is empty; {what} needs at least one batch")
         found = self._largest or first
         assert found is not None
-        return self._batch(found._replace(training=training))
+        return self._batch(found._replace(training=training), Stream(self._stream.state))  # split anew as it begins
 
     @property
     def is_empty(self) -> bool:
@@ -144,6 +150,10 @@ class Reader:
                 if self._task.scan_batches:
                     self._largest = self._scan()
                 self._first = next(self._items, None)
+            except TakenAway:  # it was planned beside a run, which would not wait for it
+                timeout_s = self._task.loader_timeout_s or math.inf
+                self._broken = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
+                raise self._broken from None
             except BaseException as error:
                 self._broken = error  # the iterator is gone with it
                 raise
@@ -265,6 +275,7 @@ class Reader:
 
     def _serve(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None) -> None:
         torch.set_num_threads(num_threads)
+        self._at_work = threading.get_ident()
         if set_up is not None and not self._answer(report, set_up(), None):
             return
         while (request := self._requests.get()) is not None:
@@ -272,7 +283,7 @@ class Reader:
                 self._go_to(request[0])
                 item, self._first = self._first or next(self._items, None), None
                 self._since_s = time.monotonic()  # splitting is user code, too
-                batch = None if item is None else self._batch(item)
+                batch = None if item is None else self._batch(item, self._stream)
                 answer: Event = DataEnded(self._name)
                 if batch is not None:
                     answer = BatchReady(self._name, batch.step, batch.training)
@@ -336,6 +347,12 @@ class Reader:
                 yield _Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
                 if isinstance(interval, int) and num_steps % interval == 0:
                     yield from self._evaluation(epoch)
+            if num_batches == 0 and num_steps > 0:
+                raise ValueError(
+                    f"{self._name}: its loader gave no batch in epoch {epoch}, and did in those before; give one that "
+                    f"starts anew at each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or "
+                    f"fewer epochs"
+                )
             if interval == "epoch":
                 yield from self._evaluation(epoch)
 
@@ -412,7 +429,7 @@ class Reader:
     @property
     def messages(self) -> list[str]:
         """Why batches, or what others drew, may be other than they should."""
-        doubts = (draws.message for draws in (self._training_draws, self._validation_draws))
+        doubts = (each.message for each in (self._training_draws, self._validation_draws, self._split_draws))
         return [*self._messages, *filter(None, doubts)]
 
     def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
@@ -421,23 +438,37 @@ class Reader:
         return inputs.around(cast(inputs.tensors, self._dtype)) if self._dtype is not None else inputs, target
 
     def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
-        """The same batch in another number of micro-batches."""
+        """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
         inputs, target = map(_built, batch.whole)
         item = _Item(inputs, target, batch.step, batch.epoch, batch.training, batch.evaluation, batch.position)
-        return self._split(item, batch.main, accumulation_steps)
+        stream = Stream(batch.read)
+        found = self._split(item, stream, accumulation_steps)
+        if not stream.state.same_as(batch.main):  # from which the next batch may be read already
+            raise ValueError(
+                f"{self._name}: split= draws random numbers, so that a batch cannot be split anew, into "
+                f"{accumulation_steps} micro-batches, while it is trained on; set accumulation_steps to that number, "
+                f"or draw from a generator that split= makes for itself"
+            )
+        return found
 
-    def _batch(self, item: _Item) -> Batch:
-        return self._split(item, self._stream.state, self.accumulation_steps if item.training else 1)
+    def _batch(self, item: _Item, stream: Stream) -> Batch:
+        return self._split(item, stream, self.accumulation_steps if item.training else 1)
 
-    def _split(self, item: _Item, main: RandomState, accumulation_steps: int) -> Batch:
+    def _split(self, item: _Item, stream: Stream, accumulation_steps: int) -> Batch:
         inputs, target, step, epoch, training, evaluation, position = item
-        seed = self._task.seed
+        seed, read, reduction = self._task.seed, stream.state, self._task.loss_reduction
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
+        if accumulation_steps > 1:
+            micro_batches, stream.state = self._micro_batches(item, read, accumulation_steps)
+        weight = 0.0 if training else float(batch_size(inputs))
+        if callable(reduction) and not training:
+            with self._split_draws.reading(stream):
+                weight = float(reduction(target))
+        main = stream.state
         start = [main]
         whole = _own_pair(self._name, inputs, target)
         boundaries = [self._narrow(whole)]
         if accumulation_steps > 1:
-            micro_batches = [_triple(each) for each in self._task.split(inputs, target, accumulation_steps)]
             boundaries = [self._narrow(_own_pair(self._name, x, y)) for x, y, _ in micro_batches]
             if not micro_batches:
                 raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
@@ -446,7 +477,6 @@ class Reader:
                 start = [main._replace(torch=seeded(each), device=each) for each in seeds]
             else:
                 start = [main] * len(micro_batches)
-        reduction = self._task.loss_reduction
         return Batch(
             step=step,
             epoch=epoch,
@@ -454,14 +484,33 @@ class Reader:
             evaluation=evaluation,
             micro_batches=micro_batches,
             boundaries=boundaries,
+            read=read,
             main=main,
             start=start,
             num_samples=batch_size(inputs),
-            weight=float(reduction(target)) if callable(reduction) else float(batch_size(inputs)),
+            weight=weight,
             whole=whole,
             accumulation_steps=accumulation_steps,
             position=position,
         )
+
+    def _micro_batches(self, item: _Item, read: RandomState, number: int) -> tuple[list[MicroBatch], RandomState]:
+        """Split a batch as the plain loop does, after the read: what that draws is of the same stream.
+
+        A plan and the training that follows it split the first batch once, since a function may count its calls.
+        """
+        if self._split_first is not None:
+            first, at, split_in, found, after = self._split_first
+            if self._thread is not None:
+                self._split_first = None
+            if first is item.inputs and at is read and split_in == number:
+                return found, after
+        task, stream = self._task, Stream(read)
+        with self._split_draws.reading(stream) if task.splits_by_user else nullcontext():
+            found = [_triple(each) for each in task.split(item.inputs, item.target, number)]
+        if self._thread is None:  # for a plan
+            self._split_first = (item.inputs, read, number, found, stream.state)
+        return found, stream.state
 
 
 def _built(boundary: Boundary) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ class Hold:
         self.put_back: list[Callable[[], None]] = []  # of what it has replaced; called by whoever takes the lock away
         self.is_over = False
         self.is_apart = apart
+        self.number = math.inf  # of all turns: those beside that came before it go first
+        self.has_begun = False  # apart, it has waited for them
         self.is_passed = False  # turns beside it wait for its end no more
         self.met: list[Beside] = []  # that overlapped with it
         self.outside: Any = None  # what it has replaced first, where it says so
@@ -63,6 +66,8 @@ class RevocableLock:
         self._changed = threading.Condition(self._mutex)
         self._hold: Hold | None = None
         self._beside: list[Beside] = []
+        self._waiting: list[int] = []  # turns beside that have not begun, by number
+        self._number = 0  # of the last turn that came
         self._num_calls = 0  # of the user's, in other threads, that are under way
 
     @property
@@ -94,10 +99,15 @@ class RevocableLock:
 
     def _part(self, hold: Hold) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: all(each.is_passed for each in self._others()), PATIENCE_S)
+            hold.number = self._number = self._number + 1
+            self._changed.wait_for(lambda: self._is_alone(hold), PATIENCE_S)
+            hold.has_begun = True
             hold.met.extend(self._others())
             for each in hold.met:
                 each.is_passed = True
+
+    def _is_alone(self, hold: Hold) -> bool:
+        return all(each.is_passed for each in self._others()) and all(each > hold.number for each in self._waiting)
 
     def _others(self) -> list[Beside]:
         return [each for each in self._beside if each.thread != threading.get_ident()]
@@ -108,11 +118,11 @@ class RevocableLock:
         turn: list[Beside] = []
         try:
             with self._changed:
-                self._changed.wait_for(self._may_begin, PATIENCE_S)
+                self._wait_beside()
                 turn.append(Beside(bool(self._beside or self._num_calls)))
                 self._note_company()
                 self._beside += turn
-                if self._hold is not None and self._hold.is_apart:
+                if self._hold is not None and self._hold.is_apart and self._hold.has_begun:
                     self._hold.is_passed = True
                     self._hold.met += turn
             yield turn[0]
@@ -121,8 +131,18 @@ class RevocableLock:
                 self._beside = [each for each in self._beside if each not in turn]
                 self._changed.notify_all()
 
-    def _may_begin(self) -> bool:
-        return self._hold is None or not self._hold.is_apart or self._hold.is_passed
+    def _wait_beside(self) -> None:
+        number = self._number = self._number + 1
+        self._waiting.append(number)
+        try:
+            self._changed.wait_for(lambda: self._may_begin(number), PATIENCE_S)
+        finally:
+            self._waiting.remove(number)
+
+    def _may_begin(self, number: int) -> bool:
+        hold = self._hold
+        is_first = hold is not None and not hold.has_begun and number < hold.number
+        return hold is None or not hold.is_apart or hold.is_passed or is_first
 
     @contextmanager
     def call(self) -> Iterator[None]:

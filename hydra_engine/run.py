@@ -356,6 +356,7 @@ class EngineRun:
                 priority=planned.task.priority,
                 weight=planned.task.weight,
                 spreads=planned.spreads,
+                reads_last=not planned.task.read_ahead,
             )
         )
 
@@ -593,7 +594,7 @@ class EngineRun:
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
         if training.batch is not None and state.draws and training.draws_from_main:
-            if training.is_new_shape and not training.owes_read:
+            if training.is_new_shape and not training.owes_read and training.planned.task.read_ahead:
                 training.owes_read = True  # in more micro-batches, its layers would leave the stream alone
                 return
             main = state.end_of_forward()

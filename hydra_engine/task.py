@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -95,7 +96,7 @@ class ModelTask:
     Args:
         model: a `Model`, or anything `Model` takes. Its parameters live on the CPU; training changes them in place.
         loss_fn: (output, target) -> scalar tensor. May be a module without trainable parameters.
-        dataloader: an iterable of batches, read once per epoch.
+        dataloader: an iterable of batches, read once per epoch; one that gives nothing in a later epoch is an error.
         lr: learning rate handed to the optimizer factory; 1e-3 where neither lr nor optimizer is given.
         epochs: passes over the loader, at least 1.
         name: unique within an orchestrator; default "task-0", "task-1", ...
@@ -167,16 +168,18 @@ class ModelTask:
             `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
         loader_timeout_s: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
-            does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
-            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
-            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
+            does not count; a retry's way back to its batch does. It also limits the loader's `len` and the factories of
+            optimizer and schedule as the task begins, and the first batch of one that `add_task` plans beside others,
+            which then raises. `generate()`, which reads the first batch in your own thread, also that of a resume,
+            waits for ever. The default of half an hour is what collectives of torch.distributed commonly wait: no batch
+            takes as long, and a run of days loses little.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
             `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
             as they are opened or give their first batch; else they are read beside other tasks' loaders. A loader that
             draws from these later is an error, which names this remedy.
-        read_ahead: ask the loader for the next batch while a step computes. False: only once the step's update is in
-            all of the model's parameters, for a loader that reads them: the user's own model shows them (its buffers
-            only at the end of training). Of no use to a loader with worker processes, which read ahead by themselves.
+        read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
+            model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
+            each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
@@ -302,6 +305,7 @@ class ModelTask:
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
+        self.splits_by_user = split is not None or callable(loss_reduction)  # the default one calls that
         self.validation = validation
         self.validation_interval = validation_interval
         self.metrics = _checked_metrics(metrics or {}, validation)
@@ -309,6 +313,14 @@ class ModelTask:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
         self.callbacks = tuple(callbacks)
+        num_evaluations = 2 if isinstance(validation_interval, int) else epochs
+        for field, loader, number in (("dataloader", dataloader, epochs), ("validation", validation, num_evaluations)):
+            if number > 1 and _is_used_up(loader):
+                raise ValueError(
+                    f"{field}: a {type(loader).__name__} gives its batches once, and is to be read "
+                    f"{f'in {epochs} epochs' if loader is dataloader else 'at every validation'}; give a loader that "
+                    f"starts anew at each iter() (a list, a DataLoader, an object whose __iter__ is a generator)"
+                )
         if scan_batches and isinstance(dataloader, Iterator):
             raise ValueError(
                 f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "
@@ -405,6 +417,12 @@ def _check_grad_scaler(scaler: object, precision: str) -> None:
         raise ValueError(f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss")
     if not scaler.is_enabled():
         raise ValueError("grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')")
+
+
+def _is_used_up(loader: object) -> bool:
+    """Whether a loader can be read only once: a generator, a map, a zip; a class of the user's may start anew."""
+    is_ours_to_ask = isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
+    return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
 
 
 def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:

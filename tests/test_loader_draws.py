@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
 from hydra_engine.loader_draws import LoaderDraws
-from hydra_engine.randomness import Stream, capture, install
+from hydra_engine.randomness import Stream, capture, install, installed
+from hydra_engine.revocable_lock import RevocableLock
 from tests import reference
 from tests.test_loader_timeout import draws_outside
 from tests.test_randomness import DRAWS, state_of
@@ -272,7 +274,9 @@ def test_one_draw_that_may_have_been_anybodys_is_told():
     waits = Waits()
     tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
     report = train(*tasks)
-    told = [text for text in report.messages if text.startswith("once: somebody drew from `random`")]
+    told = [
+        text for text in report.messages if text.startswith("once: its loader may have drawn what is others': somebody")
+    ]
     assert report.tasks["once"].status == "failed" or len(told) == 1
     assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
 
@@ -302,7 +306,7 @@ def test_callback_that_draws_fails_nobody_and_is_told():
     report = train(each)
     assert_as_plain(report, each, plain(Loader()))
     assert len(report.messages) == 1
-    assert "a: somebody drew from `random`" in report.messages[0]
+    assert report.messages[0].startswith("a: its loader may have drawn what is others': somebody drew from `random`")
 
 
 class Tells(Callback):
@@ -328,3 +332,291 @@ def test_loader_may_wait_for_anothers_callback(validation):
     report = train(waiting, other)
     assert_as_plain(report, waiting, plain(Loader()))
     assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5, validation=Loader() if validation else None))
+
+
+# -- what splits a batch
+
+
+def shuffled_parts(inputs, target, number):
+    order = torch.randperm(len(inputs))
+    return [(inputs[order[m::number]], target[order[m::number]], 1 / number) for m in range(number)]
+
+
+def noisy_parts(inputs, target, number):
+    noise = random.random() + np.random.standard_normal() + torch.rand(1).item()
+    return [(inputs[m::number] + noise, target[m::number], 1 / number) for m in range(number)]
+
+
+class CountsCalls:
+    """Has a generator of its own, and counts: one call more than the plain loop's would show."""
+
+    def __init__(self):
+        self.generator, self.num_calls = torch.Generator().manual_seed(5), 0
+
+    def __call__(self, inputs, target, number):
+        self.num_calls += 1
+        noise = torch.rand((), generator=self.generator) * self.num_calls
+        return [(inputs[m::number] + noise, target[m::number], 1 / number) for m in range(number)]
+
+
+def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
+    """The loop of the design, with the user's `split`."""
+    outside, net = capture(), model(1, dropout=dropout)
+    seed_outside_torch()
+    optimizer, losses, loss_fn = torch.optim.SGD(net.parameters(), lr=0.05), [], nn.MSELoss()
+    torch.manual_seed(1)
+    for _ in range(epochs):
+        for inputs, target in loader:
+            optimizer.zero_grad(set_to_none=True)
+            parts = []
+            for m, (x, y, w) in enumerate(split(inputs, target, number)):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(stream_seed(1, len(losses), m))
+                    part = loss_fn(net(x), y) * w
+                    part.backward()
+                    parts.append(part.item())
+            losses.append(sum(parts))
+            optimizer.step()
+    install(outside)
+    return reference.Result(losses=losses, validation_losses=[]), net
+
+
+@pytest.mark.parametrize("split", [shuffled_parts, noisy_parts, CountsCalls])
+@pytest.mark.parametrize("generates", [False, True])
+def test_split_that_draws(split, generates):
+    make = split if isinstance(split, type) else lambda: split
+    each = task("a", Loader(), dropout=0.5, accumulation_steps=2, split=make())
+    other = task("b", Loader(), seed=2)
+    seed_outside_torch()
+    orchestra = ModelOrchestrator([each, other], devices=[EmulatedDevice(memory="8MiB")])
+    orchestra.verbose = 0
+    if generates:
+        orchestra.generate()
+        orchestra.generate()
+    report = orchestra.train_models()
+    assert_as_plain(report, each, plain_split(Loader(), make(), 2))
+    assert_as_plain(report, other, plain(Loader(), seed=2))
+
+
+def test_split_that_draws_goes_on_where_it_was_saved(tmp_path):
+    def made(callback=None):
+        callbacks = () if callback is None else (callback,)
+        return task(
+            "a", Shuffled(), dropout=0.5, accumulation_steps=2, split=shuffled_parts, epochs=3, callbacks=callbacks
+        )
+
+    class Shuffled:
+        def __len__(self):
+            return NUM_BATCHES
+
+        def __iter__(self):
+            for k in range(NUM_BATCHES):
+                yield torch.randn(4, 3), torch.ones(4, 2) * k
+
+    expected = plain_split(Shuffled(), shuffled_parts, 2, epochs=3)
+    seed_outside_torch()
+
+    class Breaks(Callback):
+        def on_step(self, report):
+            if report.steps == 17:
+                raise RuntimeError("boom")
+
+    first = made(Breaks())
+    orchestra = ModelOrchestrator(
+        [first], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
+    )
+    orchestra.verbose = 0
+    with pytest.raises(RuntimeError, match="boom"):
+        orchestra.train_models()
+    again = made()
+    orchestra = ModelOrchestrator(
+        [again], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
+    )
+    orchestra.verbose = 0
+    assert_as_plain(orchestra.train_models(resume=True), again, expected)
+
+
+def test_weights_of_batches_and_unpack_that_draw():
+    def unpack(batch):
+        x, y = batch
+        return x + torch.rand(1) + random.random(), y
+
+    def weight(target):
+        torch.rand(3)
+        return float(len(target))
+
+    each = task("a", Loader(), dropout=0.5, unpack=unpack, loss_reduction=weight)
+    report = train(each, task("b", Loader(), seed=2))
+    outside, net = capture(), model(1, dropout=0.5)
+    seed_outside_torch()
+    result = reference.train(net, nn.MSELoss(), Loader(), seed=1, lr=0.05, epochs=2, unpack=unpack)
+    install(outside)
+    assert_as_plain(report, each, (result, net))
+
+
+# -- loaders that can be read once
+
+
+@pytest.mark.parametrize(
+    "make", [iter, lambda x: (y for y in x), lambda x: map(tuple, x), lambda x: zip(*zip(*x, strict=True), strict=True)]
+)
+@pytest.mark.parametrize("field", ["dataloader", "validation"])
+def test_iterator_is_refused_where_it_is_read_twice(field, make):
+    batches = [(torch.ones(4, 3), torch.ones(4, 2))] * 3
+    loaders = {"loader": batches, "validation": None}
+    loaders["loader" if field == "dataloader" else "validation"] = make(batches)
+    with pytest.raises(ValueError, match=rf"{field}: a \w+ gives its batches once.*starts anew at each iter"):
+        task("a", loaders["loader"], validation=loaders["validation"], epochs=2)
+    assert train(task("a", make(batches), epochs=1)).tasks["a"].steps == 3
+
+
+class Once:
+    """Gives its batches at the first iter() alone; `starts_anew`: at each."""
+
+    def __init__(self, *, starts_anew):
+        self.starts_anew, self.position = starts_anew, 0
+
+    def __iter__(self):
+        self.position = 0 if self.starts_anew else self.position
+        return self
+
+    def __next__(self):
+        if self.position == 3:
+            raise StopIteration
+        self.position += 1
+        return torch.ones(4, 3) * self.position, torch.ones(4, 2)
+
+
+def test_loader_that_gives_nothing_later_is_an_error():
+    with pytest.raises(ValueError, match="a: its loader gave no batch in epoch 1, and did in those before"):
+        train(task("a", Once(starts_anew=False)))
+    again = task("a", Once(starts_anew=True))
+    assert_as_plain(train(again), again, plain(Once(starts_anew=True)))
+
+
+# -- turns apart and beside
+
+
+def in_thread(job):
+    thread = threading.Thread(target=job)
+    thread.start()
+    return thread
+
+
+def until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
+class TestTurns:
+    def test_turns_beside_overlap_and_know_it(self):
+        lock = RevocableLock()
+        with lock.beside() as first:
+            assert not first.had_company
+            with lock.beside() as second:
+                assert second.had_company
+        assert first.had_company
+        with lock.call(), lock.beside() as third:
+            assert third.had_company
+
+    def test_turn_apart_waits_for_those_beside(self):
+        lock, inside = RevocableLock(), threading.Event()
+
+        def part():
+            with lock.held(apart=True):
+                inside.set()
+
+        with lock.beside() as turn:
+            thread = in_thread(part)
+            until(lambda: not lock.is_free)
+            assert not inside.is_set()
+        assert inside.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert not turn.is_passed
+
+    def test_who_waited_beside_goes_before_the_next_apart(self):
+        lock, order, threads = RevocableLock(), [], []
+
+        def beside():
+            with lock.beside():
+                order.append("beside")
+
+        def apart():
+            with lock.held(apart=True):
+                order.append("apart")
+
+        with lock.held(apart=True):
+            threads.append(in_thread(apart))
+            threads.append(in_thread(beside))
+            until(lambda: lock._waiting)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert order == ["beside", "apart"]
+
+    def test_nobody_waits_for_ever(self, monkeypatch):
+        monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", 0.01)
+        lock = RevocableLock()
+        begun, go_on, turns = threading.Event(), threading.Event(), []
+
+        def beside():
+            with lock.beside() as turn:
+                turns.append(turn)
+                begun.set()
+                assert go_on.wait(PATIENCE_S)
+
+        thread = in_thread(beside)
+        assert begun.wait(PATIENCE_S)
+        with lock.held(apart=True) as hold:
+            assert hold.met == turns
+            with lock.held(apart=True) as again:
+                assert again is hold
+        monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", PATIENCE_S)
+        with lock.held(apart=True):  # waits for it no more
+            pass
+        go_on.set()
+        thread.join(PATIENCE_S)
+
+
+def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
+    """It took longer than anybody waits, so that it may be the one that drew."""
+    monkeypatch.setattr("hydra_engine.revocable_lock.PATIENCE_S", 0.01)
+    draws, begun, go_on = LoaderDraws("slow", alone=False), threading.Event(), threading.Event()
+    stream = Stream(state_of(5))
+    for _ in range(2):
+        with draws.reading(stream):
+            pass
+
+    def read():
+        with draws.reading(stream):
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+
+    thread = in_thread(read)
+    assert begun.wait(PATIENCE_S)
+    with installed(Stream(state_of(6))):
+        random.random()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert "slow: its loader may have drawn what is others'" in draws.message
+    with pytest.raises(RuntimeError, match="loader_alone=True"), draws.reading(stream):
+        random.random()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_generator_that_its_own_thread_moves_is_noticed(at):
+    """A thread of the loader's draws from torch: nobody can send that to the task's stream."""
+
+    class Background(Loader):
+        def __iter__(self):
+            for k in range(NUM_BATCHES):
+                if k >= at:
+                    in_thread(lambda: torch.rand(1)).join(PATIENCE_S)
+                yield torch.randn(4, 3), torch.ones(4, 2)
+
+    each = task("a", Background())
+    if at:
+        with pytest.raises(RuntimeError, match="a: its loader, or another thread meanwhile, drew from torch's global"):
+            train(each)
+    else:
+        assert_as_plain(train(each), each, plain(Background()))
