@@ -135,8 +135,8 @@ class Layers:
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
         self._check_bound(copies, memo)
         memory = _Memory(self.registered)
-        for path, value, is_copied in reach(*copies.items()):
-            if is_copied and not isinstance(value, Stale) and (name := memory.shared_with(value)):
+        for path, value, _ in reach(*copies.items(), copied_only=True):
+            if not isinstance(value, Stale) and (name := memory.shared_with(value)):
                 raise LayerFault(f"{self._layer(path)}: the {path} of its copy is still {name} itself; {_IGNORES}")
         stale = [
             StalePlace(module, name, value)

@@ -52,7 +52,7 @@ class Copies:
                 elif not tensor.requires_grad:
                     memo[id(tensor)] = self._tensor(tensor)
                     vars(memo[id(tensor)]).update(vars(tensor))
-        for _, value, _ in reach(("", part)):
+        for _, value, _ in reach(("", part), copied_only=True):
             # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
             if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
                 memo[id(value)] = self._tensor(value)

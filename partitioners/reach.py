@@ -32,12 +32,12 @@ class Held(NamedTuple):
     is_copied: bool  # a deepcopy leads to a copy of it; what a closure or a weak reference holds, it shares
 
 
-def reach(*roots: tuple[str, object]) -> Iterator[Held]:
+def reach(*roots: tuple[str, object], copied_only: bool = False) -> Iterator[Held]:
     """Give the roots, by these names, and everything that they hold, each once, by the shortest path.
 
     Followed are attributes, slots, containers, partial functions, bound methods, closures, defaults and weak
     references; what a module's class holds, if it is not torch's; and of the globals that a function names, tensors,
-    modules and functions beside it.
+    modules and functions beside it. `copied_only`: no more than a deepcopy leads to.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
     copied, shared = deque(roots), deque[tuple[str, object]]()
@@ -49,7 +49,8 @@ def reach(*roots: tuple[str, object]) -> Iterator[Held]:
         seen[id(value)] = value
         yield Held(where, value, is_copied)
         (copied if is_copied else shared).extend(_each(where, _copied_by(value)))
-        shared.extend(_each(where, _shared_by(value)))
+        if not copied_only:
+            shared.extend(_each(where, _shared_by(value)))
 
 
 def _each(where: str, found: Iterator[tuple[str, object]]) -> Iterator[tuple[str, object]]:
