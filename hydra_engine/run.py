@@ -1,8 +1,8 @@
 """One run: feeds the scheduler real events and carries out its instructions. Built for the run and thrown away.
 
 Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits, updates and
-captures; one fits batches, one calls back, one writes checkpoints. They all speak to the caller through one queue of
-events, so everything the scheduler knows is touched by one thread.
+captures; one fits batches, one writes checkpoints; a task that has callbacks has one that calls them. They all speak to
+the caller through one queue of events, so everything the scheduler knows is touched by one thread.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from hydra_engine.events import (
     Load,
     Read,
     Run,
+    ShardUpdated,
     StepCommitted,
     StopRequested,
     TaskAdded,
@@ -46,7 +47,7 @@ from hydra_engine.events import (
 )
 from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox, Overdue, Signals
-from hydra_engine.notifier import Notifier
+from hydra_engine.notifier import INTERRUPTED_S, Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
@@ -81,8 +82,16 @@ class _Stop(NamedTuple):
     task: str
 
 
+class _Told(NamedTuple):
+    """A task's callbacks have returned, for which this had to wait."""
+
+    instruction: Commit | Finish
+
+
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
+
+    task: str
 
 
 class EngineRun:
@@ -103,11 +112,12 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
+        self._events: Inbox[Event | _Arrived | _Stop | _Told | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
         self._deadlines = Deadlines()  # of loaders
+        self._callback_deadlines = Deadlines()
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -123,7 +133,6 @@ class EngineRun:
         )
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
-        self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
         self._arriving = threading.Lock()
         self._num_arriving = 0  # tasks on their way to `_take_in`
         self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
@@ -233,7 +242,13 @@ class EngineRun:
             report = saved.report(goes_on=True)
             if self._saving is not None:
                 self._saving.saver.began_at(planned.name, saved.steps)
-        notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
+        notifier = Notifier(
+            planned.task.callbacks,
+            report,
+            self._events.put,
+            timeout_s=planned.task.callback_timeout_s,
+            num_threads=self._num_threads,
+        )
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
@@ -243,6 +258,8 @@ class EngineRun:
             training.note_failure(Failed(planned.name, error, "its set-up"))
         else:
             self._add(training)
+            if notifier.timeout_s is not None:
+                self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
 
     def add(self, planned: PlannedTask) -> bool:
         """Train one more task from now on; False where the run is over already. From any thread."""
@@ -331,15 +348,20 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Ended | Overdue) -> None:
+    def _handle(self, event: Event | _Arrived | _Stop | _Told | _Ended | Overdue) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
+            self._leave_late_callbacks()
+            return
+        if isinstance(event, _Told):
+            self._told(event.instruction)
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
             return
         if isinstance(event, _Ended):
             self._num_ending -= 1
+            self._callback_deadlines.drop(event.task)
             return
         if isinstance(event, _Stop):
             self.left_over = [each for each in self.left_over if each.name != event.task]
@@ -365,15 +387,28 @@ class EngineRun:
             self._handle(StopRequested())
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
-        self._interrupted |= isinstance(event, StopRequested)
+        if isinstance(event, StopRequested) and not self._interrupted:
+            self._interrupted = True
+            self._hurry_callbacks()
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
             self._tasks[event.task].owes_read = False
-        if isinstance(event, StepCommitted) and event.training:
-            self._tasks[event.task].notifier.step()
+        if isinstance(event, (StepCommitted, ShardUpdated)):
+            self._tell_step(event)
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
+
+    def _tell_step(self, event: StepCommitted | ShardUpdated) -> None:
+        """Tell a step to the callbacks once its updates are through: they see the weights that it left.
+
+        With early release, updates go on at any time.
+        """
+        training = self._tasks[event.task]
+        if isinstance(event, StepCommitted) and event.training:
+            training.notifier.step(is_updated=training.num_updating == 0)
+        elif isinstance(event, ShardUpdated) and training.num_updating == 0:
+            training.notifier.let_go()
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
@@ -442,12 +477,12 @@ class EngineRun:
     def _request(self, training: RunningTask) -> None:
         training.planned.reader.request(training.read_from)
         if training.planned.task.loader_timeout_s is not None:
-            self._await(training.report.name, training.planned.task.loader_timeout_s)
+            self._await(self._deadlines, training.report.name, training.planned.task.loader_timeout_s)
 
-    def _await(self, task: str, seconds: float) -> None:
-        """Look after its loader in so many seconds."""
-        self._deadlines.set(task, seconds)
-        self._events.deadline_s = self._deadlines.next_s
+    def _await(self, deadlines: Deadlines, task: str, seconds: float) -> None:
+        """Look after its loader, or its callbacks, in so many seconds."""
+        deadlines.set(task, seconds)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
 
     def _leave_late_loaders(self) -> None:
         for name in self._deadlines.take_due():
@@ -455,10 +490,25 @@ class EngineRun:
             assert timeout_s is not None
             left_s = reader.leave_behind()
             if left_s is not None:  # it was asked only later, after others' loaders
-                self._await(name, left_s)
+                self._await(self._deadlines, name, left_s)
             elif not self._tasks[name].is_ending:
                 self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, reader.thread_name), "its loader"))
-        self._events.deadline_s = self._deadlines.next_s
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _leave_late_callbacks(self) -> None:
+        """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
+        for name in self._callback_deadlines.take_due():
+            left_s = self._tasks[name].notifier.leave_behind()
+            if left_s is not None:
+                self._await(self._callback_deadlines, name, left_s)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _hurry_callbacks(self) -> None:
+        """The run is to end, and soon: a callback that blocks must not hold it up."""
+        for name, training in self._tasks.items():
+            if training.planned.task.callbacks:
+                training.notifier.hurry()
+                self._await(self._callback_deadlines, name, INTERRUPTED_S)
 
     def _close(self) -> None:
         with self._arriving:
@@ -469,7 +519,7 @@ class EngineRun:
         self._pool.shutdown()
         if self._saving is not None:
             self._saving.saver.close()  # it may be writing from memory that is given back below
-        self._callbacks.shutdown()
+        late = {name: training.notifier.close() for name, training in self._tasks.items()}
         while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
             with self._events as event:
                 if isinstance(event, (Failed, DataFailed)):
@@ -478,16 +528,20 @@ class EngineRun:
                     self.left_over.append(event.planned)
         for worker in self._workers:
             worker.close()
-        for training in self._tasks.values():
+        for name, training in self._tasks.items():
             if not training.planned.reader.close():
-                thread = training.planned.reader.thread_name
-                text = f"{training.report.name}: its loader did not return; its thread {thread!r} was left behind\n"
-                training.report.error = text + (training.report.error or "")
+                self._note_left(training, "its loader", training.planned.reader.thread_name)
+            if (callback := late[name]) is not None:
+                self._note_left(training, f"its callback {callback}", training.notifier.thread_name)
             training.state.close()
         self._makespan_s = self._trace.now_s()
         self._progress.close((task.progress for task in self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
+
+    def _note_left(self, training: RunningTask, what: str, thread: str) -> None:
+        text = f"{training.report.name}: {what} did not return; its thread {thread!r} was left behind\n"
+        training.report.error = text + (training.report.error or "")
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Whether its devices have so much memory for a unit and its shard's parameters."""
@@ -540,9 +594,28 @@ class EngineRun:
             worker.sweep(instruction.task)
 
     def _start_commit(self, instruction: Commit) -> None:
+        training = self._tasks[instruction.task]
+        training.waits_to_commit = not training.notifier.is_told
+        if training.waits_to_commit and self._saving is not None:
+            self._saving.waits(training)
+        self._when_told(instruction)
+
+    def _when_told(self, instruction: Commit | Finish) -> None:
+        """Go on with it in this thread, once the task's callbacks have returned."""
+        notifier = self._tasks[instruction.task].notifier
+        if notifier.is_told:
+            self._told(instruction)
+        else:
+            notifier.when_told(partial(self._events.put, _Told(instruction)))
+
+    def _told(self, instruction: Commit | Finish) -> None:
+        if isinstance(instruction, Finish):
+            self._submit(instruction.task, "its end", partial(self._finish, instruction))
+            return
+        training = self._tasks[instruction.task]
+        training.waits_to_commit, training.is_committing = False, True
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
-        commit = partial(self._submit, instruction.task, "its commit", job)
-        self._tasks[instruction.task].notifier.when_told(commit)
+        self._submit(instruction.task, "its commit", job)
 
     def _return_memory(self) -> None:
         """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
@@ -631,8 +704,7 @@ class EngineRun:
         if self._saving is not None:
             self._saving.ends(training)
         # Not before its callbacks were told all: one of them may be planning another task.
-        end = partial(self._submit, instruction.task, "its end", partial(self._finish, instruction))
-        training.notifier.when_told(end)
+        self._when_told(instruction)
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
@@ -680,7 +752,7 @@ class EngineRun:
             training.record = training.snapshot = training.optimizer = training.state.stepper = None
             training.notifier.end()
         finally:
-            training.notifier.when_told(partial(self._events.put, _Ended()))
+            training.notifier.when_told(partial(self._events.put, _Ended(name)))
 
 
 def _length(loader: object) -> int | None:

@@ -58,7 +58,8 @@ class RunningTask:
     position: TaskPosition | None = None  # after the last step that was committed, where positions are kept
     buffers: list[Tensor] = field(default_factory=list)  # as that step left them
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
-    is_committing: bool = False  # from the decision to the event
+    waits_to_commit: bool = False  # for its callbacks
+    is_committing: bool = False  # from when they have returned to the event
     num_updating: int = 0  # shards whose update of the last step is not through
     is_releasing: bool = False  # shards may be updated before the step is committed
     is_torn: bool = False  # part of its state is of another step than the rest

@@ -72,7 +72,7 @@ def test_every_step_epoch_and_end_is_told_once_in_order():
     for epoch in range(EPOCHS):
         expected += [("step", epoch * STEPS + k) for k in range(STEPS)] + [("epoch", epoch)]
     assert log.calls == [*expected, ("end", "finished")]
-    assert log.threads == {"hydra-callbacks_0"}
+    assert log.threads == {"a-callbacks"}
 
 
 def test_a_step_is_told_before_the_next_is_committed():
