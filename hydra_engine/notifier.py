@@ -62,6 +62,10 @@ class Notifier:
         self.is_stopped = False  # by a callback: nothing more is to be committed
         self.failed: Failed | None = None  # what a callback raised
 
+    def epoch_begin(self, epoch: int) -> None:
+        """An epoch's iterator is about to be opened."""
+        self._submit(_Call("on_epoch_begin", (epoch,)))
+
     def step(self, *, is_updated: bool = True) -> None:
         """A training step was committed. It is told at once, or, where updates go on, once they are through: `let_go`.
 

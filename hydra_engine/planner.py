@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.callbacks import Callback, begin_epochs
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
-from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
@@ -22,7 +24,7 @@ from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import TooLarge, rehearse
-from hydra_engine.report import TaskPlan
+from hydra_engine.report import TaskPlan, TaskReport
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
@@ -88,8 +90,17 @@ class PlannedTask:
         self.task = task
         self.name = name
         self.saved = saved
+        self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
+        self._stopping: list[StopTask] = []  # what a callback raised before it is begun
         self.reader = Reader(
-            task, name, keeps_positions=keeps_positions, start=None if saved is None else saved.position
+            task,
+            name,
+            keeps_positions=keeps_positions,
+            start=None if saved is None else saved.position,
+            # Not a method: the two would hold each other.
+            begin_epoch=partial(_begin_epoch, task.callbacks, self.report, self._stopping)
+            if begin_epochs(task.callbacks)
+            else None,
         )
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
@@ -103,6 +114,11 @@ class PlannedTask:
         self._num_micro_batches = 1  # of a step, as far as is known
         self._parts_bytes = 0  # DRAM that steps take for being spread
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a callback has ended the task before it is begun."""
+        return bool(self._stopping)
 
     def make_plan(
         self,
@@ -490,6 +506,15 @@ class PlannedTask:
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
+
+
+def _begin_epoch(callbacks: Sequence[Callback], report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+    """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    try:
+        for callback in callbacks if not stopping else ():
+            callback.on_epoch_begin(report, epoch)
+    except StopTask as stop:
+        stopping.append(stop)
 
 
 def _launch_share(state: TaskState) -> float | None:

@@ -30,6 +30,7 @@ from hydra_engine.events import (
     DeviceAdded,
     DidNotFit,
     Drop,
+    EpochAhead,
     Event,
     Failed,
     Finish,
@@ -55,7 +56,7 @@ from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.refit import refit, shared_out
-from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
+from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report
 from hydra_engine.resumed import LOST
 from hydra_engine.retries import FINAL, Retries
 from hydra_engine.running import RunningTask
@@ -83,9 +84,9 @@ class _Stop(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """A task's callbacks have returned, for which this had to wait."""
+    """A task's callbacks have returned, for which this had to wait; Read: what is read begins an epoch."""
 
-    instruction: Commit | Finish
+    instruction: Commit | Finish | Read
 
 
 class _Ended(NamedTuple):
@@ -112,7 +113,7 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | _Arrived | _Stop | _Told | _Ended] = Inbox()
+        self._events: Inbox[Event | EpochAhead | _Arrived | _Stop | _Told | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
@@ -235,13 +236,9 @@ class EngineRun:
             self._take_in(planned)
 
     def _take_in(self, planned: PlannedTask) -> None:
-        saved = planned.saved
-        if saved is None:
-            report = TaskReport(name=planned.name, seed=planned.task.seed)
-        else:
-            report = saved.report(goes_on=True)
-            if self._saving is not None:
-                self._saving.saver.began_at(planned.name, saved.steps)
+        report = planned.report
+        if planned.saved is not None and self._saving is not None:
+            self._saving.saver.began_at(planned.name, planned.saved.steps)
         notifier = Notifier(
             planned.task.callbacks,
             report,
@@ -258,6 +255,9 @@ class EngineRun:
             training.note_failure(Failed(planned.name, error, "its set-up"))
         else:
             self._add(training)
+            if planned.is_stopped:
+                notifier.is_stopped = True
+                self._handle(TaskStopped(planned.name))
             if notifier.timeout_s is not None:
                 self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
 
@@ -348,13 +348,18 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Told | _Ended | Overdue) -> None:
+    def _handle(self, event: Event | EpochAhead | _Arrived | _Stop | _Told | _Ended | Overdue) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
             self._leave_late_callbacks()
             return
         if isinstance(event, _Told):
             self._told(event.instruction)
+            return
+        if isinstance(event, EpochAhead):
+            self._deadlines.drop(event.task)
+            self._tasks[event.task].epoch_ahead = event.epoch
+            self._begin_epoch(self._tasks[event.task])
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
@@ -405,10 +410,23 @@ class EngineRun:
         With early release, updates go on at any time.
         """
         training = self._tasks[event.task]
-        if isinstance(event, StepCommitted) and event.training:
-            training.notifier.step(is_updated=training.num_updating == 0)
-        elif isinstance(event, ShardUpdated) and training.num_updating == 0:
+        if isinstance(event, StepCommitted):
+            training.is_committed = True
+            if event.training:
+                training.notifier.step(is_updated=training.num_updating == 0)
+            self._begin_epoch(training)
+        elif training.num_updating == 0:
             training.notifier.let_go()
+
+    def _begin_epoch(self, training: RunningTask) -> None:
+        """Tell that an epoch begins whose iterator waits for that, once all before it is committed and told."""
+        if training.epoch_ahead is None or not (training.batch is None or training.is_committed):
+            return
+        epoch, training.epoch_ahead = training.epoch_ahead, None
+        if not training.is_ending:
+            training.end_epoch()
+            training.notifier.epoch_begin(epoch)
+            self._when_told(Read(training.report.name))
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
@@ -600,7 +618,7 @@ class EngineRun:
             self._saving.waits(training)
         self._when_told(instruction)
 
-    def _when_told(self, instruction: Commit | Finish) -> None:
+    def _when_told(self, instruction: Commit | Finish | Read) -> None:
         """Go on with it in this thread, once the task's callbacks have returned."""
         notifier = self._tasks[instruction.task].notifier
         if notifier.is_told:
@@ -608,11 +626,16 @@ class EngineRun:
         else:
             notifier.when_told(partial(self._events.put, _Told(instruction)))
 
-    def _told(self, instruction: Commit | Finish) -> None:
+    def _told(self, instruction: Commit | Finish | Read) -> None:
+        training = self._tasks[instruction.task]
+        if isinstance(instruction, Read):
+            if not (training.is_ending or training.notifier.is_stopped):
+                training.read_from = None  # layers moved the stream before the epoch's end was found
+                self._request(training)
+            return
         if isinstance(instruction, Finish):
             self._submit(instruction.task, "its end", partial(self._finish, instruction))
             return
-        training = self._tasks[instruction.task]
         training.waits_to_commit, training.is_committing = False, True
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
         self._submit(instruction.task, "its commit", job)
@@ -728,8 +751,7 @@ class EngineRun:
             optimizer.reach_epoch(training.planned.task.epochs)
         report.status = FINISHED
         training.end_evaluation()
-        if training.batch is not None:
-            training.notifier.epoch(training.batch.epoch)
+        training.end_epoch()
 
     def _how_it_ended(self, training: RunningTask) -> str | None:
         """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""

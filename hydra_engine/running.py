@@ -41,9 +41,12 @@ class RunningTask:
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     is_reading: bool = False
+    epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
+    ended_epoch: int = -1  # the last one that was told to be over
     is_ending: bool = False  # it is over, and what it leaves is being put in order
     next_batch: Batch | None = None  # read, not begun
     batch: Batch | None = None
+    is_committed: bool = False  # that batch
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
     is_spread: bool = False  # the batch in progress, over several devices
@@ -133,9 +136,16 @@ class RunningTask:
         if batch is not None and not batch.training and following.evaluation != batch.evaluation:
             self.end_evaluation()
         if batch is not None and following.epoch > batch.epoch:
-            self.notifier.epoch(batch.epoch)
-        self.batch, self.next_batch = following, None
+            self.end_epoch()
+        self.batch, self.next_batch, self.is_committed = following, None, False
         self.layers_moved_reader = False
+
+    def end_epoch(self) -> None:
+        """Tell, once, that the epoch of the last batch is over, its validation too."""
+        if self.batch is not None and self.batch.epoch > self.ended_epoch:
+            self.end_evaluation()
+            self.ended_epoch = self.batch.epoch
+            self.notifier.epoch(self.batch.epoch)
 
     def stage(self, num_parts: int = 1) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
