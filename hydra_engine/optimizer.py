@@ -68,7 +68,7 @@ class TaskOptimizer:
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
-        """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
+        """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
         self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
             return self._commit_released(epoch)
@@ -97,7 +97,7 @@ class TaskOptimizer:
         )
         if self._task.optimizer_scope == "task":
             self._average(self._slots, record)
-        self._end_step()
+        self._count_step()
         return record
 
     def skipped(self) -> StepRecord:
@@ -107,11 +107,14 @@ class TaskOptimizer:
     def _groups(self) -> list[dict[str, Any]]:
         return [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
 
-    def _end_step(self) -> None:
+    def _count_step(self) -> None:
         self._num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
+
+    def end_step(self, record: StepRecord) -> None:
+        """Move the scheduler past a committed step: what it raises comes after the step, as in the plain loop."""
+        if self.scheduler is not None and self._task.lr_scheduler_interval == "step" and not record.is_skipped:
             self.scheduler.step()
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
@@ -194,7 +197,7 @@ class TaskOptimizer:
         with self._releasing:
             self.reach_epoch(epoch)
             record, self._released = self._released, None
-            self._end_step()
+            self._count_step()
         return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
@@ -250,9 +253,9 @@ class TaskOptimizer:
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
         while self._epoch < epoch:
-            self._epoch += 1
             if self.scheduler is not None and self._task.lr_scheduler_interval == "epoch":
                 self.scheduler.step()
+            self._epoch += 1
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
@@ -369,7 +372,7 @@ class TaskOptimizer:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_end_step`
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
         if self._averages and self._num_steps:
             for slot in self._slots:
                 if slot.name not in state["averages"]:
@@ -495,7 +498,9 @@ def _check_scheduler(task: ModelTask, optimizer: torch.optim.Optimizer) -> None:
     scheduler = task.lr_scheduler(optimizer)
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
-    wanted = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in passed_on]
     if wanted:
         raise ValueError(
             f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "

@@ -712,7 +712,7 @@ class EngineRun:
         )
 
     def _commit(self, instruction: Commit) -> Event:
-        event = commit(self._tasks[instruction.task], training_step=instruction.training)
+        event = commit(self._tasks[instruction.task], self._events.put, training_step=instruction.training)
         if instruction.training:
             self._return_memory()
         return event
@@ -748,7 +748,12 @@ class EngineRun:
         if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
             return
         if optimizer is not None:
-            optimizer.reach_epoch(training.planned.task.epochs)
+            try:
+                optimizer.reach_epoch(training.planned.task.epochs)
+            except BaseException as error:
+                training.is_torn = True
+                training.note_failure(Failed(report.name, error, "its lr_scheduler, after the last epoch"))
+                return
         report.status = FINISHED
         training.end_evaluation()
         training.end_epoch()
