@@ -245,8 +245,8 @@ class ModelOrchestrator:
 
         Changes nothing: weights, gradients, buffers, training flags and the process-wide generators are afterwards as
         they were, and training has the bits that it would have had. Only the weights' memory is another: they move into
-        the engine's, and back into ordinary storage. A batch too large for one layer alone is evaluated in parts, whose
-        figures may differ in their last bits.
+        the engine's, and back into ordinary storage. A batch too large for one layer alone is computed in parts, as a
+        validation's is; `Evaluation.num_parts` says so.
 
         Args:
             task: a task of this orchestrator or its name, or any other `ModelTask`.

@@ -112,6 +112,7 @@ class PlannedTask:
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a step
         self._num_micro_batches = 1  # of a step, as far as is known
+        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
         self._parts_bytes = 0  # DRAM that steps take for being spread
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
@@ -160,7 +161,9 @@ class PlannedTask:
                 self._cut(number, machine)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if wanted != "auto" or number >= batch.num_samples:
+                # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+                may_split = not self.task.predicts if not self.task.trains else wanted == "auto"
+                if not may_split or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         step_s = self._decide(machine)
@@ -365,10 +368,14 @@ class PlannedTask:
 
     def _sample(self) -> Batch:
         """What the plan is made for."""
-        return self.reader.sample(training=self.task.trains)
+        sample = self.reader.sample(training=self.task.trains)
+        number = self._evaluated_parts
+        return sample if number == 1 else self.reader.split_again(sample, number)
 
     def _cut(self, number: int, machine: _Machine) -> None:
         state = self.state
+        if not self.task.trains:
+            self._evaluated_parts, number = number, 1
         costs = self._costs(number)
         batch = self._sample()
         validates = self.task.trains and self.task.validation is not None
@@ -497,7 +504,7 @@ class PlannedTask:
             shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
             dram=self.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number,
+            accumulation_steps=number if self.task.trains else 1,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             shares_cores=self.state.place.type == "cpu",

@@ -37,6 +37,9 @@ def refit(
     """
     if batch.training and batch.accumulation_steps != state.accumulation_steps:
         batch = reader.split_again(batch, state.accumulation_steps)
+    whole = tuple(each.signature for each in batch.whole)
+    if not batch.training and misfit is None and whole in state.evaluated_parts:
+        return reader.split_again(batch, state.evaluated_parts[whole])
     costs: Sequence[LayerCost] | None = _measure(state, batch)
     if misfit is not None:
         batch, costs = _make_room(state, reader, batch, costs, misfit.shard, error, may_split)
@@ -51,6 +54,8 @@ def refit(
         batch, costs = _make_room(state, reader, batch, costs, wide[0].index, None, may_split)
     state.check_buffers()
     state.note_fitting(batch.training, batch.signature)
+    if not batch.training and len(batch.micro_batches) > 1:
+        state.evaluated_parts[whole] = len(batch.micro_batches)
     return batch
 
 

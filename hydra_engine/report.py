@@ -159,11 +159,17 @@ class TaskReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model does on a loader."""
+    """What a model does on a loader.
+
+    num_parts: the most that a batch was computed in, since it was too large for one layer alone. Where it is above 1,
+    figures may differ from the plain loop's: in their last bits, or more if a layer, the loss or a metric does not
+    treat each sample by itself.
+    """
 
     loss: float
     metrics: dict[str, float]  # by name
     num_samples: int
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ class RunningTask:
     num_updating: int = 0  # shards whose update of the last step is not through
     is_releasing: bool = False  # shards may be updated before the step is committed
     is_torn: bool = False  # part of its state is of another step than the rest
+    evaluated_parts: set[tuple[int, int]] = field(default_factory=set)  # (samples, parts) that were reported
     outputs: list[Any] = field(default_factory=list)  # of the batch that was predicted last; the caller takes it
 
     @property
@@ -173,10 +174,36 @@ class RunningTask:
         assert batch is not None
         if self.means is None:
             self.means = EvaluationMeans(sums_losses=self.planned.task.loss_reduction == "sum")
+        self._note_parts(batch)
         # In one piece, unless it did not fit so.
         loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
         metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
-        self.means.add(loss, batch.weight, metrics, batch.num_samples)
+        self.means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
+
+    def _note_parts(self, batch: Batch) -> None:
+        """Report, once for each size, that an evaluation batch was computed in parts.
+
+        Refuse it where the parts drew, or changed buffers, as the whole batch would have done once.
+        """
+        number, staging = len(batch.micro_batches), self.state.staging
+        if number == 1:
+            return
+        ends = [staging.random[len(self.state.shards), m] for m in range(number)]
+        draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
+        if draws or staging.buffers:
+            does = "draws random numbers" if draws else "changes a buffer"
+            raise ValueError(
+                f"{self.report.name}: evaluation batch {batch.step} of {batch.num_samples} samples is too large for a "
+                f"layer alone, and in {number} parts a layer that {does} in eval() gives other figures; give smaller "
+                f"batches, or use a device with more memory"
+            )
+        if (batch.num_samples, number) not in self.evaluated_parts:
+            self.evaluated_parts.add((batch.num_samples, number))
+            self.revise(
+                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed in "
+                f"{number} parts: figures may differ from those of whole ones, in their last bits or, where a layer or "
+                f"the loss does not treat each sample by itself, by more"
+            )
 
     def end_evaluation(self) -> None:
         """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""

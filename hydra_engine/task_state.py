@@ -75,6 +75,7 @@ class TaskState:
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
         # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
         self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
+        self.evaluated_parts: dict[tuple[Any, ...], int] = {}  # of evaluation batches too large for a layer alone
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.any_may_change = False  # another one was seen to change in a step that was spread
