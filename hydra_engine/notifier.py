@@ -13,6 +13,7 @@ import torch
 from hydra_engine.callbacks import Callback
 from hydra_engine.errors import CallbackTimeout, StopTask
 from hydra_engine.events import Event, Failed, TaskStopped
+from hydra_engine.model_watch import ModelWatch
 from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.report import TaskReport
 
@@ -59,8 +60,17 @@ class Notifier:
         self._now: tuple[str, float] | None = None  # what is being called, and since when, by time.monotonic()
         self._is_left = False  # the thread, to itself
         self._is_hurried = False
+        self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
         self.is_stopped = False  # by a callback: nothing more is to be committed
         self.failed: Failed | None = None  # what a callback raised
+
+    def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
+        """From now on, call `prepare` before each call, and fail the task where it changes the model."""
+        self._watch = (model, prepare)
+
+    def look_away(self) -> None:
+        """The model is its user's again."""
+        self._watch = None
 
     def epoch_begin(self, epoch: int) -> None:
         """An epoch's iterator is about to be opened."""
@@ -199,12 +209,18 @@ class Notifier:
     def _tell(self, call: _Call) -> None:
         if self.is_stopped and not call.always:
             return
-        name = self._report.name
+        name, watch = self._report.name, self._watch
         try:
+            if watch is not None:
+                watch[1]()
+                watch[0].begin()
             for callback in self._callbacks:
                 if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                     return
                 getattr(callback, call.hook)(self._report, *call.arguments)
+            if watch is not None:
+                who = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                watch[0].check(f"{name}: its callback {who}, in {call.hook},")
         except StopTask:
             self._stop(TaskStopped(name))
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's

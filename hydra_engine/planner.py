@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
-from hydra_engine.callbacks import Callback, begin_epochs
+from hydra_engine.callbacks import begin_epochs
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
@@ -19,6 +19,7 @@ from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
 from hydra_engine.memory import HostPool
+from hydra_engine.model_watch import ModelWatch
 from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
@@ -98,7 +99,7 @@ class PlannedTask:
             keeps_positions=keeps_positions,
             start=None if saved is None else saved.position,
             # Not a method: the two would hold each other.
-            begin_epoch=partial(_begin_epoch, task.callbacks, self.report, self._stopping)
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
             if begin_epochs(task.callbacks)
             else None,
         )
@@ -515,13 +516,18 @@ class PlannedTask:
         )
 
 
-def _begin_epoch(callbacks: Sequence[Callback], report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
     """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    if stopping:
+        return
+    watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        for callback in callbacks if not stopping else ():
+        for callback in task.callbacks:
             callback.on_epoch_begin(report, epoch)
     except StopTask as stop:
         stopping.append(stop)
+    else:  # what it does to the model later on would come too late, so that it is refused at once
+        watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
 def _launch_share(state: TaskState) -> float | None:

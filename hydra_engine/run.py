@@ -89,6 +89,12 @@ class _Told(NamedTuple):
     instruction: Commit | Finish | Read
 
 
+class _Saved(NamedTuple):
+    """What there is to save of a task's end is saved, and its callbacks were told all but that."""
+
+    task: str
+
+
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
 
@@ -113,7 +119,7 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | EpochAhead | _Arrived | _Stop | _Told | _Ended] = Inbox()
+        self._events: Inbox[Event | EpochAhead | _Arrived | _Stop | _Told | _Saved | _Ended] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
@@ -308,6 +314,7 @@ class EngineRun:
         planned, state = training.planned, training.state
         for worker in self._workers:
             worker.admit(state)
+        training.watch()
         planned.reader.start(self._events.put, self._num_threads)
         self._handle(
             TaskAdded(
@@ -348,7 +355,7 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | EpochAhead | _Arrived | _Stop | _Told | _Ended | Overdue) -> None:
+    def _handle(self, event: Event | EpochAhead | _Arrived | _Stop | _Told | _Saved | _Ended | Overdue) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
             self._leave_late_callbacks()
@@ -363,6 +370,9 @@ class EngineRun:
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
+            return
+        if isinstance(event, _Saved):
+            self._submit(event.task, "its end", partial(self._end, event.task))
             return
         if isinstance(event, _Ended):
             self._num_ending -= 1
@@ -731,7 +741,8 @@ class EngineRun:
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
-        let_go = partial(self._submit, instruction.task, "its end", partial(self._end, instruction.task))
+        # The last epoch's end is told while weights are where they were.
+        let_go = partial(training.notifier.when_told, partial(self._events.put, _Saved(instruction.task)))
         try:
             self._conclude(training)
         finally:
@@ -772,6 +783,7 @@ class EngineRun:
             for worker in self._workers:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
+            training.notifier.look_away()
             training.state.close()
             training.planned.leave()
             if training.optimizer is not None:

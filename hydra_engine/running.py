@@ -15,6 +15,7 @@ from hydra_engine.batches import batch_size
 from hydra_engine.dram import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.events import DataFailed, Failed
 from hydra_engine.means import EvaluationMeans, joined
+from hydra_engine.model_watch import ModelWatch
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.parts import StepParts
@@ -60,6 +61,7 @@ class RunningTask:
     evaluation: Evaluation | None = None  # the last that is through
     position: TaskPosition | None = None  # after the last step that was committed, where positions are kept
     buffers: list[Tensor] = field(default_factory=list)  # as that step left them
+    shown_buffers: list[Tensor] = field(default_factory=list)  # that the user's model has now
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
     waits_to_commit: bool = False  # for its callbacks
     is_committing: bool = False  # from when they have returned to the event
@@ -73,6 +75,23 @@ class RunningTask:
     def state(self) -> TaskState:
         """Its units' state."""
         return self.planned.state
+
+    def watch(self) -> None:
+        """From now on see what callbacks do to the model: devices have their copies of it."""
+        task, pool = self.planned.task, self.state.pool
+        if task.callbacks:
+            watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
+            if not pool.early_release:  # else weights change at any time
+                watch.follow([slot.parameter for slot in self.state.layout.trainable_slots()])
+            self.notifier.watch(watch, self.show_buffers)
+
+    def show_buffers(self) -> None:
+        """Give the user's model the buffers that the last step left, for its callbacks; its weights are there."""
+        values, shown = self.state.pool.buffers, self.shown_buffers
+        changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
+        if changed:
+            self.state.layout.put_buffers(values, changed)
+            self.shown_buffers = list(values)
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
@@ -200,9 +219,9 @@ class RunningTask:
         if (batch.num_samples, number) not in self.evaluated_parts:
             self.evaluated_parts.add((batch.num_samples, number))
             self.revise(
-                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed in "
-                f"{number} parts: figures may differ from those of whole ones, in their last bits or, where a layer or "
-                f"the loss does not treat each sample by itself, by more"
+                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed "
+                f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
+                f"or the loss does not treat each sample by itself, by more"
             )
 
     def end_evaluation(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -205,10 +205,12 @@ class ModelLayout:
             for path, attribute, number in bindings:
                 yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
 
-    def put_buffers(self, values: Sequence[Tensor]) -> None:
-        """Give the user's modules these values, by number."""
+    def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
+        """Give the user's modules these values, by number; `numbers`: only these of them."""
         for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
             for path, name, index in bindings:
+                if numbers is not None and index not in numbers:
+                    continue
                 module, value = layer.get_submodule(path), values[index]
                 own = self.buffers[index]
                 if own.shape == value.shape and own.dtype == value.dtype:

@@ -46,7 +46,7 @@ GROUPS = (
         "report",
         "sample",
     ),
-    ("callbacks", "indices", "manifest", "means", "opened", "retries", "saved_state", "tensor_file"),
+    ("callbacks", "indices", "manifest", "means", "model_watch", "opened", "retries", "saved_state", "tensor_file"),
     ("emulated", "loader_generators"),
     ("device", "drawing", "events", "loader_position", "nested", "plan_ahead", "progress", "shard", "task"),
     ("checkpoint", "frozen", "probe", "rollback", "task_position"),
