@@ -10,11 +10,18 @@ from hydra_engine.report import TaskReport
 class Callback:
     """Called as a task trains, in a thread of the task's own, one call at a time; override what you need.
 
-    A call sees the report and the model's weights as they were at its step: the task's next commit waits for it, while
-    devices compute on. With `early_release` or `optimizer_device="device"` the weights may be in the middle of the next
-    step's updates. Callbacks of other tasks go on meanwhile, so that one may wait for another task, or call
+    A call sees the report and the model's weights and buffers as they were at its step: the task's next commit waits
+    for it, while devices compute on. With `early_release` or `optimizer_device="device"` the weights may be in the
+    middle of the next step's updates. Callbacks of other tasks go on meanwhile: one may wait for another task, or call
     `add_task` and `stop_task`. A call that does not return in the task's `callback_timeout_s` fails the task. After
     Ctrl-C or SIGTERM it has 10 s; then the run ends without it.
+
+    Look at the model, and leave it as it is: devices compute with copies of its layers, and have begun the next step.
+    A call that changes an attribute (a dropout's p), a `training` flag, `requires_grad`, hooks, submodules, parameters
+    or buffers, or writes to them, fails the task by name; `on_task_end` may do what it likes. Of writes through `.data`
+    a few elements of each weight are looked at, and none with `early_release` or `optimizer_device="device"`. A rate
+    that a call sets in the `param_groups` of the optimizer that the task's factory made last holds from the next step
+    on; but with these two, that step's updates may have begun.
 
     Draw nothing from the process-wide random generators there, as making a model does: loaders read them at the same
     time. In the plain loop such a draw would move the task's stream; here it does not, and what is drawn depends on

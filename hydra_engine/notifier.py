@@ -69,8 +69,10 @@ class Notifier:
         self._watch = (model, prepare)
 
     def look_away(self) -> None:
-        """The model is its user's again."""
-        self._watch = None
+        """The model is its user's again, and its weights' memory is given back."""
+        if self._watch is not None:
+            self._watch[0].follow(())
+            self._watch = None
 
     def epoch_begin(self, epoch: int) -> None:
         """An epoch's iterator is about to be opened."""
@@ -218,7 +220,7 @@ class Notifier:
                 if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                     return
                 getattr(callback, call.hook)(self._report, *call.arguments)
-            if watch is not None:
+            if watch is not None and not self._is_left:
                 who = " or ".join(type(callback).__name__ for callback in self._callbacks)
                 watch[0].check(f"{name}: its callback {who}, in {call.hook},")
         except StopTask:

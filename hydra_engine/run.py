@@ -433,7 +433,7 @@ class EngineRun:
         if training.epoch_ahead is None or not (training.batch is None or training.is_committed):
             return
         epoch, training.epoch_ahead = training.epoch_ahead, None
-        if not training.is_ending:
+        if not (training.is_ending or self._interrupted):
             training.end_epoch()
             training.notifier.epoch_begin(epoch)
             self._when_told(Read(training.report.name))
@@ -639,7 +639,7 @@ class EngineRun:
     def _told(self, instruction: Commit | Finish | Read) -> None:
         training = self._tasks[instruction.task]
         if isinstance(instruction, Read):
-            if not (training.is_ending or training.notifier.is_stopped):
+            if not (training.is_ending or training.notifier.is_stopped or self._interrupted):
                 training.read_from = None  # layers moved the stream before the epoch's end was found
                 self._request(training)
             return

@@ -141,7 +141,8 @@ class ModelTask:
             mean, weighted by samples. In `TaskReport.validation_metrics`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
-        callbacks: `hydra_engine.Callback` objects, called after steps, validations and epochs and at the end.
+        callbacks: `hydra_engine.Callback` objects, called before epochs, after steps, validations and epochs, and at
+            the end; in a thread of the task's own. See there what they may do to the model.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
