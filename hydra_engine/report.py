@@ -105,7 +105,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short."""
+    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short.
+
+    Or, where both are as before, that evaluation batches of some size are computed in parts.
+    """
 
     step: int  # training steps committed before it took effect
     boundaries: list[int]  # cumulative end indices from then on
