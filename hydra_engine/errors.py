@@ -70,6 +70,18 @@ class LoaderTimeout(TimeoutError):
         self.timeout_s = timeout_s
 
 
+class CallbackTimeout(TimeoutError):
+    """A callback did not return in time."""
+
+    def __init__(self, task: str, callback: str, timeout_s: float, thread: str) -> None:
+        super().__init__(
+            f"{task}: its callback {callback} did not return in {timeout_s:g} s (callback_timeout_s); its thread "
+            f"{thread!r} was left behind: look for what it waits on (a lock, a barrier, a task that has ended, a "
+            f"network share), or raise callback_timeout_s; None waits for ever"
+        )
+        self.timeout_s = timeout_s
+
+
 class CheckpointError(RuntimeError):
     """A directory of checkpoints cannot be written to, is another run's, or holds some and none that can be used.
 

@@ -43,6 +43,13 @@ class BatchReady(NamedTuple):
     num_micro_batches: int = 1  # it can be spread over as many devices
 
 
+class EpochAhead(NamedTuple):
+    """The reader is about to open an epoch's iterator, and does so when it is asked again: callbacks come before."""
+
+    task: str
+    epoch: int
+
+
 class DataEnded(NamedTuple):
     """The reader has seen the last epoch to its end."""
 

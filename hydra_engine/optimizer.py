@@ -72,7 +72,7 @@ class TaskOptimizer:
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
-        """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
+        """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
         self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
             return self._commit_released(epoch)
@@ -101,18 +101,21 @@ class TaskOptimizer:
         )
         if self._task.optimizer_scope == "task":
             self._average(self._slots, record)
-        self._end_step()
+        self._count_step()
         return record
 
     def skipped(self) -> StepRecord:
         """The record of a step that changes nothing, nor the loss scale."""
         return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=self.loss_scale, is_skipped=True)
 
-    def _end_step(self) -> None:
+    def _count_step(self) -> None:
         self._num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._task.lr_scheduler_interval == "step":
+
+    def end_step(self, record: StepRecord) -> None:
+        """Move the scheduler past a committed step: what it raises comes after the step, as in the plain loop."""
+        if self._task.lr_scheduler_interval == "step" and not record.is_skipped:
             self._move_schedule()
 
     def _move_schedule(self) -> None:
@@ -227,7 +230,7 @@ class TaskOptimizer:
         with self._releasing:
             self.reach_epoch(epoch)
             record, self._released = self._released, None
-            self._end_step()
+            self._count_step()
         return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
@@ -294,9 +297,9 @@ class TaskOptimizer:
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
         while self._epoch < epoch:
-            self._epoch += 1
             if self._task.lr_scheduler_interval == "epoch":
                 self._move_schedule()
+            self._epoch += 1
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
@@ -415,7 +418,7 @@ class TaskOptimizer:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_end_step`
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
         if self._averages and self._num_steps:
             for slot in self._slots:
                 if slot.name not in state["averages"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,20 +15,22 @@ from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
 from hydra_engine.bound_copy import LayerFault
 from hydra_engine.boundary import ALIGNMENT_BYTES
+from hydra_engine.callbacks import begin_epochs
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
-from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
 from hydra_engine.memory import HostPool
+from hydra_engine.model_watch import ModelWatch
 from hydra_engine.optimizer import check_no_hooks, has_hooks
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
 from hydra_engine.rehearsal import REMEDY, TooLarge, rehearse
-from hydra_engine.report import TaskPlan
+from hydra_engine.report import TaskPlan, TaskReport
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
@@ -105,8 +108,17 @@ class PlannedTask:
         self.name = name
         self.saved = saved
         self.saves = keeps_positions
+        self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
+        self._stopping: list[StopTask] = []  # what a callback raised before it is begun
         self.reader = Reader(
-            task, name, keeps_positions=keeps_positions, start=None if saved is None else saved.position
+            task,
+            name,
+            keeps_positions=keeps_positions,
+            start=None if saved is None else saved.position,
+            # Not a method: the two would hold each other.
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
+            if begin_epochs(task.callbacks)
+            else None,
         )
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
@@ -118,8 +130,14 @@ class PlannedTask:
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a step
         self.num_micro_batches = 1  # of a step, as far as is known
+        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
         self._parts_bytes = 0  # DRAM that steps take for being spread
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a callback has ended the task before it is begun."""
+        return bool(self._stopping)
 
     def make_plan(
         self,
@@ -165,7 +183,9 @@ class PlannedTask:
                 self._cut(number, machine)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if wanted != "auto" or number >= batch.num_samples:
+                # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+                may_split = not self.task.predicts if not self.task.trains else wanted == "auto"
+                if not may_split or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         step_s = self._decide(machine)
@@ -365,10 +385,14 @@ class PlannedTask:
 
     def _sample(self) -> Batch:
         """What the plan is made for."""
-        return self.reader.sample(training=self.task.trains)
+        sample = self.reader.sample(training=self.task.trains)
+        number = self._evaluated_parts
+        return sample if number == 1 else self.reader.split_again(sample, number)
 
     def _cut(self, number: int, machine: _Machine) -> None:
         state = self.state
+        if not self.task.trains:
+            self._evaluated_parts, number = number, 1
         costs = self._costs(number)
         batch = self._sample()
         validates = self.task.trains and self.task.validation is not None
@@ -513,7 +537,7 @@ class PlannedTask:
             shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
             dram=self.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number,
+            accumulation_steps=number if self.task.trains else 1,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             shares_cores=self.state.place.type == "cpu",
@@ -522,6 +546,20 @@ class PlannedTask:
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
+
+
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+    """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    if stopping:
+        return
+    watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
+    try:
+        for callback in task.callbacks:
+            callback.on_epoch_begin(report, epoch)
+    except StopTask as stop:
+        stopping.append(stop)
+    else:  # what it does to the model later on would come too late, so that it is refused at once
+        watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
 def _launch_share(state: TaskState) -> float | None:

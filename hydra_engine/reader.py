@@ -19,7 +19,7 @@ import torch
 from hydra_engine.batches import MicroBatch, batch_size
 from hydra_engine.boundary import Boundary, copy_in_dram
 from hydra_engine.errors import LoaderTimeout
-from hydra_engine.events import BatchReady, DataEnded, DataFailed, Event
+from hydra_engine.events import BatchReady, DataEnded, DataFailed, EpochAhead, Event
 from hydra_engine.loader_draws import LoaderDraws, beside_loaders
 from hydra_engine.loader_generators import putting_back, set_states, states_of
 from hydra_engine.loader_position import EpochStart, epoch_start, position_of, restore
@@ -88,13 +88,24 @@ class Reader:
     """
 
     def __init__(
-        self, task: ModelTask, name: str, *, keeps_positions: bool = False, start: TaskPosition | None = None
+        self,
+        task: ModelTask,
+        name: str,
+        *,
+        keeps_positions: bool = False,
+        start: TaskPosition | None = None,
+        begin_epoch: Callable[[int], None] | None = None,
     ) -> None:
-        """`keeps_positions`: batches say where the task stands. `start`: it goes on from there."""
+        """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
+
+        begin_epoch: called before an epoch's iterator is opened for the sample; for later ones, `EpochAhead` is said.
+        """
         self._task = task
         self._name = name
         self._keeps_positions = keeps_positions
         self._start = start
+        self._begin_epoch = begin_epoch
+        self._begun_epoch = -1  # the last one that was told to begin
         self._messages: list[str] = []  # why batches may be other ones than those of the run that was saved
         self._training_draws = LoaderDraws(name, alone=task.loader_alone)
         self._validation_draws = LoaderDraws(name, alone=task.loader_alone)
@@ -147,9 +158,7 @@ class Reader:
             raise self._broken
         if self._first is None:
             try:
-                if self._task.scan_batches:
-                    self._largest = self._scan()
-                self._first = next(self._items, None)
+                self._first = self._read_first()
             except TakenAway:  # it was planned beside a run, which would not wait for it
                 timeout_s = self._task.loader_timeout_s or math.inf
                 self._broken = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
@@ -158,6 +167,18 @@ class Reader:
                 self._broken = error  # the iterator is gone with it
                 raise
         return self._first
+
+    def _read_first(self) -> _Item | None:
+        ahead = next(self._items, None) if self._begin_epoch is not None else None
+        while True:
+            if isinstance(ahead, EpochAhead):
+                assert self._begin_epoch is not None
+                self._begin_epoch(ahead.epoch)
+            if self._task.scan_batches and self._largest is None:  # before an iterator is opened
+                self._largest = self._scan()
+            ahead = next(self._items, None)
+            if not isinstance(ahead, EpochAhead):
+                return ahead
 
     def _scan(self) -> _Item | None:
         """The batch with most bytes of an epoch that is read apart, before the first epoch begins.
@@ -283,8 +304,8 @@ class Reader:
                 self._go_to(request[0])
                 item, self._first = self._first or next(self._items, None), None
                 self._since_s = time.monotonic()  # splitting is user code, too
-                batch = None if item is None else self._batch(item, self._stream)
-                answer: Event = DataEnded(self._name)
+                batch = self._batch(item, self._stream) if isinstance(item, _Item) else None
+                answer: Event | EpochAhead = item if isinstance(item, EpochAhead) else DataEnded(self._name)
                 if batch is not None:
                     answer = BatchReady(self._name, batch.step, batch.training)
             except BaseException as error:
@@ -330,11 +351,14 @@ class Reader:
             self._stream.state = random
         self._goal = None
 
-    def _sequence(self, start: TaskPosition | None) -> Generator[_Item, None, None]:
+    def _sequence(self, start: TaskPosition | None) -> Generator[_Item | EpochAhead, None, None]:
         """Epochs and evaluations in the plain loop's order; a generator, so that it can change threads."""
         interval = self._task.validation_interval
         num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
         for epoch in range(first_epoch, self._task.epochs):
+            if self._begin_epoch is not None and epoch > self._begun_epoch:  # not again where a retry goes back
+                self._begun_epoch = epoch
+                yield EpochAhead(self._name, epoch)
             began, iterator = self._begun(epoch, num_steps) if start is None else self._resumed(start)
             num_batches = 0 if start is None else start.loader.num_batches
             is_due = start is not None and isinstance(interval, int) and num_steps % interval == 0

@@ -52,9 +52,12 @@ def refit(
     """
     if batch.training and batch.accumulation_steps != state.accumulation_steps:
         batch = reader.split_again(batch, state.accumulation_steps)
+    whole = tuple(each.signature for each in batch.whole)
+    if not batch.training and misfit is None and whole in state.evaluated_parts:
+        return reader.split_again(batch, state.evaluated_parts[whole])
     if misfit is None and _fits_wider(state, batch, room):
         return batch
-    costs = _measure(state, batch)
+    costs: Sequence[LayerCost] | None = _measure(state, batch)
     if misfit is not None:
         batch, costs = _make_room(state, reader, batch, costs, room, misfit, may_split)
     while costs is not None:
@@ -71,6 +74,8 @@ def refit(
         wide = []
     state.check_buffers()
     state.note_fitting(batch.training, batch.signature, None if wide else costs)
+    if not batch.training and len(batch.micro_batches) > 1:
+        state.evaluated_parts[whole] = len(batch.micro_batches)
     return batch
 
 

@@ -334,7 +334,7 @@ class _Stage:
 
     def check_names(self) -> None:
         """Check that no forward has registered anything."""
-        self._state.layout.originals.check_names(self._worker.structure(self._state.name).layers)
+        self._state.layout.originals.check_names(self._executor.structure.layers)
 
     def close(self) -> None:
         self._worker.close()

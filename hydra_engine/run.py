@@ -1,8 +1,8 @@
 """One run: feeds the scheduler real events and carries out its instructions. Built for the run and thrown away.
 
 Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits, updates and
-captures; one fits batches, one calls back, one writes checkpoints. They all speak to the caller through one queue of
-events, so everything the scheduler knows is touched by one thread.
+captures; one fits batches, one writes checkpoints; a task that has callbacks has one that calls them. They all speak to
+the caller through one queue of events, so everything the scheduler knows is touched by one thread.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hydra_engine.events import (
     DeviceAdded,
     DidNotFit,
     Drop,
+    EpochAhead,
     Event,
     Failed,
     Finish,
@@ -39,6 +40,7 @@ from hydra_engine.events import (
     Load,
     Read,
     Run,
+    ShardUpdated,
     StepCommitted,
     StopRequested,
     TaskAdded,
@@ -47,14 +49,14 @@ from hydra_engine.events import (
 )
 from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox, Overdue, Signals
-from hydra_engine.notifier import Notifier
+from hydra_engine.notifier import INTERRUPTED_S, Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
 from hydra_engine.refit import Misfit, Room, refit, shared_out
-from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
+from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report
 from hydra_engine.resumed import LOST
 from hydra_engine.retries import FINAL, Retries
 from hydra_engine.running import RunningTask
@@ -95,10 +97,22 @@ class _SetUp(NamedTuple):
     optimizer: TaskOptimizer | None = None
     num_steps: int | None = None
     error: BaseException | None = None
+class _Told(NamedTuple):
+    """A task's callbacks have returned, for which this had to wait; Read: what is read begins an epoch."""
+
+    instruction: Commit | Finish | Read
+
+
+class _Saved(NamedTuple):
+    """What there is to save of a task's end is saved, and its callbacks were told all but that."""
+
+    task: str
 
 
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
+
+    task: str
 
 
 class EngineRun:
@@ -119,11 +133,14 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | _Arrived | _Planning | _SetUp | _Stop | _Ended] = Inbox()
+        self._events: Inbox[
+            Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended
+        ] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
         self._deadlines = Deadlines()  # of loaders
+        self._callback_deadlines = Deadlines()
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -139,7 +156,6 @@ class EngineRun:
         )
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
-        self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
         self._opening = threading.Lock()  # tasks take their memory one at a time
         self._num_setting_up = 0  # tasks that the scheduler does not know yet
         self._arriving = threading.Lock()
@@ -245,20 +261,22 @@ class EngineRun:
             self._take_in(planned)
 
     def _take_in(self, planned: PlannedTask) -> None:
-        saved = planned.saved
-        if saved is None:
-            report = TaskReport(name=planned.name, seed=planned.task.seed)
-        else:
-            report = saved.report(goes_on=True)
-            if self._saving is not None:
-                self._saving.saver.began_at(planned.name, saved.steps)
-        notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
+        report = planned.report
+        if planned.saved is not None and self._saving is not None:
+            self._saving.saver.began_at(planned.name, planned.saved.steps)
+        notifier = Notifier(
+            planned.task.callbacks,
+            report,
+            self._events.put,
+            timeout_s=planned.task.callback_timeout_s,
+            num_threads=self._num_threads,
+        )
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
         self._num_setting_up += 1
         planned.reader.start(self._events.put, self._num_threads, partial(self._set_up, planned))
-        self._await(planned)
+        self._await_loader(planned)
 
     def add(self, planned: PlannedTask) -> bool:
         """Train one more task from now on; False where the run is over already. From any thread."""
@@ -314,6 +332,7 @@ class EngineRun:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
         for worker in self._workers:
             worker.admit(state)  # copies layers, which is user code too
+        self._tasks[planned.name].watch()
         return _SetUp(planned.name, optimizer, num_steps)
 
     def _was_set_up(self, event: _SetUp) -> None:
@@ -337,8 +356,12 @@ class EngineRun:
             if state.steps_on_device:
                 state.stepper = event.optimizer
         self._add(training)
-        if self._interrupted or training.notifier.is_stopped:  # meanwhile
+        notifier = training.notifier
+        notifier.is_stopped |= planned.is_stopped
+        if self._interrupted or notifier.is_stopped:  # meanwhile
             self._handle(TaskStopped(event.task))
+        if notifier.timeout_s is not None:
+            self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
 
     def _add(self, training: RunningTask) -> None:
         planned, state = training.planned, training.state
@@ -382,24 +405,39 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Planning | _SetUp | _Stop | _Ended | Overdue) -> None:
+    def _handle(
+        self, event: Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended | Overdue
+    ) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
+            self._leave_late_callbacks()
+            return
+        if isinstance(event, _Told):
+            self._told(event.instruction)
+            return
+        if isinstance(event, EpochAhead):
+            self._deadlines.drop(event.task)
+            self._tasks[event.task].epoch_ahead = event.epoch
+            self._begin_epoch(self._tasks[event.task])
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
+            return
+        if isinstance(event, _Saved):
+            self._submit(event.task, "its end", partial(self._end, event.task))
             return
         if isinstance(event, _Planning):
             self._joining.pop(event.planned.name, None)
             if not event.is_over:
                 self._joining[event.planned.name] = event.planned
-                self._await(event.planned)
+                self._await_loader(event.planned)
             return
         if isinstance(event, _SetUp):
             self._was_set_up(event)
             return
         if isinstance(event, _Ended):
             self._num_ending -= 1
+            self._callback_deadlines.drop(event.task)
             return
         if isinstance(event, _Stop):
             self.left_over = [each for each in self.left_over if each.name != event.task]
@@ -427,15 +465,41 @@ class EngineRun:
             self._handle(StopRequested())
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
-        self._interrupted |= isinstance(event, StopRequested)
+        if isinstance(event, StopRequested) and not self._interrupted:
+            self._interrupted = True
+            self._hurry_callbacks()
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
             self._tasks[event.task].owes_read = False
-        if isinstance(event, StepCommitted) and event.training:
-            self._tasks[event.task].notifier.step()
+        if isinstance(event, (StepCommitted, ShardUpdated)):
+            self._tell_step(event)
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
+
+    def _tell_step(self, event: StepCommitted | ShardUpdated) -> None:
+        """Tell a step to the callbacks once its updates are through: they see the weights that it left.
+
+        With early release, updates go on at any time.
+        """
+        training = self._tasks[event.task]
+        if isinstance(event, StepCommitted):
+            training.is_committed = True
+            if event.training:
+                training.notifier.step(is_updated=training.num_updating == 0)
+            self._begin_epoch(training)
+        elif training.num_updating == 0:
+            training.notifier.let_go()
+
+    def _begin_epoch(self, training: RunningTask) -> None:
+        """Tell that an epoch begins whose iterator waits for that, once all before it is committed and told."""
+        if training.epoch_ahead is None or not (training.batch is None or training.is_committed):
+            return
+        epoch, training.epoch_ahead = training.epoch_ahead, None
+        if not (training.is_ending or self._interrupted):
+            training.end_epoch()
+            training.notifier.epoch_begin(epoch)
+            self._when_told(Read(training.report.name))
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
@@ -503,14 +567,18 @@ class EngineRun:
 
     def _request(self, training: RunningTask) -> None:
         training.planned.reader.request(training.read_from)
-        self._await(training.planned)
+        self._await_loader(training.planned)
 
-    def _await(self, planned: PlannedTask, seconds: float | None = None) -> None:
+    def _await_loader(self, planned: PlannedTask, seconds: float | None = None) -> None:
         """Look after its loader in so many seconds; None: as long as it may take, if that is limited."""
         seconds = planned.task.loader_timeout_s if seconds is None else seconds
         if seconds is not None:
-            self._deadlines.set(planned.name, seconds)
-            self._events.deadline_s = self._deadlines.next_s
+            self._await(self._deadlines, planned.name, seconds)
+
+    def _await(self, deadlines: Deadlines, task: str, seconds: float) -> None:
+        """Look after its loader, or its callbacks, in so many seconds."""
+        deadlines.set(task, seconds)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
 
     def _leave_late_loaders(self) -> None:
         for name in self._deadlines.take_due():
@@ -524,10 +592,25 @@ class EngineRun:
             assert timeout_s is not None
             left_s = planned.reader.leave_behind()
             if left_s is not None:  # it was asked only later, after others' loaders
-                self._await(planned, left_s)
+                self._await_loader(planned, left_s)
             elif name in self._tasks:
                 self._fail_late(self._tasks[name], timeout_s)
-        self._events.deadline_s = self._deadlines.next_s
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _leave_late_callbacks(self) -> None:
+        """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
+        for name in self._callback_deadlines.take_due():
+            left_s = self._tasks[name].notifier.leave_behind()
+            if left_s is not None:
+                self._await(self._callback_deadlines, name, left_s)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _hurry_callbacks(self) -> None:
+        """The run is to end, and soon: a callback that blocks must not hold it up."""
+        for name, training in self._tasks.items():
+            if training.planned.task.callbacks:
+                training.notifier.hurry()
+                self._await(self._callback_deadlines, name, INTERRUPTED_S)
 
     def _fail_late(self, training: RunningTask, timeout_s: float) -> None:
         name, thread = training.report.name, training.planned.reader.thread_name
@@ -546,7 +629,7 @@ class EngineRun:
         self._pool.shutdown()
         if self._saving is not None:
             self._saving.saver.close()  # it may be writing from memory that is given back below
-        self._callbacks.shutdown()
+        late = {name: training.notifier.close() for name, training in self._tasks.items()}
         while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
             with self._events as event:
                 if isinstance(event, (Failed, DataFailed)):
@@ -555,16 +638,20 @@ class EngineRun:
                     self.left_over.append(event.planned)
         for worker in self._workers:
             worker.close()
-        for training in self._tasks.values():
+        for name, training in self._tasks.items():
             if not training.planned.reader.close():
-                thread = training.planned.reader.thread_name
-                text = f"{training.report.name}: its loader did not return; its thread {thread!r} was left behind\n"
-                training.report.error = text + (training.report.error or "")
+                self._note_left(training, "its loader", training.planned.reader.thread_name)
+            if (callback := late[name]) is not None:
+                self._note_left(training, f"its callback {callback}", training.notifier.thread_name)
             training.state.close()
         self._makespan_s = self._trace.now_s()
         self._progress.close((task.progress for task in self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
+
+    def _note_left(self, training: RunningTask, what: str, thread: str) -> None:
+        text = f"{training.report.name}: {what} did not return; its thread {thread!r} was left behind\n"
+        training.report.error = text + (training.report.error or "")
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Whether its devices have so much memory for a unit and its shard's parameters."""
@@ -617,9 +704,33 @@ class EngineRun:
             worker.sweep(instruction.task)
 
     def _start_commit(self, instruction: Commit) -> None:
+        training = self._tasks[instruction.task]
+        training.waits_to_commit = not training.notifier.is_told
+        if training.waits_to_commit and self._saving is not None:
+            self._saving.waits(training)
+        self._when_told(instruction)
+
+    def _when_told(self, instruction: Commit | Finish | Read) -> None:
+        """Go on with it in this thread, once the task's callbacks have returned."""
+        notifier = self._tasks[instruction.task].notifier
+        if notifier.is_told:
+            self._told(instruction)
+        else:
+            notifier.when_told(partial(self._events.put, _Told(instruction)))
+
+    def _told(self, instruction: Commit | Finish | Read) -> None:
+        training = self._tasks[instruction.task]
+        if isinstance(instruction, Read):
+            if not (training.is_ending or training.notifier.is_stopped or self._interrupted):
+                training.read_from = None  # layers moved the stream before the epoch's end was found
+                self._request(training)
+            return
+        if isinstance(instruction, Finish):
+            self._submit(instruction.task, "its end", partial(self._finish, instruction))
+            return
+        training.waits_to_commit, training.is_committing = False, True
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
-        commit = partial(self._submit, instruction.task, "its commit", job)
-        self._tasks[instruction.task].notifier.when_told(commit)
+        self._submit(instruction.task, "its commit", job)
 
     def _return_memory(self) -> None:
         """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
@@ -697,7 +808,7 @@ class EngineRun:
         )
 
     def _commit(self, instruction: Commit) -> Event:
-        event = commit(self._tasks[instruction.task], training_step=instruction.training)
+        event = commit(self._tasks[instruction.task], self._events.put, training_step=instruction.training)
         if instruction.training:
             self._return_memory()
         return event
@@ -712,12 +823,12 @@ class EngineRun:
         if self._saving is not None:
             self._saving.ends(training)
         # Not before its callbacks were told all: one of them may be planning another task.
-        end = partial(self._submit, instruction.task, "its end", partial(self._finish, instruction))
-        training.notifier.when_told(end)
+        self._when_told(instruction)
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
-        let_go = partial(self._submit, instruction.task, "its end", partial(self._end, instruction.task))
+        # The last epoch's end is told while weights are where they were.
+        let_go = partial(training.notifier.when_told, partial(self._events.put, _Saved(instruction.task)))
         try:
             self._conclude(training)
         finally:
@@ -734,11 +845,15 @@ class EngineRun:
         if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
             return
         if optimizer is not None:
-            optimizer.reach_epoch(training.planned.task.epochs)
+            try:
+                optimizer.reach_epoch(training.planned.task.epochs)
+            except BaseException as error:
+                training.is_torn = True
+                training.note_failure(Failed(report.name, error, "its lr_scheduler, after the last epoch"))
+                return
         report.status = FINISHED
         training.end_evaluation()
-        if training.batch is not None:
-            training.notifier.epoch(training.batch.epoch)
+        training.end_epoch()
 
     def _how_it_ended(self, training: RunningTask) -> str | None:
         """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""
@@ -754,6 +869,7 @@ class EngineRun:
             for worker in self._workers:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
+            training.notifier.look_away()
             training.state.close()
             training.planned.leave()
             if training.optimizer is not None:
@@ -761,7 +877,7 @@ class EngineRun:
             training.record = training.snapshot = training.optimizer = training.state.stepper = None
             training.notifier.end()
         finally:
-            training.notifier.when_told(partial(self._events.put, _Ended()))
+            training.notifier.when_told(partial(self._events.put, _Ended(name)))
 
 
 def _length(loader: object) -> int | None:

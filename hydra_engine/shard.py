@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -236,11 +236,13 @@ class ModelLayout:
             for path, attribute, number in bindings:
                 yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
 
-    def put_buffers(self, values: Sequence[Tensor]) -> None:
-        """Give the user's modules these values, by number."""
+    def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
+        """Give the user's modules these values, by number; `numbers`: only these of them."""
         before, self.buffers = self.buffers, list(self.buffers)
         for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
             for path, name, index in bindings:
+                if numbers is not None and index not in numbers:
+                    continue
                 module, value = layer.get_submodule(path), values[index]
                 own = before[index]
                 is_there = not self._keeps_residues or residue(own) == residue(value)

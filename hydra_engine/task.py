@@ -23,6 +23,8 @@ SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_
 
 # Of a loader, for one batch: what torch.distributed's collectives wait by default where they wait longest.
 LOADER_TIMEOUT_S = 1800.0
+# Of a callback, for one call: it may wait for other tasks, as long as a loader may.
+CALLBACK_TIMEOUT_S = LOADER_TIMEOUT_S
 NONFINITE = ("skip", "stop", "raise")
 
 
@@ -147,7 +149,8 @@ class ModelTask:
             mean, weighted by samples. In `TaskReport.validation_metrics`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
-        callbacks: `hydra_engine.Callback` objects, called after steps, validations and epochs and at the end.
+        callbacks: `hydra_engine.Callback` objects, called before epochs, after steps, validations and epochs, and at
+            the end; in a thread of the task's own. See there what they may do to the model.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
@@ -180,6 +183,12 @@ class ModelTask:
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
             each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
+            does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
+            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
+            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
+        callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
+            `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
+            a call has 10 s at most, whatever is given here.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
@@ -232,6 +241,7 @@ class ModelTask:
         loader_timeout_s: float | None = LOADER_TIMEOUT_S,
         loader_alone: bool = False,
         read_ahead: bool = True,
+        callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
         compile: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -241,7 +251,9 @@ class ModelTask:
         _check_choice("optimizer_device", optimizer_device, ("host", "device", "auto"))
         vetoes = {"max_grad_norm": max_grad_norm is not None, "precision='float16'": precision == "float16"}
         vetoes["optimizer_scope='task'"] = optimizer_scope == "task"
-        _check_faults(max_retries, nonfinite, loader_timeout_s)
+        _check_faults(max_retries, nonfinite)
+        _check_timeout("loader_timeout_s", loader_timeout_s)
+        _check_timeout("callback_timeout_s", callback_timeout_s)
         vetoes["max_retries"], vetoes["nonfinite"] = max_retries > 0, nonfinite is not None
         early = {"early_release": early_release, "optimizer_device='device'": optimizer_device == "device"}
         for option, veto in ((a, b) for a in early for b in vetoes if early[a] and vetoes[b]):
@@ -297,6 +309,7 @@ class ModelTask:
         self.max_retries = max_retries
         self.nonfinite = nonfinite
         self.loader_timeout_s = loader_timeout_s
+        self.callback_timeout_s = callback_timeout_s
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
@@ -439,19 +452,22 @@ def _check_interval(interval: object, validation: object) -> None:
         raise ValueError(f"validation_interval: {interval} without a validation loader; give validation=")
 
 
-def _check_faults(max_retries: object, nonfinite: object, loader_timeout_s: object) -> None:
+def _check_faults(max_retries: object, nonfinite: object) -> None:
     if isinstance(max_retries, bool) or not isinstance(max_retries, int):
         raise TypeError(f"max_retries: {max_retries!r} is not an int; give a number of retries, 0 for none")
     if max_retries < 0:
         raise ValueError(f"max_retries: {max_retries}, limit: at least 0, which fails the task at its first error")
     if nonfinite is not None:
         _check_choice("nonfinite", nonfinite, NONFINITE)
-    if loader_timeout_s is None:
+
+
+def _check_timeout(field: str, seconds: object) -> None:
+    if seconds is None:
         return
-    if isinstance(loader_timeout_s, bool) or not isinstance(loader_timeout_s, (int, float)):
-        raise TypeError(f"loader_timeout_s: {loader_timeout_s!r} is not a number; None waits for ever")
-    if not 0 < loader_timeout_s < math.inf:
-        raise ValueError(f"loader_timeout_s: {loader_timeout_s}, limit: finite, above 0; None waits for ever")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{field}: {seconds!r} is not a number; None waits for ever")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{field}: {seconds}, limit: finite, above 0; None waits for ever")
 
 
 def _check_choice(field: str, value: object, known: tuple[str, ...]) -> None:

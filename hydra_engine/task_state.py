@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,7 @@ class TaskState:
         self.coupled: set[tuple[int, int]] = set()  # layers of which the second takes what the first left on the side
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
         self.known = KnownUnits()
+        self.evaluated_parts: dict[tuple[Any, ...], int] = {}  # of evaluation batches too large for a layer alone
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.any_may_change = False  # another one was seen to change in a step that was spread

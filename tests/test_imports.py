@@ -54,6 +54,7 @@ GROUPS = (
         "indices",
         "manifest",
         "means",
+        "model_watch",
         "opened",
         "retries",
         "saved_state",
