@@ -190,12 +190,14 @@ class TaskOptimizer:
         self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
     ) -> DeviceStep:
         """Step the parameters of a shard on the device that they and their gradients are on."""
-        received = {index: gradient for index in shard.owned if (gradient := gradients[index]) is not None}
+        received = {index: gradients[index] for index in shard.owned}
+        if self._is_torchs:  # see `_without`
+            received = {index: gradient for index, gradient in received.items() if gradient is not None}
         own: dict[int, nn.Parameter] = {}  # by id of the user's parameter
         for index, gradient in received.items():
             master = loaded.masters.get(index)
             parameter = parameters[index] if master is None else nn.Parameter(master)
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
             own[id(self._by_index[index].parameter)] = parameter
         self.secure(())  # the schedule may go on to an epoch
         groups = self._record_released(self.epoch).groups
@@ -309,10 +311,17 @@ class TaskOptimizer:
         slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
         hooked = [slot for slot in slots if slot.index in record.hooked]
         self._step(hooked, pool, record, None)
-        self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
+        without = self._without(pool.owned(shard), record)
+        rest = [slot for slot in slots if slot.index not in record.hooked]
+        self._step(rest, pool, record, record.loss_scale, without)
         if not self._is_torchs:
-            pool.bring_back(slots)
+            pool.bring_back([*slots, *without])
+            pool.renew(without)
         self._average(pool.owned(shard), record)
+
+    def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
+        """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
+        return [] if self._is_torchs else [slot for slot in owned if not record.has_gradient.get(slot.index)]
 
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
@@ -320,13 +329,20 @@ class TaskOptimizer:
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
         gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
         averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
-        return BeforeUpdate(self.optimizer, slots, gradients, averages)
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
-    def _step(self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None) -> None:
-        """Step some parameters, whose gradients carry a loss scale or none."""
-        if not slots:
+    def _step(
+        self,
+        slots: Sequence[Slot],
+        pool: HostPool,
+        record: StepRecord,
+        scale: float | None,
+        without: Sequence[Slot] = (),
+    ) -> None:
+        """Step some parameters, whose gradients carry a loss scale or none, and those that have no gradient."""
+        if not slots and not without:
             return
-        mine = {id(slot.parameter) for slot in slots}
+        mine = {id(slot.parameter) for slot in (*slots, *without)}
         groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
         part = part_of(self.optimizer, groups)
         if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls

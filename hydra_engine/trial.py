@@ -163,8 +163,6 @@ class _Trial:
         found = self._state_bytes(plain)
         if saves:
             self._check_saved(plain)
-        if by_shard:
-            self._step_without_some(plain)
         return found
 
     def _made(self) -> _Copy:
@@ -289,24 +287,6 @@ class _Trial:
             f"results from the same gradients, so that they depend on something outside; keep what they need in the "
             f"optimizer"
         )
-
-    def _step_without_some(self, plain: _Copy) -> None:
-        """See that a parameter that received no gradient is left alone: a shard's step would not see it."""
-        _give(plain.parameters, self._gradients[0])
-        mine, without = _numbers(plain.parameters), plain.parameters[:: max(2, len(plain.parameters) // 4)]
-        for parameter in without:
-            parameter.grad = None
-
-        def values() -> list[Any]:
-            return [(_frozen(p.data, mine), _frozen(plain.optimizer.state.get(p, {}), mine)) for p in without]
-
-        before = values()
-        try:
-            plain.step(self._draws)
-        except Exception:  # it wants all gradients; a run may never have fewer
-            return
-        if values() != before:
-            raise self._refused("changes parameters that received no gradient, which a shard's step does not see")
 
     def _check_saved(self, plain: _Copy) -> None:
         """See that one that is made anew goes on from what a checkpoint takes, as a resume does it."""

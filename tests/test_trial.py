@@ -426,9 +426,24 @@ class Decaying(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"])
 
 
-def test_a_step_without_a_gradient_is_seen():
-    assert_refused(Decaying, "received no gradient.*optimizer_scope='task'")
-    assert_plain(Decaying, optimizer_scope="task")
+class Sometimes(nn.Linear):
+    """Uses its bias for some batches only."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias if x[0, 0] > 0 else None)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer_scope": "task"}, {"early_release": True}, {"optimizer_device": "device"}, {"max_retries": 1}],
+)
+def test_an_optimizer_sees_parameters_without_a_gradient(options, accumulation_steps):
+    def prepare(network):
+        for k in (1, 3, 5):
+            network[k].__class__ = Sometimes
+
+    assert_plain(Decaying, prepare=prepare, accumulation_steps=accumulation_steps, **options)
 
 
 def hooked(params, lr, calls=None):
