@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -119,7 +120,9 @@ class _Stage:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
             storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
-            self._worker.admit(state, lambda: _OriginalsGuard(storages, self._worker.structure(state.name)))
+            # Not the worker itself: it would hold itself, and what the task reads from, until the collector comes by.
+            worker, name = weakref.proxy(self._worker), state.name
+            self._worker.admit(state, lambda: _OriginalsGuard(storages, worker.structure(name)))
             self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
         except BaseException:
             self.close()
