@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
+from hydra_engine.bound_copy import Stale
 from hydra_engine.boundary import memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
@@ -327,7 +328,7 @@ class _Stage:
             self._limit = IndexLimit(self._executor.structure.layers[0])
             held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
             bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
-            self._tensors = [(each, _digest([each])) for key, each in held.items() if key not in bound]
+            self._tensors = [(each, _digest([each])) for key, each in held.items() if key not in bound and not isinstance(each, Stale)]
         except BaseException:
             self.close()
             raise
