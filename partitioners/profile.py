@@ -150,7 +150,7 @@ def _measure(
     costs = []
     for index, (name, layer) in enumerate(layers):
         is_last = index == len(layers) - 1
-        with _naming(index, f"{name}, or loss_fn" if is_last and loss_fn is not None else name):
+        with _naming(index, name, " or loss_fn" if is_last and loss_fn is not None else ""):
             fields = profiler.layer(layer, loss_fn if is_last else None)
         padding_bytes = profiler.residue_bytes(layer, loss_fn if is_last else None)
         # A copy: layers of equal structure were counted once, and lie at other addresses.
@@ -331,14 +331,14 @@ def _can_run(place: torch.device, parts: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(index: int, name: str) -> Iterator[None]:
+def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
     """Adds the layer to an exception's text and lets it go on as it is."""
     try:
         yield
     except UnfitTensor as error:
         raise UnfitTensor(f"layer {index} ({name}): {error}") from error
     except Exception as error:
-        note = f"in layer {index} ({name}), while it was profiled"
+        note = f"in layer {index} ({name}){beside}, while it was profiled"
         if hasattr(error, "add_note"):
             error.add_note(note)
         elif error.args and isinstance(error.args[0], str):  # Python 3.10
