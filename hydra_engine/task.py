@@ -132,7 +132,8 @@ class ModelTask:
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps: micro-batches per step, or "auto": as few as the model fits with, or with the partitioner
             "optimal" the least predicted step time; and more where the step is then predicted to be shorter, on devices
-            that would idle otherwise, or with the room that smaller ones leave for what is kept.
+            that would idle otherwise, or with the room that smaller ones leave for what is kept. A number is kept
+            whatever comes; under "auto" a batch whose step does not fit raises it from then on.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.

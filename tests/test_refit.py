@@ -309,8 +309,8 @@ def test_no_larger_shapes_are_not_measured_again(monkeypatch):
     measured = []
     count = hydra_engine.refit._count
     monkeypatch.setattr(hydra_engine.refit, "_count", lambda *args: measured.append(1) or count(*args))
-    train(dense(), batches(32, 31, 1, 32, 33, 33, 20), "1MiB")
-    assert len(measured) == 1
+    train(dense(), batches(32, 31, 1, 32, 33, 33, 36, 20), "1MiB")
+    assert len(measured) == 3  # for 36 samples; the first time for 35 and for 33 as well
 
 
 def test_a_layer_that_does_not_repeat_is_found_in_a_shard_that_was_never_recomputed():
