@@ -328,7 +328,8 @@ class _Stage:
             self._limit = IndexLimit(self._executor.structure.layers[0])
             held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
             bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
-            self._tensors = [(each, _digest([each])) for key, each in held.items() if key not in bound and not isinstance(each, Stale)]
+            own = [each for key, each in held.items() if key not in bound and not isinstance(each, Stale)]
+            self._tensors = [(each, _digest([each])) for each in own]
         except BaseException:
             self.close()
             raise
