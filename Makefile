@@ -33,7 +33,8 @@ bench: $(STAMP)
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt setuptools
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 
 clean:

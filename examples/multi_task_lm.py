@@ -3,6 +3,7 @@
     python examples/multi_task_lm.py                       # on the source of Python's own standard library
     python examples/multi_task_lm.py --text book.txt       # on a file of yours
     python examples/multi_task_lm.py --verify              # and retrain one task in plain PyTorch: the same bits?
+    python examples/multi_task_lm.py --device cuda:0 --memory 4GiB     # on a GPU, or on several: --device cuda:0,cuda:1
 
 It prints the plan, live progress, and at the end what became of each task and what each device did.
 """
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
 
 VOCABULARY = 256  # bytes
 CONTEXT = 64  # tokens the model sees
@@ -185,15 +186,29 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="train on this file (default: the standard library's source)")
     parser.add_argument("--steps", type=int, default=120, help="per task, in whole epochs (default: 120)")
-    parser.add_argument("--memory", default="12MiB", help="of each device (default: 12MiB)")
-    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--device", help="GPUs to train on, such as cuda:0 or cuda:0,cuda:1 (default: emulated ones)")
+    parser.add_argument("--memory", help="of each device (default: all that a GPU has free, 12MiB of an emulated one)")
+    parser.add_argument("--devices", type=int, default=2, help="emulated ones (default: 2)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify", action="store_true", help="retrain one task in plain PyTorch and compare")
     parser.add_argument("--verify-task", choices=CONFIGS, default="deep", help="the one to retrain (default: deep)")
     args = parser.parse_args()
     if args.steps < 1 or args.devices < 1:
         parser.error(f"--steps {args.steps} --devices {args.devices}, limit: at least 1 each")
+    names = [] if args.device is None else args.device.split(",")
+    args.indices = [name.removeprefix("cuda:") for name in names]
+    if not all(index.isdecimal() for index in args.indices):
+        parser.error(f"--device {args.device}, known: cuda:0, cuda:1, ...; several are separated by commas")
+    if args.indices and args.verify:
+        parser.error("--verify compares bits, which plain PyTorch has on the CPU; leave --device out")
     return args
+
+
+def make_devices(args):
+    """Those of the command line."""
+    if args.indices:
+        return [CudaDevice(int(index), args.memory) for index in args.indices]
+    return [EmulatedDevice(memory=args.memory or "12MiB") for _ in range(args.devices)]
 
 
 def main():
@@ -208,7 +223,7 @@ def main():
     train_windows = Windows(text[:num_train], steps_per_epoch * BATCH_SIZE)
     validation_windows = Windows(text[num_train:], len(train_windows) // 8)
 
-    devices = [EmulatedDevice(memory=args.memory) for _ in range(args.devices)]
+    devices = make_devices(args)
     tasks = []
     for name, config in CONFIGS.items():
         task = ModelTask(
@@ -228,7 +243,7 @@ def main():
             f"{name}: {config.num_blocks:2} blocks of width {config.width}, lr {config.lr:g}, "
             f"dropout {config.dropout}, training state {state_bytes / 2**20:.1f} MiB = {times:.1f} times a device"
         )
-        assert times >= 4, "this example is about models larger than the device: give --memory less"
+        assert args.indices or times >= 4, "this example is about models larger than the device: give --memory less"
         tasks.append(task)
     print()
 

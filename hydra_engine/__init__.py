@@ -6,6 +6,7 @@ from hydra_engine.callbacks import Callback
 from hydra_engine.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.device import CudaDevice, EmulatedDevice
 from hydra_engine.errors import (
+    CallbackTimeout,
     CheckpointError,
     DeviceOutOfMemory,
     HostOutOfMemory,
@@ -35,6 +36,7 @@ from partitioners import Skips
 
 __all__ = [
     "Callback",
+    "CallbackTimeout",
     "CheckpointError",
     "CheckpointReport",
     "CudaDevice",

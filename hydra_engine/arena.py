@@ -1,9 +1,13 @@
-"""Where slabs lie on a device."""
+"""Where slabs lie on a device, and what units leave in DRAM."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,10 +59,10 @@ class Arena:
         make_room: asked where the room that is left is in pieces; gives another slab back, or says that it cannot.
         beside: asked then whether there is so much memory beside the storage, which it takes.
         """
-        size = -(-num_bytes // self._alignment) * self._alignment
-        while (slab := self._find(num_bytes, size)) is None:
+        while (slab := self.find(num_bytes)) is None:
             if make_room():
                 continue
+            size = self._size(num_bytes)
             if not beside(size):
                 raise DeviceOutOfMemory("arena, in one piece,", num_bytes, 0, len(self._storage))
             with self._lock:
@@ -68,8 +72,15 @@ class Arena:
             return Slab(storage=storage, offset=0, num_bytes=size)
         return slab
 
-    def _find(self, num_bytes: int, size: int) -> Slab | None:
-        """A gap that is large enough; None if there is none although so much is free."""
+    def _size(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment
+
+    def find(self, num_bytes: int) -> Slab | None:
+        """A gap that is large enough; None if there is none although so much is free.
+
+        Raises DeviceOutOfMemory where less is free.
+        """
+        size = self._size(num_bytes)
         with self._lock:
             end = len(self._storage) // self._alignment * self._alignment
             stops = [(0, 0), *sorted(self._taken), (end, end)]
@@ -103,3 +114,66 @@ class Arena:
                 self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
             else:
                 self._elsewhere_bytes -= slab.num_bytes
+
+
+class Places:
+    """DRAM for what units leave: cut from few regions that are made once, and used again as soon as it is free.
+
+    As page-locked memory has to be, which is slow to make. Torch has such memory, too, but frees it by asking the
+    device, in a destructor: once the device is lost, that ends the process at once.
+    """
+
+    def __init__(self, new_storage: Callable[[int], torch.UntypedStorage], region_bytes: int, alignment: int) -> None:
+        """`new_storage`: makes a region of so many bytes. The first one is made here, of `region_bytes`."""
+        self._new_storage = new_storage
+        self._region_bytes = region_bytes
+        self._alignment = alignment
+        self._lock = threading.Lock()
+        self._freed: deque[tuple[Arena, Slab]] = deque()  # by whoever dropped one, in any thread at any moment
+        self._regions = [self._new_region(region_bytes)]
+
+    def _new_region(self, num_bytes: int) -> Arena:
+        return Arena(self._new_storage(num_bytes), self._alignment)
+
+    def take(self, num_bytes: int) -> torch.UntypedStorage:
+        """A storage of its own, whose memory is free for others once nobody holds it."""
+        if num_bytes == 0:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        with self._lock:
+            while self._freed:
+                region, slab = self._freed.popleft()
+                region.give_back(slab)
+            region, slab = self._find(num_bytes)
+        there = (ctypes.c_char * num_bytes).from_address(slab.storage.data_ptr() + slab.offset)
+        storage = torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
+        # It holds the region until then, also once this is closed.
+        weakref.finalize(storage, _give_back, weakref.ref(self), region, slab).atexit = False
+        return storage
+
+    def _find(self, num_bytes: int) -> tuple[Arena, Slab]:
+        for region in self._regions:
+            with suppress(DeviceOutOfMemory):
+                slab = region.find(num_bytes)
+                if slab is not None:
+                    return region, slab
+        size = -(-num_bytes // self._alignment) * self._alignment
+        region = self._new_region(size * max(1, self._region_bytes // size))  # as many of this size as go into one
+        self._regions.append(region)
+        return region, region.take(num_bytes)
+
+    def give_back(self, region: Arena, slab: Slab) -> None:
+        """Nobody holds a place any more."""
+        if self._regions:
+            self._freed.append((region, slab))
+
+    def close(self) -> None:
+        """Free the regions that nobody has a place in; the others with their last place."""
+        with self._lock:
+            self._regions = []
+            self._freed.clear()
+
+
+def _give_back(places: weakref.ref[Places], region: Arena, slab: Slab) -> None:
+    there = places()
+    if there is not None:
+        there.give_back(region, slab)

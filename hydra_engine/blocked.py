@@ -60,19 +60,24 @@ class NarrowUpdate:
     narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
 
 
-def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gradient: Finish | None) -> None:
+def step_narrow(
+    optimizer: Optimizer,
+    updates: Sequence[NarrowUpdate],
+    finish_gradient: Finish | None,
+    step: Callable[[], object] | None = None,
+) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
     `finish_gradient` works in place, element by element, on a widened gradient or on pieces of it. Weights and state
     are bitwise those of the plain way, at the same number of intra-op threads: `p.grad = gradient.float()`,
     `finish_gradient(p.grad)`, `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may
-    be overwritten.
+    be overwritten. `step`: instead of the optimizer's own, where that goes over all parameters at once.
     """
     if not _is_elementwise(optimizer):
-        _step_whole(optimizer.step, updates, finish_gradient, torch.empty(0))
+        _step_whole(step or optimizer.step, updates, finish_gradient, torch.empty(0))
         return
     part = part_of(optimizer, [])
-    step = _bare_step(part)
+    bare = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     scratch = _scratch(min(CHUNK, sum(update.parameter.numel() for update in updates)))
     with torch.no_grad():
@@ -85,7 +90,7 @@ def step_narrow(optimizer: Optimizer, updates: Sequence[NarrowUpdate], finish_gr
                     {**group, "params": [p for p in group["params"] if id(p) in mine]}
                     for group in optimizer.param_groups
                 ]
-                _step_whole(step, block, finish_gradient, scratch)
+                _step_whole(bare, block, finish_gradient, scratch)
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

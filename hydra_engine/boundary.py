@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from partitioners.boundary import check_fit
 
 
 class _Slot(NamedTuple):
     """Stands in a tree where tensor `number` goes: one tensor appearing twice has two slots, one number."""
 
     number: int
+
+
+# The CPU's kernels choose by where operands lie modulo so many bytes, and so do the bits: copies keep it. torch's own
+# allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
+ALIGNMENT_BYTES = 64
+# How a value is made up: by tensor its dtype, number of dimensions and how they lie in memory; where tensors appear.
+Form: TypeAlias = "tuple[tuple[Any, ...], ...]"
+
+
+class Sizes(NamedTuple):
+    """What of a value decides how much memory a unit takes on it."""
+
+    form: Form
+    sizes: tuple[int, ...]  # every dimension of its tensors
+    numbers: tuple[int, ...]  # whole numbers that are no less than 0
+    values: tuple[Any, ...]  # other plain values; of what has no hash, its type
 
 
 # Of a lone tensor, which most values are: taken apart and put together without walking a tree.
@@ -33,8 +51,11 @@ class Boundary:
 
     @classmethod
     def of(cls, value: Any, where: str) -> Boundary:
-        """Take `value` apart; `where` names its origin in errors."""
-        if type(value) is Tensor and value.layout == torch.strided and not (value.is_conj() or value.is_neg()):
+        """Take `value` apart; `where` names its origin in errors.
+
+        Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
+        """
+        if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
             return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
@@ -44,11 +65,10 @@ class Boundary:
             if not isinstance(leaf, Tensor):
                 leaves.append(leaf)
                 continue
-            if leaf.layout != torch.strided:
-                raise TypeError(f"{where} is a tensor of layout {leaf.layout}; only strided tensors cross shards")
+            check_fit(where, leaf)
             if id(leaf) not in numbers:
                 numbers[id(leaf)] = len(tensors)
-                tensors.append(leaf.resolve_conj().resolve_neg())
+                tensors.append(leaf)
             leaves.append(_Slot(numbers[id(leaf)]))
         shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
         return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)
@@ -70,10 +90,50 @@ class Boundary:
         return sum(extent_bytes(tensor) for tensor in self.tensors)
 
     @property
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> Sizes:
         """What decides how much memory a unit takes on this value."""
-        tensors = tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
-        return (tensors, tuple(leaf if isinstance(leaf, Hashable) else type(leaf) for leaf in self.leaves))
+        form = tuple((t.dtype, t.dim(), _order(t)) for t in self.tensors)
+        sizes = tuple(size for t in self.tensors for size in t.shape)
+        if self.spec is _LEAF and self.tensors:
+            return Sizes((form,), sizes, (), ())
+        slots = tuple(leaf.number for leaf in self.leaves if isinstance(leaf, _Slot))
+        numbers = tuple(leaf for leaf in self.leaves if _is_number(leaf))
+        values = tuple(_value(leaf) for leaf in self.leaves if not (isinstance(leaf, _Slot) or _is_number(leaf)))
+        return Sizes((form, slots, (len(numbers),)), sizes, numbers, values)
+
+    def with_numbers(self, numbers: Sequence[int]) -> Boundary:
+        """The same value with other whole numbers, in the order of its signature."""
+        others = iter(numbers)
+        return replace(self, leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a tensor may be cut by it."""
+    return type(leaf) is int and leaf >= 0
+
+
+def _value(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return leaf
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """How a tensor's dimensions lie in memory, where not one after the other: their order, or strides if gaps lie
+    between.
+    """
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.is_contiguous() and 1 not in shape:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda k: -stride[k]))
+    step = 1
+    for k in reversed(order):
+        if stride[k] != step:
+            return stride
+        step *= max(1, shape[k])
+    return None if order == tuple(range(len(shape))) else (-1, *order)
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -90,15 +150,29 @@ def extent_bytes(tensor: Tensor) -> int:
     return extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
-def place_for(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path."""
+def residue(tensor: Tensor) -> int:
+    """Bytes from a multiple of 64 to its first element, in DRAM; 0 on a device, or of a tensor that is not strided."""
+    is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.data_ptr() % ALIGNMENT_BYTES if is_here else 0
+
+
+def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:
+    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path.
+
+    `start`: its residue, on the CPU; None: the tensor's.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return with_bits_of(tensor, place_for(memory_of(tensor), device, start))
     device = device if device is not None else tensor.device
-    if tensor.is_contiguous():
+    start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
+    if not start and tensor.is_contiguous():
         place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         # Dimensions of size 1 may have any stride, and torch tells channels_last by them.
         if place.stride() == tensor.stride():
             return place
-    storage = torch.UntypedStorage(extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    if start:
+        storage = storage[start:]  # a storage of its own in the same memory, of as many bytes as a copy has elsewhere
     # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
     return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 
@@ -117,13 +191,41 @@ def copy_in_dram(tensor: Tensor) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = memory_of(tensor)
     if tensor.is_contiguous():
         return tensor.detach() if tensor.requires_grad else tensor
     return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """A copy in storage of its own, with the very same strides."""
-    place = place_for(tensor)
+def memory_of(tensor: Tensor) -> Tensor:
+    """Its numbers as they lie in memory, without its graph.
+
+    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
+    and give other bits than for the numbers written out: so it travels as a bit.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Let fresh `memory` be read as `tensor` is. In place, not as a view: see `place_for`."""
+    if tensor.is_conj():
+        torch._C._set_conj(memory, True)
+    if tensor.is_neg():
+        torch._C._set_neg(memory, True)
+    return memory
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory of both is read alike."""
+    return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
+    """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
+    place = place_for(tensor, start=start)
     flat(place).copy_(flat(tensor))
     return place

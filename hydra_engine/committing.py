@@ -12,8 +12,11 @@ from hydra_engine.running import RunningTask
 from hydra_engine.shard import Shard
 
 
-def commit(training: RunningTask, *, training_step: bool) -> Event:
-    """Take the batch in progress over into the task's state, of which nothing was changed before."""
+def commit(training: RunningTask, put: Callable[[Event], None], *, training_step: bool) -> Event:
+    """Take the batch in progress over into the task's state, of which nothing was changed before.
+
+    What the schedule raises is told to `put`: the step before it is committed all the same, with its updates.
+    """
     state, batch, report = training.state, training.batch, training.report
     if training.notifier.is_stopped:
         return TaskStopped(report.name, uncommitted=True)
@@ -32,7 +35,13 @@ def commit(training: RunningTask, *, training_step: bool) -> Event:
         assert training.optimizer is not None
         training.is_torn = True  # until it is through
         state.num_commits += 1  # what devices hold of trained shards is of no more use
-        record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
+        try:
+            record = training.record = training.optimizer.commit(staging, state.pool, batch.epoch)
+        except BaseException as error:
+            if training.planned.task.optimizer_scope == "shard":
+                raise  # nothing is updated yet
+            put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
+            return TaskStopped(report.name, uncommitted=True)
         state.loss_scale = training.optimizer.loss_scale
         if record.loss_scale is not None:
             report.loss_scales.append(record.loss_scale)
@@ -47,9 +56,23 @@ def commit(training: RunningTask, *, training_step: bool) -> Event:
     for index, value in staging.buffers.items():
         state.pool.buffers[index] = value
     if training_step:
+        if not state.task.read_ahead:  # whose loader may look at the user's modules
+            state.layout.put_buffers(state.pool.buffers)
         training.note_position()
         training.is_torn = False
+        _move_schedule(training, put)
     return StepCommitted(report.name, training_step)
+
+
+def _move_schedule(training: RunningTask, put: Callable[[Event], None]) -> None:
+    optimizer, record = training.optimizer, training.record
+    assert optimizer is not None
+    assert record is not None
+    try:
+        optimizer.end_step(record)
+    except BaseException as error:
+        training.is_torn = True  # the schedule is of no step: a resume goes on from what was saved before
+        put(Failed(training.report.name, error, f"its lr_scheduler, after step {training.report.steps - 1}"))
 
 
 def _not_finite(training: RunningTask, batch: Batch, loss: float) -> Event:

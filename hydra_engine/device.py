@@ -4,12 +4,15 @@ A lane of a CUDA device is a thread with a stream of its own. What a job has que
 a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
 a copy or kernel that needs it is on its way, whichever stream it came from, and neither `record_stream` nor any wait
 of one stream for another is needed. The compute lane alone runs ahead: kernels of a unit follow each other on its
-stream, and what it hands to another lane is waited for there (`_queued`).
+stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
+stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
     slabs         one allocation, the arena, made when the device is opened
-    activations   torch's caching allocator, in blocks of the compute lane's stream, which nobody else uses
-    inputs        of all micro-batches but a unit's first: the same, of the input lane's stream
-    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more
+    activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what
+    and inputs    that stream is told to do later. Inputs are copied there by other lanes, once it is through with what
+                  it did before the room for them was made
+    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
+                  units leave lies in few such regions, which are used again
 
 None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
 """
@@ -17,6 +20,7 @@ None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 import threading
 import time
@@ -30,14 +34,15 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.arena import Arena
-from hydra_engine.boundary import extent_bytes
+from hydra_engine.arena import Arena, Places
+from hydra_engine.boundary import extent_bytes, with_bits_of
 from hydra_engine.ceilings import MEASURED_NOW, Ceilings, stored
 from hydra_engine.dram import HostMemory, discard
 from hydra_engine.emulated import EmulatedDevice, OpenEmulatedDevice
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
 from hydra_engine.ledger import Ledger
+from hydra_engine.libraries import load_libraries
 from hydra_engine.opened import OpenDevice, Timing
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
@@ -73,9 +78,8 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
-# Smaller places in DRAM, and those that are soon given back, come from torch's own page-locked memory, which is reused
-# but rounded up to a power of two.
-LEAST_LOCKED_BYTES = 2**20
+# Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
+PLACES_BYTES = 2**25
 # cudaHostRegisterPortable: locked for every device.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
 PORTABLE = 1
@@ -120,10 +124,10 @@ class CudaDevice:
         self._measured: Ceilings | None = None  # once, since it keeps the device from working
         self.torch_device = torch.device("cuda", index)
         self.product = str(torch.cuda.get_device_properties(index).name)
-        _load_libraries(self.torch_device)
+        library_bytes = _library_bytes(index)
         free, self.total_bytes = torch.cuda.mem_get_info(index)
-        context = self.total_bytes - free - torch.cuda.memory_reserved(index)
-        context = min(max(0, context), MOST_CONTEXT_BYTES)
+        used = self.total_bytes - free - torch.cuda.memory_reserved(index)
+        context = self.context_bytes = min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
         if asked is not None and asked > self.total_bytes:
             raise ValueError(
                 f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
@@ -176,7 +180,7 @@ class CudaDevice:
     def _measure(self) -> Ceilings:
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
-            here = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+            here = torch.empty(0, dtype=torch.uint8).set_(_PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
         return Ceilings(
             name=self.product,
@@ -208,16 +212,29 @@ class CudaDevice:
         return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
 
 
+@cache
+def _library_bytes(index: int) -> int:
+    """Make a context on a device and load there what training uses: bytes that this took beside the context.
+
+    What is loaded only once a unit needs it goes past a budget that was measured before.
+    """
+    free, _ = torch.cuda.mem_get_info(index)
+    before = free + torch.cuda.memory_reserved(index)
+    # In a thread of its own: nothing that the caller has switched on counts there, and libraries' handles, which are
+    # one thread's, are free for the compute lane's once it has ended.
+    loading = threading.Thread(target=_load_libraries, args=(torch.device("cuda", index),), name="hydra-load")
+    loading.start()
+    loading.join()
+    torch.cuda.synchronize(index)
+    _forget_workspaces()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(index)
+    return max(0, before - free - torch.cuda.memory_reserved(index))
+
+
 def _load_libraries(device: torch.device) -> None:
-    """Make the context and load what matrices are multiplied with, so that what they take is in use, and is seen."""
-    with torch.cuda.device(device):
-        for dtype in (torch.float32, torch.bfloat16):
-            ones = torch.ones(64, 64, dtype=dtype, device=device)
-            torch.mm(ones, ones)
-        del ones
-        torch.cuda.synchronize(device)
-        _forget_workspaces()
-        torch.cuda.empty_cache()
+    with suppress(Exception), torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+        load_libraries(device)
 
 
 def _forget_workspaces() -> None:
@@ -250,7 +267,7 @@ class OpenCudaDevice(OpenDevice):
         self._index = index = spec.index
         name = f"cuda:{index}"
         self._generator = CudaGenerator(index)
-        self._host = _PageLocked(index)
+        self._places = Places(_PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
@@ -270,6 +287,7 @@ class OpenCudaDevice(OpenDevice):
                 trace=trace,
             )
         except BaseException:
+            self._places.close()
             self._restore()
             raise
         self.random = self._generator
@@ -319,13 +337,10 @@ class OpenCudaDevice(OpenDevice):
     def timer(self) -> CudaTimer:
         return CudaTimer()
 
-    def place(self, tensor: Tensor, *, lasts: bool = True) -> Tensor:
-        num_bytes = extent_bytes(tensor)
-        if num_bytes < LEAST_LOCKED_BYTES or not lasts:
-            storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
-        else:
-            storage = self._host.new(num_bytes)
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+    def place(self, tensor: Tensor) -> Tensor:
+        storage = self._places.take(extent_bytes(tensor))
+        place = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+        return with_bits_of(tensor, place)
 
     def explained(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError) or isinstance(error, DeviceOutOfMemory):
@@ -344,6 +359,7 @@ class OpenCudaDevice(OpenDevice):
 
     def close(self) -> None:
         super().close()
+        self._places.close()
         with suppress(RuntimeError):  # it is lost, and the process ends for that
             self._generator.restore()
             self._restore()
@@ -371,12 +387,11 @@ class _ExpandableSegments:
 
     def enter(self) -> bool:
         """Whether they do; False where this torch has no such call."""
-        get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-        if get is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
             return False
         with self._lock:
             if self._num_users == 0:
-                self._before = str(get())
+                self._before = _allocator_settings()
                 self._set(True)
             self._num_users += 1
             return True
@@ -396,6 +411,17 @@ class _ExpandableSegments:
         torch._C._accelerator_setAllocatorSettings(
             ",".join([*(each for each in before if "expandable_segments" not in each), *own])
         )
+
+
+def _allocator_settings() -> str:
+    """Settings of torch's allocator: whoever sets one gives all anew."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    with suppress(AttributeError, KeyError, StopIteration):  # torch 2.11 has no such call, but tells them here
+        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(next(text for name, text in told.items() if name.endswith("ALLOC_CONF")))
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 _EXPANDABLE = _ExpandableSegments()

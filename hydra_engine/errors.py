@@ -59,13 +59,25 @@ class NonFiniteLoss(ArithmeticError):
 
 
 class LoaderTimeout(TimeoutError):
-    """A loader did not give a batch in time."""
+    """A loader did not give a batch in time, or `what` the task needed was not ready."""
 
-    def __init__(self, task: str, timeout_s: float, thread: str) -> None:
+    def __init__(self, task: str, timeout_s: float, thread: str, what: str = "its loader gave no batch") -> None:
         super().__init__(
-            f"{task}: its loader gave no batch in {timeout_s:g} s (loader_timeout_s); its thread {thread!r} was left "
+            f"{task}: {what} in {timeout_s:g} s (loader_timeout_s); its thread {thread!r} was left "
             f"behind: look for what it waits on (a worker that died, a network share, a lock), or raise "
             f"loader_timeout_s; None waits for ever"
+        )
+        self.timeout_s = timeout_s
+
+
+class CallbackTimeout(TimeoutError):
+    """A callback did not return in time."""
+
+    def __init__(self, task: str, callback: str, timeout_s: float, thread: str) -> None:
+        super().__init__(
+            f"{task}: its callback {callback} did not return in {timeout_s:g} s (callback_timeout_s); its thread "
+            f"{thread!r} was left behind: look for what it waits on (a lock, a barrier, a task that has ended, a "
+            f"network share), or raise callback_timeout_s; None waits for ever"
         )
         self.timeout_s = timeout_s
 

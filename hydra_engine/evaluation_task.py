@@ -48,6 +48,7 @@ class EvaluationTask(ModelTask):
             split=task.split,
             metrics=task.metrics if metrics is None else metrics,
             loader_timeout_s=task.loader_timeout_s,
+            loader_alone=task.loader_alone,
         )
 
     @classmethod

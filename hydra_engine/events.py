@@ -30,6 +30,7 @@ class TaskAdded(NamedTuple):
     priority: int = 0  # units of higher ones go first, under any policy
     weight: float = 1.0  # share of compute time, under "fair-share"
     spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
+    reads_last: bool = False  # a batch may be read only once the step before it is in all weights
 
 
 class BatchReady(NamedTuple):
@@ -40,6 +41,13 @@ class BatchReady(NamedTuple):
     training: bool
     new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
     num_micro_batches: int = 1  # it can be spread over as many devices
+
+
+class EpochAhead(NamedTuple):
+    """The reader is about to open an epoch's iterator, and does so when it is asked again: callbacks come before."""
+
+    task: str
+    epoch: int
 
 
 class DataEnded(NamedTuple):

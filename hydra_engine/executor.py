@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from hydra_engine.attributes import Attributes
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.compiled import CompiledLayers
 from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.opened import DeviceGenerator
-from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed
+from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
+from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import cast
 from partitioners.skips import Frame, framed, replayed
 
@@ -32,6 +34,32 @@ OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # se
 
 def _drop(_: Any) -> Any:
     return None
+
+
+class Inspector(Protocol):
+    """Looks on while units run on trial."""
+
+    # The process-wide states that a backward runs with, where a unit has these to itself; None: those of its forward.
+    in_backward: RandomState | None
+    carries: bool  # units find the Python attributes that those before have left
+
+    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
+        """A unit begins, with these parameters."""
+
+    def enters(self, tensors: Iterable[Tensor]) -> None:
+        """What a micro-batch starts from."""
+
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        """What a layer starts from."""
+
+    def drew_in_backward(self) -> None:
+        """A backward left the generators otherwise than it found them."""
+
+    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        """All micro-batches of a unit are through."""
+
+    def leaves(self, layer: int, attributes: Attributes) -> None:
+        """A unit has changed Python attributes of a layer."""
 
 
 class Executor:
@@ -64,6 +92,10 @@ class Executor:
         self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
         self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
+        # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
+        # of a layer another one than those of other devices.
+        self.attributes = [Attributes(*each) for each in zip(structure.layers, structure.names, strict=True)]
+        self.inspector: Inspector | None = None
 
     def run(
         self,
@@ -112,6 +144,10 @@ class Executor:
             self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
+        are_settled = False  # the layers' attributes
+        if self.inspector is not None:
+            self.inspector.begins(kind, shard, views)
+        taken: dict[int, Tensor] | None = None
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 self._go_on_from(so_far or {})
@@ -127,6 +163,8 @@ class Executor:
                     emit(m, out)
                     m += 1
                     del micro, out
+            if self.inspector is not None:
+                self.inspector.ends(views, structure.parameters)
             gradients: dict[int, Tensor | None] = {}
             stepped = None
             if has_gradients and not in_pieces:
@@ -139,11 +177,37 @@ class Executor:
                         if structure.parameters[index].data_ptr() != views[index].data_ptr():
                             views[index].copy_(structure.parameters[index].data)
             taken = structure.take_buffers(shard.first, self._end(shard))
+            self._settle_attributes(shard)
+            are_settled = True
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
         finally:
             self._accumulated = {}
+            if taken is None:  # it failed: a buffer that a layer has bound must not stay for the next run
+                structure.take_buffers(shard.first, self._end(shard))
             structure.release(shard)
+            if not are_settled and not (self.inspector is not None and self.inspector.carries):
+                for k in range(shard.first, self._end(shard)):
+                    self.attributes[k].put_back()
+
+    def _settle_attributes(self, shard: Shard) -> None:
+        """Put back what a unit has changed of its layers' attributes; raises ValueError for parameters and buffers."""
+        for k in range(shard.first, self._end(shard)):
+            attributes = self.attributes[k]
+            if not attributes.is_changed():
+                continue
+            changed = attributes.changed()
+            own = next((each for each in changed if each.is_own), None)
+            if own is not None:
+                raise ValueError(
+                    f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
+                    f"while it ran, which only this device's copy would have; register buffers with a tensor of their "
+                    f"final shape, write to that, and leave parameters in place"
+                )
+            if changed and self.inspector is not None:
+                self.inspector.leaves(k, attributes)
+            if self.inspector is None or not self.inspector.carries:
+                attributes.put_back()
 
     def _accumulate(self, shard: Shard) -> None:
         """Add the narrow gradients of the last micro-batch to those before it, in float32."""
@@ -170,15 +234,25 @@ class Executor:
     def _taken(self, index: int) -> Tensor | None:
         """A parameter's gradient, which is none from here on."""
         parameter = self.structure.parameters[index]
-        gradient, parameter.grad = self._apart(parameter.grad), None
+        gradient, parameter.grad = self._dense(index), None
         return gradient
+
+    def _dense(self, index: int) -> Tensor | None:
+        """A parameter's gradient, apart from others; raises UnfitTensor where it is sparse."""
+        gradient = self.structure.parameters[index].grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UnfitTensor(
+                f"parameter {self.structure.slot_names[index]} received a gradient of layout {gradient.layout}, limit: "
+                f"dense gradients; build its layer with sparse=False, or let its backward give a dense one"
+            )
+        return self._apart(gradient)
 
     def _gradient(self, index: int, *, is_rounded: bool) -> Tensor | None:
         """A parameter's gradient over all micro-batches, as it crosses the link."""
         parameter = self.structure.parameters[index]
         accumulated = self._accumulated.pop(index, None)
         if accumulated is None:
-            return self._apart(parameter.grad)
+            return self._dense(index)
         return accumulated.to(parameter.dtype) if is_rounded else accumulated
 
     def _end(self, shard: Shard) -> int:
@@ -200,14 +274,16 @@ class Executor:
     def _micro(
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
-        with _Drawing(micro.random, locked, self._redirects, self._generator) as drawing:
+        if self.inspector is not None:
+            self.inspector.enters(micro.tensors())
+        with _Drawing(micro.random, locked, self._redirects, self._generator, self.inspector) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
             gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
             with self._hooks(), drawing.forward(), framed(arriving) as frame:
-                value = self._layers(shard, micro.value.build(tensors))
+                value = self._layers(shard, micro.value.build(tensors), frame)
                 gotten = [tensor for _, found in skips.values() for tensor in found]
                 if gotten_versions != [tensor._version for tensor in gotten]:
                     raise ValueError(
@@ -252,7 +328,7 @@ class Executor:
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
-            tied[index] = self._apart(self.structure.parameters[index].grad)
+            tied[index] = self._dense(index)
             self.structure.parameters[index].grad = None
         return MicroOutput(
             random=drawing.state,
@@ -301,6 +377,8 @@ class Executor:
         """The tensor without its graph, and cloned if it lies in the slab or a buffer, which others will write to."""
         if tensor is None:
             return None
+        if tensor.layout != torch.strided:
+            check_fit(f"a gradient that leaves a shard, up to {self.current},", tensor)
         tensor = tensor.detach()
         return copy_of(tensor) if tensor.untyped_storage().data_ptr() in self._bound else tensor
 
@@ -314,9 +392,11 @@ class Executor:
         ]
         return arrivals, tensors
 
-    def _layers(self, shard: Shard, value: Any) -> Any:
+    def _layers(self, shard: Shard, value: Any, frame: Frame) -> Any:
         for k in range(shard.first, shard.last):
             self.current = self.structure.names[k]
+            if self.inspector is not None:
+                self.inspector.enters_layer(value, frame)
             if self._compiled is None or not self._may_compile:
                 value = self.structure.layers[k](value)
             else:
@@ -326,6 +406,8 @@ class Executor:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self.current = "loss_fn"
+        if self.inspector is not None:
+            self.inspector.enters_layer(value, Frame({}))
         loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -378,8 +460,17 @@ def _number(value: Tensor) -> float | Tensor:
 class _Drawing:
     """Where the draws of one micro-batch go, and the random state they leave."""
 
-    def __init__(self, state: RandomState, locked: bool, redirects: bool, generator: DeviceGenerator | None) -> None:
+    def __init__(
+        self,
+        state: RandomState,
+        locked: bool,
+        redirects: bool,
+        generator: DeviceGenerator | None,
+        inspector: Inspector | None = None,
+    ) -> None:
         self.state = state
+        self._inspector = inspector
+        self._after: Any = None  # of the device's generator, once the forward is through
         self._redirects = redirects
         self._stream = Stream(state)
         self._installed = installed(self._stream) if locked else None
@@ -397,6 +488,8 @@ class _Drawing:
         if self._installed is not None:
             yield
             self.state = capture()._replace(device=self.state.device)
+            if self._inspector is not None and self._inspector.in_backward is not None:
+                install(self._inspector.in_backward)
         elif not self._redirects:
             yield
         else:
@@ -411,9 +504,21 @@ class _Drawing:
                     "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
                     "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
                 )
+            self._after = after
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)
 
     def __exit__(self, *exc: Any) -> None:
+        inspector = self._inspector
+        drew = exc[0] is None and inspector is not None and self._drew_in_backward(inspector.in_backward)
         if self._installed is not None:
             self._installed.__exit__(*exc)
+        if drew and inspector is not None:
+            inspector.drew_in_backward()
+
+    def _drew_in_backward(self, before: RandomState | None) -> bool:
+        """Whether the states are others than a backward found; a checkpoint in a layer puts them back."""
+        if self._installed is None or before is None:
+            return False
+        drew_there = self._generator is not None and self._generator.state() != self._after
+        return drew_there or not capture()._replace(device=before.device).same_as(before)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_engine.boundary import copy_of
+from hydra_engine.boundary import copy_of, flat
 from hydra_engine.dram import Freed, HostMemory, is_alone
 from hydra_engine.shard import ModelLayout, Slot
 
@@ -124,17 +124,22 @@ class FrozenBlocks:
                     new.setdefault(group, slot)
                 if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
                     uncast.setdefault((group, slot.link_dtype), slot)
-            storage = host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()))
+            # Weights that all tasks here are sent casts of cross no link themselves.
+            planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
+            crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
+            masters_host = host if crosses else HostMemory()
+            storage = masters_host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=host, offset=offset)
-                block.links[slot.dtype] = (storage, offset)
-                block.weight.copy_(slot.parameter.data)
+                start = offset + slot.residue
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start)
+                block.links[slot.dtype] = (storage, start)
+                flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
                 self._bind(block, slot.parameter)
                 freed.add(slot.num_bytes)
-                offset += layout.aligned(slot.num_bytes)
+                offset += layout.aligned(slot.residue + slot.num_bytes)
             found = {}
             for slot in _frozen(layout):
                 block = found[slot.index] = self._blocks[groups[slot.index]]
@@ -144,7 +149,7 @@ class FrozenBlocks:
             for slot in uncast.values():
                 block = found[slot.index]
                 block.links[slot.link_dtype] = (link, offset)
-                block.cast(slot).copy_(block.weight)
+                flat(block.cast(slot)).copy_(flat(block.weight))
                 offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
 

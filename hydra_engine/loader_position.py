@@ -91,6 +91,11 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     stream.state = start.random
     if position.own is not None:
         loader.load_state_dict(position.own)
+    if position.num_batches == 0:  # the epoch begins again, and what opening it draws is not drawn yet
+        set_states(loader, start.generators)
+        with installed(stream):
+            return Restored(iter(loader), None)
+    if position.own is not None:
         with installed(stream):
             iterator = iter(loader)
         stream.state = position.random

@@ -21,9 +21,13 @@ class EvaluationMeans:
         self._weight = 0.0
         self._metrics: dict[str, float] = {}
         self._num_samples = 0
+        self._num_parts = 1
 
-    def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_samples: int) -> None:
+    def add(
+        self, loss: float, weight: float, metrics: Mapping[str, float], num_samples: int, num_parts: int = 1
+    ) -> None:
         """Take in a batch; `weight` is that of its loss."""
+        self._num_parts = max(self._num_parts, num_parts)
         self._loss += loss if self._sums_losses else loss * weight
         self._weight += weight
         for name, value in metrics.items():
@@ -34,7 +38,7 @@ class EvaluationMeans:
         """The figures of what was taken in."""
         loss = self._loss if self._sums_losses else self._loss / (self._weight or 1.0)
         metrics = {name: total / (self._num_samples or 1) for name, total in self._metrics.items()}
-        return Evaluation(loss=loss, metrics=metrics, num_samples=self._num_samples)
+        return Evaluation(loss=loss, metrics=metrics, num_samples=self._num_samples, num_parts=self._num_parts)
 
 
 def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hydra_engine.boundary import Boundary, copy_of, place_in_dram
+from hydra_engine.boundary import Boundary, copy_of, place_in_dram, residue, same_bits
 from hydra_engine.dram import Freed, HostMemory, is_alone, return_free_memory
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot
+from hydra_engine.signature import Signature
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
@@ -73,7 +74,10 @@ class HostPool:
         for loan in self._loans:
             self._free_loans.put(loan)
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
-        self._weights = host.new(self.layout.num_bytes[True])
+        # Beside casts, masters cross no link unless a device steps the optimizer.
+        crosses = self.layout.narrow is None or not self.keeps_gradients
+        self._masters_host = host if crosses else HostMemory()
+        self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self._gradients = host.new(0 if self.early_release else self.layout.link_bytes[True])
         self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
         # After all that may find no room: from here on others may use what this task brought.
@@ -89,7 +93,7 @@ class HostPool:
         self.gradients: list[Tensor | None] = [None] * len(self.layout.slots)
         if not self.early_release:
             for slot in self.layout.trainable_slots():
-                self.gradients[slot.index] = slot.gradient_view(self._gradients, slot.link_offset)
+                self.gradients[slot.index] = self._gradient_place(slot)
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
 
@@ -98,7 +102,8 @@ class HostPool:
         if not self.is_open:
             return
         self.is_open = False
-        for storage in (self._weights, self._link, self._gradients, *self._loans):
+        self._masters_host.let_go(self._weights)
+        for storage in (self._link, self._gradients, *self._loans):
             self._host.let_go(storage)
         slots = self.layout.trainable_slots()
         alone = is_alone(self._weights, [slot.parameter for slot in slots])
@@ -106,7 +111,7 @@ class HostPool:
             slot.parameter.grad = None
             slot.parameter.data = copy_of(slot.parameter.data)
             if alone:  # or all weights would be there twice
-                self._host.discard(self._weights, slot.offset, slot.num_bytes)
+                self._masters_host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
         self.layout.put_buffers(self.buffers)
         del self._weights, self._link, self._gradients, self.gradients, self._loans, self._free_loans, self._lent
@@ -130,11 +135,33 @@ class HostPool:
             self.gradients[slot.index] = None
         self._free_loans.put(self._lent.pop(shard.index))
 
+    def _gradient_place(self, slot: Slot) -> Tensor:
+        """Where a gradient lies for good, unless it is lent a place; it begins where autograd's own would."""
+        return slot.gradient_view(self._gradients, slot.link_offset - slot.link_residue)
+
     def gradient(self, slot: Slot) -> Tensor:
         """Where a trainable parameter's gradient lies."""
         gradient = self.gradients[slot.index]
         assert gradient is not None
         return gradient
+
+    def place_gradient(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """Where a gradient that arrives goes: autograd may have left it as a view, whose address modulo 64 it keeps."""
+        place = self.gradient(slot)
+        if gradient.device.type == "cpu" and residue(place) != residue(gradient):
+            is_lent = self.early_release  # its place is made anew for each step
+            place = place_in_dram(gradient) if residue(gradient) or is_lent else self._gradient_place(slot)
+            self.gradients[slot.index] = place
+        return place
+
+    def bring_back(self, slots: Iterable[Slot]) -> None:
+        """Take over weights that user code has put elsewhere, as `p.data = p.data - step` does."""
+        for slot in slots:
+            data = slot.parameter.data
+            place = slot.view(self._weights, slot.offset)
+            if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
+                place.copy_(data)
+                slot.parameter.data = place
 
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update."""
@@ -191,7 +218,7 @@ class StepStaging:
 
     def __init__(self) -> None:
         self.weights: list[float] = []
-        self.signature: tuple[Any, ...] = ()
+        self.signature = Signature.of(())
         self.inputs: list[Boundary] = []
         self.targets: list[Boundary] = []
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
@@ -231,7 +258,7 @@ class StepStaging:
         self.weights = list(weights)
         self.start = start
         # What decides the memory of every unit of this step.
-        self.signature = tuple((x.signature, y.signature) for x, y in boundaries)
+        self.signature = Signature.of(boundaries)
         for m, state in enumerate(start):
             self.random[0, m] = state
 
@@ -286,12 +313,12 @@ class StepStaging:
             stored.append(place)
         self._gradients[shard, m] = stored
 
-    def signature_of(self, part: int) -> tuple[Any, ...]:
+    def signature_of(self, part: int) -> Signature:
         """What decides the memory of the units of a part of the step."""
         if self.parts is None:
             return self.signature
         first, end = self.parts.ranges[part]
-        return (*self.signature[first:end], ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
+        return self.signature.part(first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
 
     def range_of(self, part: int) -> tuple[int, int]:
         """The micro-batches [first, end) of a part of the step."""
@@ -315,7 +342,8 @@ def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
 
 
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
-    """Host memory for a copy of `new` with the very same strides: the old place where it fits."""
-    if old is not None and old.shape == new.shape and old.stride() == new.stride() and old.dtype == new.dtype:
-        return old
-    return place_for(new)
+    """Host memory for a copy of `new` with the very same strides and residue: the old place where it fits."""
+    if old is None or old.shape != new.shape or old.stride() != new.stride() or old.dtype != new.dtype:
+        return place_for(new)
+    is_there = new.device.type != "cpu" or residue(old) == residue(new)
+    return old if is_there and same_bits(old, new) else place_for(new)

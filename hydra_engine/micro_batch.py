@@ -27,13 +27,17 @@ class MicroInput:
     skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        target = self.target.tensors if self.target else ()
+        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
+        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values())]
+        return [*self.value.tensors, *target, *self.tied.values(), *skips, *(t for t in gradients if t is not None)]
+
     @property
     def num_bytes(self) -> int:
         """Bytes it takes on the device."""
-        target = self.target.tensors if self.target else ()
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        skips += [t for gradients in self.skip_gradients.values() for t in gradients if t is not None]
-        return storage_bytes([*self.value.tensors, *target, *self.gradients, *self.tied.values(), *skips])
+        return storage_bytes(self.tensors())
 
 
 @dataclass(kw_only=True)

@@ -133,8 +133,8 @@ class OpenDevice(ABC):
         """Begin to time what the compute lane queues from here on. None: launching is computing."""
         return None
 
-    def place(self, tensor: Tensor, *, lasts: bool = True) -> Tensor:
-        """DRAM that a device's tensor goes to, laid out as that is; `lasts`: it is used again and again."""
+    def place(self, tensor: Tensor) -> Tensor:
+        """DRAM that a device's tensor goes to, laid out as that is."""
         return place_in_dram(tensor)
 
     def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as base
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
+from hydra_engine.randomness import DrawsRefused
 from hydra_engine.rollback import BeforeUpdate
 from hydra_engine.saved_state import restore_optimizer
 from hydra_engine.shard import ModelLayout, Shard, Slot
 from hydra_engine.stepping import DeviceStep
 from hydra_engine.task import ModelTask, check_optimizer_needs_no_closure
 
-NUM_TIMED_STEPS = 5
+# What torch itself keeps and changes on an optimizer.
+TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
+TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ class TaskOptimizer:
         self.epoch = 0  # of the step in progress
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
+        self._is_torchs = is_torchs(self.optimizer)
         self._epoch = 0
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
@@ -68,7 +72,7 @@ class TaskOptimizer:
         return None if self._loss_scale is None else self._loss_scale.scale
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
-        """Record a step, and move the scheduler past it; a step with a gradient that is not finite is skipped whole."""
+        """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
         self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
             return self._commit_released(epoch)
@@ -88,7 +92,7 @@ class TaskOptimizer:
         elif self._task.max_grad_norm is not None:
             total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
         record = StepRecord(
-            groups=self._groups(),
+            groups=kept_groups(self.optimizer),
             has_gradient=dict(staging.has_gradient),
             total_norm=total_norm,
             is_first=self._num_steps == 0,
@@ -97,22 +101,54 @@ class TaskOptimizer:
         )
         if self._task.optimizer_scope == "task":
             self._average(self._slots, record)
-        self._end_step()
+        self._count_step()
         return record
 
     def skipped(self) -> StepRecord:
         """The record of a step that changes nothing, nor the loss scale."""
         return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=self.loss_scale, is_skipped=True)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [{name: _kept(value) for name, value in group.items()} for group in self.optimizer.param_groups]
-
-    def _end_step(self) -> None:
+    def _count_step(self) -> None:
         self._num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self.scheduler is not None and self._task.lr_scheduler_interval == "step":
-            self.scheduler.step()
+
+    def end_step(self, record: StepRecord) -> None:
+        """Move the scheduler past a committed step: what it raises comes after the step, as in the plain loop."""
+        if self._task.lr_scheduler_interval == "step" and not record.is_skipped:
+            self._move_schedule()
+
+    def _move_schedule(self) -> None:
+        if self.scheduler is not None:
+            with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
+                self.scheduler.step()
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Around a step of the optimizer. Those of torch draw nothing, and take less time than the watch would."""
+        return nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+
+    def _step_part(self, part: torch.optim.Optimizer) -> None:
+        """Step the parameters of some shards.
+
+        On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
+        """
+        if self._is_torchs:
+            part.step()
+            return
+        kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
+        versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
+        with self._watched():
+            part.step()
+        found = vars(part)
+        changed = [name for name in found if name not in TORCHS and found[name] is not kept.get(name)]
+        for group, before in zip(part.param_groups, groups, strict=True):
+            changed += [key for key in group if group[key] is not before.get(key)]
+        if changed or any(tensor._version != version for tensor, version in versions):
+            raise RuntimeError(
+                f"optimizer: {type(self.optimizer).__name__} changed {', '.join(changed) or 'a tensor of its groups'} "
+                f"in a step, which it did not on trial; outside of each parameter's state it is lost where shards are "
+                f"stepped one by one: set optimizer_scope='task'"
+            )
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
@@ -133,7 +169,7 @@ class TaskOptimizer:
             self.reach_epoch(epoch)
             if self._released is None:
                 self._released = StepRecord(
-                    groups=self._groups(), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
+                    groups=kept_groups(self.optimizer), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
                 )
             return self._released
 
@@ -154,12 +190,14 @@ class TaskOptimizer:
         self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
     ) -> DeviceStep:
         """Step the parameters of a shard on the device that they and their gradients are on."""
-        received = {index: gradient for index in shard.owned if (gradient := gradients[index]) is not None}
+        received = {index: gradients[index] for index in shard.owned}
+        if self._is_torchs:  # see `_without`
+            received = {index: gradient for index, gradient in received.items() if gradient is not None}
         own: dict[int, nn.Parameter] = {}  # by id of the user's parameter
         for index, gradient in received.items():
             master = loaded.masters.get(index)
             parameter = parameters[index] if master is None else nn.Parameter(master)
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
             own[id(self._by_index[index].parameter)] = parameter
         self.secure(())  # the schedule may go on to an epoch
         groups = self._record_released(self.epoch).groups
@@ -172,7 +210,7 @@ class TaskOptimizer:
             part.state[parameter] = loaded.states[index]
         try:
             if received:
-                part.step()
+                self._step_part(part)
         finally:
             for parameter in own.values():
                 parameter.grad = None
@@ -194,7 +232,7 @@ class TaskOptimizer:
         with self._releasing:
             self.reach_epoch(epoch)
             record, self._released = self._released, None
-            self._end_step()
+            self._count_step()
         return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
@@ -210,6 +248,7 @@ class TaskOptimizer:
     ) -> dict[int, Tensor]:
         """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
         hooked: dict[int, Tensor] = {}
+        drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
         for slot in slots:
             parameter = slot.parameter
             hooks = list((parameter._backward_hooks or {}).values())
@@ -218,19 +257,27 @@ class TaskOptimizer:
                 continue
             self.secure(None)  # a hook may step what it likes
             gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
-            for hook in hooks:
-                changed = hook(gradient)
-                if changed is not None and changed is not gradient:
-                    gradient.copy_(changed)
-            for hook in after:
-                parameter.grad = gradient
-                hook(parameter)
-                if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
-                    staging.has_gradient[slot.index] = False
-                elif parameter.grad is not gradient:
-                    gradient.copy_(parameter.grad)
-                parameter.grad = None
-                pool.renew([slot])  # the hook may have stepped an optimizer of its own
+            with DrawsRefused(f"a hook on parameter {slot.name}") as watch:
+                for hook in hooks:
+                    changed = hook(gradient)
+                    if changed is not None and changed is not gradient:
+                        gradient.copy_(changed)
+                for hook in after:
+                    parameter.grad = gradient
+                    hook(parameter)
+                    if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
+                        staging.has_gradient[slot.index] = False
+                    elif parameter.grad is not gradient:
+                        gradient.copy_(parameter.grad)
+                    parameter.grad = None
+                    pool.bring_back([slot])
+                    pool.renew([slot])  # the hook may have stepped an optimizer of its own
+            if watch.own.keys() & drawing.keys():  # a backward calls hooks in another order
+                raise RuntimeError(
+                    f"hooks on parameter {slot.name} and another one draw from the same torch.Generator, in an order "
+                    f"that is not that of a backward; give each parameter's hook a generator of its own"
+                )
+            drawing |= watch.own
         return hooked
 
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
@@ -241,18 +288,20 @@ class TaskOptimizer:
         try:
             if self._task.max_grad_norm is not None:
                 nn.utils.clip_grad_norm_([slot.parameter for slot in slots], self._task.max_grad_norm)
-            self.optimizer.step()
+            with self._watched():
+                self.optimizer.step()
         finally:
             for slot in slots:
                 slot.parameter.grad = None
+            pool.bring_back(self._slots)
         pool.renew(self._slots)
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
         while self._epoch < epoch:
+            if self._task.lr_scheduler_interval == "epoch":
+                self._move_schedule()
             self._epoch += 1
-            if self.scheduler is not None and self._task.lr_scheduler_interval == "epoch":
-                self.scheduler.step()
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
@@ -262,8 +311,17 @@ class TaskOptimizer:
         slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
         hooked = [slot for slot in slots if slot.index in record.hooked]
         self._step(hooked, pool, record, None)
-        self._step([slot for slot in slots if slot.index not in record.hooked], pool, record, record.loss_scale)
+        without = self._without(pool.owned(shard), record)
+        rest = [slot for slot in slots if slot.index not in record.hooked]
+        self._step(rest, pool, record, record.loss_scale, without)
+        if not self._is_torchs:
+            pool.bring_back([*slots, *without])
+            pool.renew(without)
         self._average(pool.owned(shard), record)
+
+    def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
+        """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
+        return [] if self._is_torchs else [slot for slot in owned if not record.has_gradient.get(slot.index)]
 
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
@@ -271,13 +329,20 @@ class TaskOptimizer:
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
         gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
         averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
-        return BeforeUpdate(self.optimizer, slots, gradients, averages)
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
-    def _step(self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None) -> None:
-        """Step some parameters, whose gradients carry a loss scale or none."""
-        if not slots:
+    def _step(
+        self,
+        slots: Sequence[Slot],
+        pool: HostPool,
+        record: StepRecord,
+        scale: float | None,
+        without: Sequence[Slot] = (),
+    ) -> None:
+        """Step some parameters, whose gradients carry a loss scale or none, and those that have no gradient."""
+        if not slots and not without:
             return
-        mine = {id(slot.parameter) for slot in slots}
+        mine = {id(slot.parameter) for slot in (*slots, *without)}
         groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
         part = part_of(self.optimizer, groups)
         if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls
@@ -299,7 +364,7 @@ class TaskOptimizer:
                 gradient.mul_(clip)
 
         is_plain = scale is None and clip is None
-        step_narrow(part, updates, None if is_plain else finish)
+        step_narrow(part, updates, None if is_plain else finish, partial(self._step_part, part))
 
     def _step_wide(
         self, part: torch.optim.Optimizer, slots: Sequence[Slot], pool: HostPool, record: StepRecord
@@ -310,7 +375,7 @@ class TaskOptimizer:
             if record.total_norm is not None and self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
                 nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
-            part.step()
+            self._step_part(part)
         finally:
             for slot in slots:
                 slot.parameter.grad = None
@@ -369,7 +434,7 @@ class TaskOptimizer:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_end_step`
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
         if self._averages and self._num_steps:
             for slot in self._slots:
                 if slot.name not in state["averages"]:
@@ -434,86 +499,38 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
-def trial_state_bytes(task: ModelTask, layout: ModelLayout) -> dict[int, int]:
-    """Bytes of the optimizer's state by slot, from one step on tiny parameters of the same number of dimensions.
-
-    A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
-    that the factories run: what they raise is raised before any work starts. Refuses an optimizer that keeps state
-    beside `optimizer.state`, which stepping shard by shard would lose, and a scheduler that wants to be told a metric.
-    """
-    slots = layout.trainable_slots()
-    tiny = [nn.Parameter(torch.zeros([min(size, 2) for size in slot.shape], dtype=slot.dtype)) for slot in slots]
-    optimizer = make_optimizer(task, {slot.name: parameter for slot, parameter in zip(slots, tiny, strict=True)})
-    _check_scheduler(task, optimizer)
-    mine = {id(parameter) for parameter in tiny}
-    if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
-        # The factory builds groups of its own from the model. They are never stepped on trial; Adam's two moments.
-        return {slot.index: 2 * slot.num_bytes for slot in slots}
-    for parameter in tiny:
-        parameter.grad = torch.ones_like(parameter)  # of zeros, an optimizer that scales by them makes nothing
-    before = _beside_state(optimizer)
-    optimizer.step()
-    if task.optimizer_scope == "shard" and _beside_state(optimizer) != before:
-        raise ValueError(
-            f"optimizer: {type(optimizer).__name__} keeps state in its groups or attributes instead of in "
-            f"optimizer.state, and would lose it when shards are stepped one by one; choose one that keeps state per "
-            f"parameter, or set optimizer_scope='task'"
-        )
-    found = {}
-    for slot, parameter in zip(slots, tiny, strict=True):
-        tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-        found[slot.index] = sum(_grown_bytes(value, parameter, slot.shape) for value in tensors)
-    return found
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step runs nothing but torch's own code, which draws no random numbers."""
+    return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
 
 
-def _grown_bytes(value: Tensor, tiny: Tensor, shape: Sequence[int]) -> int:
-    """Bytes of a state tensor for a parameter of this shape: it grows along every dimension in which it was as tiny."""
-    if value.dim() != tiny.dim():
-        return value.nbytes
-    sizes = [full if size == small else size for size, small, full in zip(value.shape, tiny.shape, shape, strict=True)]
-    return value.element_size() * math.prod(sizes)
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after each of its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
+    own = [getattr(optimizer, name, None) for name in names]
+    return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
 
 
-def update_bytes_per_s(task: ModelTask) -> float:
-    """Bytes of parameters that the task's optimizer steps in a second on this thread, measured on one of 1 MiB."""
-    parameter = nn.Parameter(torch.zeros(2**9, 2**9))
-    name = next(name for name, each in task.model.named_parameters() if each.requires_grad)
-    optimizer = make_optimizer(task, {name: parameter})
-    if any(each is not parameter for group in optimizer.param_groups for each in group["params"]):
-        return math.inf  # the factory builds groups of its own from the model, which must not be stepped
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes its state
-    start_s = time.perf_counter()
-    for _ in range(NUM_TIMED_STEPS):
-        optimizer.step()
-    return NUM_TIMED_STEPS * parameter.nbytes / (time.perf_counter() - start_s)
-
-
-def _check_scheduler(task: ModelTask, optimizer: torch.optim.Optimizer) -> None:
-    if task.lr_scheduler is None:
-        return
-    scheduler = task.lr_scheduler(optimizer)
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
-    wanted = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
-    if wanted:
-        raise ValueError(
-            f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "
-            f"choose one that follows the number of steps or epochs"
-        )
-
-
-def _beside_state(optimizer: torch.optim.Optimizer) -> str:
-    """What of an optimizer must not change in a step: plain values of its groups and attributes."""
-    plain = (bool, int, float, complex, str, tuple, type(None))
-    public = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}  # the rest is torch's
-    return repr([{k: v for k, v in p.items() if isinstance(v, plain)} for p in (*optimizer.param_groups, public)])
+def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Its groups as they are now, for updates that come after the schedule has moved on."""
+    return [{name: _kept(value) for name, value in group.items()} for group in optimizer.param_groups]
 
 
 def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """As `torch.nn.utils.get_total_norm`, with one gradient at a time: a widened one is gone before the next."""
-    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+    """As `torch.nn.utils.get_total_norm`, with one gradient at a time: a widened one is gone before the next.
+
+    That takes the norms by type and device, in an order of its own, and rounds to the types that meet.
+    """
+    norms: list[Tensor] = []
+    kinds: list[Tensor | None] = []
+    for gradient in gradients:
+        norms.append(torch.linalg.vector_norm(gradient))
+        kinds.append(gradient.new_empty(0))
+    if not norms:
+        return torch.tensor(0.0)
+    order = [index for _, indices in group_tensors([kinds], with_indices=True).values() for index in indices]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
+    return total
 
 
 def _kept(value: Any) -> Any:

@@ -90,6 +90,7 @@ class ModelOrchestrator:
         self._running: EngineRun | None = None
         self._over: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         self._training: list[PlannedTask] = []  # in that run
+        self._joining: list[PlannedTask] = []  # being planned, to join it
         self.verbose = 1
         self.buffer: int | str | None = None
         self.optimizer_threads: int | None = None
@@ -166,27 +167,51 @@ class ModelOrchestrator:
                     f"add_task: {name!r} while others train: planning runs a step on a device, whose memory they have; "
                     f"add it before train_models(), or train it in another call"
                 )
-            beside = self._training if run is not None else self._pending
+            beside = [*self._training, *self._joining] if run is not None else self._pending
             check_sharing([*beside, planned])
             if run is None:
                 self.plan = None  # it would lack the new one
-            else:
-                check_nothing_shared(planned, beside)
-                again = self._put_back(planned, while_training=True)
-                if again is None:
-                    self._planned.append(planned)
-                    return name
-                planned = again
-                # Not its helpers: what begins meanwhile may be the run's.
-                with bound(run.host.bound_cores, with_helpers=False):
-                    self._plan_one([*beside, planned], planned, run.host)
-                self._check_arenas(run, planned)
-            self._planned.append(planned)
-            if run is not None and run.add(planned):
-                self._training.append(planned)
-            else:
+                self._planned.append(planned)
                 self._pending.append(planned)
-            return name
+                return name
+            check_nothing_shared(planned, beside)
+            again = self._put_back(planned, while_training=True)
+            self._planned.append(again or planned)
+            if again is None:
+                return name
+            self._joining.append(again)
+        self._join(run, again, [*beside, again])
+        return name
+
+    def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
+        """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
+        try:
+            # Bound without helpers: what begins meanwhile may be the run's.
+            with run.planning(planned), bound(run.host.bound_cores, with_helpers=False):
+                plan = self._plan_one(beside, planned)
+            self._check_arenas(run, planned)
+        except BaseException:
+            with self._changing:
+                self._planned.remove(planned)
+            self._drop(planned)
+            raise
+        with self._changing:
+            is_wanted = planned in self._joining  # and not stopped meanwhile
+            if is_wanted:
+                self._joining.remove(planned)
+                plans = [*(self.plan.tasks.values() if self.plan is not None else ()), plan]
+                self.plan = self._as_plan(plans, run.host)
+                (self._training if run.add(planned) else self._pending).append(planned)
+        if not is_wanted:
+            self._drop(planned)
+
+    def _drop(self, planned: PlannedTask) -> None:
+        """Nobody will train it."""
+        with self._changing:
+            if planned in self._joining:
+                self._joining.remove(planned)
+        planned.leave()
+        planned.reader.close()
 
     def stop_task(self, name: str) -> None:
         """End a task at its last committed step; the others train on. One that waits for training is not begun.
@@ -201,6 +226,8 @@ class ModelOrchestrator:
                 planned.leave()
                 planned.reader.close()
                 self.plan = None
+            elif planned in self._joining:
+                self._joining.remove(planned)  # who plans it finds out
             elif self._running is not None:
                 self._running.stop(name)
 
@@ -219,8 +246,8 @@ class ModelOrchestrator:
 
         Changes nothing: weights, gradients, buffers, training flags and the process-wide generators are afterwards as
         they were, and training has the bits that it would have had. Only the weights' memory is another: they move into
-        the engine's, and back into ordinary storage. A batch too large for one layer alone is evaluated in parts, whose
-        figures may differ in their last bits.
+        the engine's, and back into ordinary storage. A batch too large for one layer alone is computed in parts, as a
+        validation's is; `Evaluation.num_parts` says so.
 
         Args:
             task: a task of this orchestrator or its name, or any other `ModelTask`.
@@ -375,18 +402,13 @@ class ModelOrchestrator:
         devices = [repr(device) for device in self._devices]
         return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=host)
 
-    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask, host: HostThreads) -> None:
+    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> TaskPlan:
         """Plan a task while others train."""
         check_dram([planned])
-        try:
-            number = 1 + len(beside)
-            plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
-            check_shared_buffers(beside)
-        except BaseException:
-            planned.leave()
-            planned.reader.close()
-            raise
-        self.plan = self._as_plan([*(self.plan.tasks.values() if self.plan is not None else ()), plan], host)
+        number = 1 + len(beside)
+        plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
+        check_shared_buffers(beside)
+        return plan
 
     @contextmanager
     def _run(
@@ -505,8 +527,6 @@ class ModelOrchestrator:
         """Refuse a task for which the devices of a run, whose arenas were made for others, have no room."""
         if run.can_hold(planned.work_bytes, planned.largest_slab_bytes):
             return
-        planned.leave()
-        planned.reader.close()
         raise ShardDoesNotFit(
             f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters and "
             f"{format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that train; "

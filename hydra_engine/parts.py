@@ -30,7 +30,7 @@ class StepParts:
         num_micro_batches: of the step. num_parts: that they are cut into.
         in_sums: the first of the two ways.
         is_narrow: gradients in less than float32 are added in it, and rounded once all are there.
-        place: where a slot's gradient belongs in the end.
+        place: where a slot's gradient belongs in the end. fit: told of the first gradient before that is asked for.
         has_gradient: by slot, set here.
     """
 
@@ -43,12 +43,14 @@ class StepParts:
         is_narrow: bool,
         place: Callable[[int], Tensor],
         has_gradient: dict[int, bool],
+        fit: Callable[[int, Tensor], object] = lambda slot, gradient: None,
     ) -> None:
         self.in_sums = in_sums
         self.ranges = part_ranges(num_micro_batches, num_parts)
         self._num_micro_batches = num_micro_batches
         self._is_narrow = is_narrow
         self._place = place
+        self._fit = fit
         self._has_gradient = has_gradient
         self._lock = threading.Lock()
         self._making = threading.Lock()
@@ -73,6 +75,7 @@ class StepParts:
         for slot, gradient in gradients.items():
             self._has_gradient[slot] = gradient is not None
             if gradient is not None:
+                self._fit(slot, gradient)
                 # The last ones were rounded on the device.
                 copy(self._place(slot) if end == self._num_micro_batches else self._sum(slot), gradient)
         finish()
@@ -96,6 +99,7 @@ class StepParts:
                 if self._has_gradient.get(slot):
                     self._sum(slot).add_(gradient)
                 else:
+                    self._fit(slot, gradient)
                     self._sum(slot).copy_(gradient)
                     self._has_gradient[slot] = True
             end += 1

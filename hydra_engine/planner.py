@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from hydra_engine import dram
 from hydra_engine.borrowed_pool import BorrowedPool
+from hydra_engine.bound_copy import LayerFault
+from hydra_engine.boundary import ALIGNMENT_BYTES
+from hydra_engine.callbacks import begin_epochs
 from hydra_engine.ceilings import STATED, Ceilings
 from hydra_engine.costs import DeviceCost, TaskCost
 from hydra_engine.device import DeviceSpec
-from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
 from hydra_engine.memory import HostPool
-from hydra_engine.optimizer import check_no_hooks, has_hooks, trial_state_bytes, update_bytes_per_s
+from hydra_engine.model_watch import ModelWatch
+from hydra_engine.optimizer import check_no_hooks, has_hooks
 from hydra_engine.own_forward import check_own_forward
 from hydra_engine.randomness import Stream, capture, installed
 from hydra_engine.reader import Batch, Reader
-from hydra_engine.rehearsal import TooLarge, rehearse
-from hydra_engine.report import TaskPlan
+from hydra_engine.rehearsal import REMEDY, TooLarge, rehearse
+from hydra_engine.report import TaskPlan, TaskReport
 from hydra_engine.resumed import SavedTask
 from hydra_engine.schedule import part_ranges
 from hydra_engine.scheduled import MOST_AHEAD
-from hydra_engine.shard import ALIGNMENT_BYTES
+from hydra_engine.shard import Structure
 from hydra_engine.simulator import predict_spreads
 from hydra_engine.task import ModelTask
 from hydra_engine.task_state import TaskState, layout_of
+from hydra_engine.trial import trial_state_bytes, update_bytes_per_s
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -41,7 +50,8 @@ from partitioners import (
     profile_evaluation,
     shard_bytes,
 )
-from partitioners.cost import skips_of
+from partitioners.boundary import UnfitTensor
+from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -67,6 +77,15 @@ class _Machine(NamedTuple):
     most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
 
 
+@contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Name the task in what is wrong with its layers."""
+    try:
+        yield
+    except LayerFault as error:
+        raise ValueError(f"{task}: {error}") from error
+
+
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, its plan."""
 
@@ -88,8 +107,18 @@ class PlannedTask:
         self.task = task
         self.name = name
         self.saved = saved
+        self.saves = keeps_positions
+        self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
+        self._stopping: list[StopTask] = []  # what a callback raised before it is begun
         self.reader = Reader(
-            task, name, keeps_positions=keeps_positions, start=None if saved is None else saved.position
+            task,
+            name,
+            keeps_positions=keeps_positions,
+            start=None if saved is None else saved.position,
+            # Not a method: the two would hold each other.
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
+            if begin_epochs(task.callbacks)
+            else None,
         )
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
@@ -100,9 +129,15 @@ class PlannedTask:
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
         self._input_bytes: list[int] = []  # by layer, of a step
-        self._num_micro_batches = 1  # of a step, as far as is known
+        self.num_micro_batches = 1  # of a step, as far as is known
+        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
         self._parts_bytes = 0  # DRAM that steps take for being spread
         self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a callback has ended the task before it is begun."""
+        return bool(self._stopping)
 
     def make_plan(
         self,
@@ -118,13 +153,17 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
         """
+        with _naming(self.name):
+            Structure(self.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
         batch = self._sample()
         self._ceilings, self.state.place = None, device.torch_device
         if self.state.place.type != "cpu":
             self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
-            inputs = self.reader.sample_inputs
-            check_own_forward(self.task.model, self.layout, inputs, training=self.task.trains)
+            inputs, validates = self.reader.sample_inputs, self.task.trains and self.task.validation is not None
+            with _naming(self.name):
+                for training in (True, False) if validates else (self.task.trains,):
+                    check_own_forward(self.task.model, self.layout, inputs, training=training)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
         is_chosen = wanted == "auto" and self.saved is not None
@@ -144,7 +183,9 @@ class PlannedTask:
                 self._cut(number, machine)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if wanted != "auto" or number >= batch.num_samples:
+                # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+                may_split = not self.task.predicts if not self.task.trains else wanted == "auto"
+                if not may_split or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         step_s = self._decide(machine)
@@ -216,17 +257,12 @@ class PlannedTask:
         """Seconds of each unit, by (kind, shard)."""
         return self.state.unit_s
 
-    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int | None = None) -> None:
-        """Predict how a step is best spread over 1, 2, ... of these devices.
-
-        num_micro_batches: of a step; None: as many as before.
-        """
+    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
+        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
         self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
+        self.num_micro_batches = number = num_micro_batches
         if len(devices) == 1 or not self.task.trains:
             return
-        if num_micro_batches is not None:
-            self._num_micro_batches = num_micro_batches
-        number = self._num_micro_batches
         if number == 1:
             wanted = self.task.accumulation_steps
             more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
@@ -319,7 +355,7 @@ class PlannedTask:
         frozen, cast = self._frozen.brought(layout)
         casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
         return {
-            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.num_bytes) for slot in frozen),
+            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradient_bytes(state.shards),
             "optimizer": sum(state.state_bytes.values()),
@@ -349,10 +385,14 @@ class PlannedTask:
 
     def _sample(self) -> Batch:
         """What the plan is made for."""
-        return self.reader.sample(training=self.task.trains)
+        sample = self.reader.sample(training=self.task.trains)
+        number = self._evaluated_parts
+        return sample if number == 1 else self.reader.split_again(sample, number)
 
     def _cut(self, number: int, machine: _Machine) -> None:
         state = self.state
+        if not self.task.trains:
+            self._evaluated_parts, number = number, 1
         costs = self._costs(number)
         batch = self._sample()
         validates = self.task.trains and self.task.validation is not None
@@ -370,8 +410,9 @@ class PlannedTask:
             state.drawing = {j for j, each in enumerate(held) if any(cost.draws_random for cost in each)}
             draws = any(cost.draws_random for cost in costs)
             try:
-                state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
-                state.fitting = frozenset()
+                with _naming(self.name):
+                    state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
+                state.known.forget_batches()
                 for each in (batch, evaluation):
                     if each is not None:
                         state.note_fitting(each.training, each.signature)
@@ -409,7 +450,7 @@ class PlannedTask:
         task = self.task
         self.state.accumulation_steps = self.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())):
+        with installed(Stream(capture())), self._naming():
             if task.trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -424,6 +465,21 @@ class PlannedTask:
                 )
             loss_fn = None if task.predicts else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Refuse in the task's name what shows as layers are profiled."""
+        try:
+            yield
+        except UnfitTensor as error:
+            raise UnfitTensor(f"{self.name}: {error}") from error
+        except (ChangesParameters, AttributeError, RuntimeError) as error:
+            reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
+            if not reads_another and not isinstance(error, ChangesParameters):
+                raise
+            note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
+            remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
+            raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:
@@ -481,7 +537,7 @@ class PlannedTask:
             shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
             dram=self.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number,
+            accumulation_steps=number if self.task.trains else 1,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             shares_cores=self.state.place.type == "cpu",
@@ -490,6 +546,20 @@ class PlannedTask:
             graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
+
+
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+    """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    if stopping:
+        return
+    watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
+    try:
+        for callback in task.callbacks:
+            callback.on_epoch_begin(report, epoch)
+    except StopTask as stop:
+        stopping.append(stop)
+    else:  # what it does to the model later on would come too late, so that it is refused at once
+        watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
 def _launch_share(state: TaskState) -> float | None:
@@ -508,7 +578,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with installed(Stream(capture())):
-            each.state.state_bytes = trial_state_bytes(each.task, each.layout)
+            each.state.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
     if needed > available:

@@ -1,14 +1,19 @@
-"""Live progress in the terminal: one line that is written over, or now and then a line where there is no terminal."""
+"""Live progress in the terminal: one row that is written over, or now and then a line where there is no terminal."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import unicodedata
 from collections.abc import Iterable
 from typing import NamedTuple, TextIO
 
 # Seconds between two lines.
 TERMINAL_S = 0.2
 LOG_S = 5.0
+
+DOTS = "..."  # where a line is cut: what every terminal can show
 
 
 class TaskProgress(NamedTuple):
@@ -45,8 +50,40 @@ class Progress:
 
     def _write(self, tasks: Iterable[TaskProgress], now_s: float) -> None:
         line = f"{now_s:6.1f} s  " + " | ".join(map(_describe, tasks))
-        self._stream.write(f"\r\x1b[2K{line}" if self._live else f"{line}\n")
+        self._stream.write(f"\r\x1b[2K{cut(line, self._columns() - 1)}" if self._live else f"{line}\n")
         self._stream.flush()
+
+    def _columns(self) -> int:
+        """The terminal's now: it may be resized at any time."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):  # no terminal of the system's
+            columns = 0
+        return columns or shutil.get_terminal_size().columns
+
+
+def cut(line: str, columns: int) -> str:
+    """Cut a line to so many columns of a terminal: a longer one would take a second row, which nothing writes over.
+
+    Most signs of East Asian scripts take two columns, accents that follow their letter none; what does not print is
+    shown as a question mark.
+    """
+    line = "".join(sign if sign.isprintable() else "?" for sign in line)
+    if sum(map(_width, line)) <= columns:
+        return line
+    kept, left = "", columns - len(DOTS)
+    for sign in line:
+        left -= _width(sign)
+        if left < 0:
+            break
+        kept += sign
+    return (kept + DOTS)[: max(0, columns)]
+
+
+def _width(sign: str) -> int:
+    if unicodedata.combining(sign):
+        return 0
+    return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
 
 
 def _describe(task: TaskProgress) -> str:

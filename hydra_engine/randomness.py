@@ -1,8 +1,8 @@
 """Random streams: each task has its own, and what it draws does not depend on who else runs.
 
-The process has one CPU generator, one `random` and one `numpy.random`. A loader reads them as globals, so its reads run
-with the task's states installed, under one lock. A layer's draws go to the task's own generator instead, through a
-dispatch mode, without a lock.
+The process has one CPU generator, one `random` and one `numpy.random`. Who draws from the last two runs with the task's
+states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
+mode, without a lock; a loader's as hydra_engine/loader_draws.py says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_engine.revocable_lock import RevocableLock
+from hydra_engine.revocable_lock import Hold, RevocableLock
+from partitioners.measure import draws_random, given_generators
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
@@ -88,10 +89,12 @@ def installed(stream: Stream) -> Iterator[None]:
 
     Raises TakenAway where the body came back too late: then the stream is where it was.
     """
-    with GLOBAL_GENERATORS.held() as hold:
+    with GLOBAL_GENERATORS.held(apart=True) as hold:
 
         def enter() -> None:
-            hold.put_back.append(partial(install, capture()))
+            outside = capture()
+            hold.outside = hold.outside or outside
+            hold.put_back.append(partial(_put_back, hold, stream.state, outside))
             install(stream.state)
 
         def leave() -> None:
@@ -105,8 +108,18 @@ def installed(stream: Stream) -> Iterator[None]:
             hold.settle(leave)
 
 
+def _put_back(hold: Hold, start: RandomState, outside: RandomState) -> None:
+    """End a replacement; who worked beside it may be the one that drew."""
+    if hold.met and not capture().same_outside_torch(start):
+        for each in hold.met:
+            each.is_in_doubt = True
+    install(outside)
+    if len(hold.put_back) == 0:
+        hold.outside = None
+
+
 @cache
-def _with_generator(func: Any) -> Any | None:
+def with_generator(func: Any) -> Any | None:
     """The overload of a seeded op that takes a generator, or None."""
 
     def names(overload: Any) -> list[str]:
@@ -122,19 +135,36 @@ def _with_generator(func: Any) -> Any | None:
     return None
 
 
-def _draws_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Attention kernels are tagged as seeded for the dropout they could do; without it, no lock is needed."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            value = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return bool(value == 0.0)
-    return False
-
-
-def _is_elsewhere(values: Iterable[Any]) -> bool:
+def is_elsewhere(values: Iterable[Any]) -> bool:
     """Whether an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
+
+
+class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+
+    Attributes:
+        own: the generators that ops were given instead, as `given_generators` has them.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
+        self.own: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if draws_random(func, args, kwargs):
+                raise RuntimeError(
+                    f"{self._who} draws random numbers ({func}), from the stream that the loader and the layers draw "
+                    f"from; draw from a torch.Generator of its own"
+                )
+            self.own |= given_generators(args, kwargs)
+        return func(*args, **kwargs)
 
 
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -167,16 +197,13 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        kwargs = dict(kwargs or {})
-        own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        if own or _draws_nothing(func, args, kwargs):
+        kwargs = kwargs or {}
+        if not draws_random(func, args, kwargs):
             return func(*args, **kwargs)
-        if _is_elsewhere((*args, *kwargs.values())):
+        if is_elsewhere((*args, *kwargs.values())):
             self.drew_elsewhere = True
             return func(*args, **kwargs)
-        overload = _with_generator(func)
+        overload = with_generator(func)
         if overload is not None:
             return overload(*args, **{**kwargs, "generator": self.generator})
         return self._run_with_global(lambda: func(*args, **kwargs))

@@ -1,30 +1,70 @@
-"""Runs one step of a task on a device and commits nothing: what units take, draw and change, and that they repeat."""
+"""Runs one step of a task on a device and commits nothing: what units take, draw and change, and that they repeat.
+
+A step is run twice from the same state, and has to give the same, whatever layers keep beside their buffers:
+
+    as it trains    every unit finds the Python attributes that the user's layers have; draws go to the task's stream
+    carrying on     every unit finds what those before have left, as in plain PyTorch; the process-wide generators are
+                    the unit's alone, and others again in its backward
+
+Both watch which memory operations read and write. What differs is refused with the layers' names.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_engine.device import DeviceSpec
+from hydra_engine.attributes import Attributes, Changed, Contents
+from hydra_engine.bound_copy import Stale
+from hydra_engine.boundary import memory_of
+from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
+from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
 from hydra_engine.optimizer import TaskOptimizer
-from hydra_engine.randomness import Stream, capture, installed
+from hydra_engine.promise import Promise
+from hydra_engine.randomness import RandomState, Stream, capture, installed, seeded
 from hydra_engine.reader import Batch
-from hydra_engine.schedule import FORWARD, Unit
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
 from hydra_engine.task_state import TaskState
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
+from partitioners.boundary import UnfitTensor
+from partitioners.copies import copy_of_function
+from partitioners.skips import Frame
+
+# (of which shard, of what, which number): a digest.
+Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
+
+# Nobody's process-wide states, for units that must not depend on them. Of any seed.
+NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
+# What numbers that go on changing are set to, to see whether that matters to anybody: more than any count of steps
+# that a layer waits for, and one before a multiple of most periods.
+LATE, PERIODIC = 1_000_003, 1_007_999
+LATE_LENGTH = 10_000
+VALUES = (Tensor, dict, list, tuple)
+# Attributes that a message names.
+MOST_NAMED = 4
+REMEDY = (
+    "keep what changes from call to call in buffers, draw from torch's own generator instead of one of the layer, and "
+    "hand what other layers or the loss need on in the output (or with Skips), and in the target what the loss needs "
+    "from step to step"
+)
 
 
 class TooLarge(Exception):
@@ -46,22 +86,25 @@ def rehearse(
     """
     stage = _Stage(state, device, num_threads)
     try:
-        seconds, outputs = stage.run(batch)
-        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
-        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        seconds, seen = stage.run(batch)
+        stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
-        state.check_draws()
         state.check_buffers()
-        if draws and stage.repeats_bits:
-            stage.find_locked(batch, outputs)
+        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.check_draws()
+        stage.check_repeats(batch, seen, draws=draws)
+        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
+        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.check_draws()
         if state.task.compile:
             stage.run(batch)  # its units are known by now, and run compiled: what cannot be is refused here
         if not stage.repeats_bits:
             # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
             seconds, _ = stage.run(batch)
         if evaluation is not None:
-            stage.run(evaluation)
+            _, seen = stage.run(evaluation)
+            stage.check_repeats(evaluation, seen, draws=draws)
             state.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
         stage.close()
@@ -72,22 +115,186 @@ class _UsesOriginals(Exception):
     """An operation took a tensor of the user's model instead of the device's copy."""
 
 
-class _OriginalsGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises where a layer computes with the original weights: through a closure, they escape every copy."""
+class _UsesAnothers(Exception):
+    """An operation took a tensor of another shard, which has this name."""
 
-    def __init__(self, storages: set[int]) -> None:
+
+class _Refused(Exception):
+    """A unit did what cannot be streamed; the text goes on from the layer's name."""
+
+
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises where a layer computes with the original weights, writes to a copy, or takes what another unit made.
+
+    Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
+        self.originals: set[int] = set()
+        self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
+        self._views: Mapping[int, Tensor] = {}
+        self._slabs: set[int] = set()
+        self.names: Sequence[str] = ()  # of the parameters, by slot
+        self.executor: Executor | None = None  # which knows the layer that runs
+        self.is_carrying = False
+        self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
+        self._unit = 0
+        self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which unit, by which layer
+        self._entered: set[int] = set()  # what a layer takes as its input
+
+    @property
+    def current(self) -> str:
+        """The layer that runs."""
+        return "" if self.executor is None else self.executor.current
+
+    def let_go(self) -> None:
+        """It is over: nothing waits for the cyclic collector."""
+        self.executor = None
+        self.end()
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins: what was made before it is everybody's."""
+        self._made.clear()
+
+    def begin(self, views: Mapping[int, Tensor]) -> None:
+        """A unit begins, with these parameters."""
+        self._unit += 1
+        self._anothers = {} if self.executor is None else self.executor.structure.unbound()
+        self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
+
+    def enter(self, tensors: Iterable[Tensor]) -> None:
+        """The unit may take these."""
+        for tensor in tensors:
+            self._made.pop(_address(tensor), None)
+
+    def enter_layer(self, tensors: Iterable[Tensor]) -> None:
+        """A layer of it runs, on these."""
+        self._entered = set(map(_address, tensors))
+
+    def end(self) -> None:
+        """What comes now may write to the parameters."""
+        self._views, self._slabs = {}, set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.layout == torch.strided:
-                address = value.untyped_storage().data_ptr()
-                if address and address in self._storages:
-                    raise _UsesOriginals
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        another = next((self._anothers[id(each)] for each in tensors if id(each) in self._anothers), None)
+        if another is not None:
+            raise _UsesAnothers(another)
+        taken = set(map(_address, tensors))
+        for address in taken:
+            if address and address in self.originals:
+                raise _UsesOriginals
+            if address in self._made:
+                self._check_made(address)
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            self._check_written(func, schema, args, kwargs)
+        result = func(*args, **kwargs)
+        if self.is_carrying:
+            for tensor in _tensors(result):
+                address = _address(tensor)
+                if address and address not in taken:
+                    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                    self._made[address] = self._unit, self.current, reference
+        return result
+
+    def _check_made(self, address: int) -> None:
+        unit, layer, reference = self._made[address]
+        if reference.expired():  # type: ignore[no-untyped-call]
+            del self._made[address]
+        elif unit != self._unit:
+            raise _Refused(
+                f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
+                f"or pass it with Skips"
+            )
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current:
+            self.coupled.add((layer, self.current))
+
+    def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
+            return
+        for k, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors(value):
+                if _address(tensor) in self._slabs and tensor.numel():
+                    raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
+
+    def _slot_at(self, address: int) -> int:
+        below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
+        return max(below)[1]
+
+
+def _writes(name: str) -> str:
+    return (
+        f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
+        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor) and each.layout == torch.strided]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Inspector:
+    """Looks on while a stage's units run."""
+
+    def __init__(self, state: TaskState, guard: _Guard) -> None:
+        self.in_backward: RandomState | None = None
+        self.carries = False
+        self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
+        self.changed: dict[Changed, None] = {}  # in the order in which they were found
+        self._state = state
+        self._guard = guard
+
+    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
+        self._guard.begin(views)
+        if not self.carries:
+            last = shard.last if shard.last < self._state.layout.num_layers else len(self._state.layout.layers)
+            for k in range(shard.first, last):
+                self.left.pop(k, None)
+
+    def enters(self, tensors: Iterable[Tensor]) -> None:
+        self._guard.enter(tensors)
+
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
+
+    def drew_in_backward(self) -> None:
+        raise _Refused(
+            "or those beside it draw random numbers in their backward, which the engine runs at another place of the "
+            "stream than plain PyTorch; draw in the forward and save what was drawn"
+        )
+
+    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self._guard.end()
+        for index, view in views.items():
+            slot, now = self._state.layout.slots[index], parameters[index].data
+            is_moved = now.data_ptr() != view.data_ptr() or now.shape != view.shape
+            # On the CPU nothing moves them, but a layer that means to write.
+            if (is_moved and now.device.type == "cpu") or not _is_same(self._state.pool.narrow(slot), now):
+                raise _Refused(_writes(slot.name))
+
+    def leaves(self, layer: int, attributes: Attributes) -> None:
+        self.changed.update(dict.fromkeys(attributes.changed()))
+        left = attributes.capture()
+        if left is not None:
+            self.left[layer] = left
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    b = b.to(a.device)
+    return a.shape == b.shape and (torch.equal(a, b) or _digest([a]) == _digest([b]))
 
 
 class _Stage:
@@ -102,41 +309,88 @@ class _Stage:
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
         largest = max(shard.slab_bytes for shard in state.shards)
-        opened = device.for_rehearsal().open(0, trace, num_threads, largest)
-        self._worker = Worker(0, opened, trace, self._events.put)
+        self._guard = _Guard()
+        self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
+        self._worker = Worker(0, self._device, trace, self._events.put)
         try:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
-            storages = {tensor.untyped_storage().data_ptr() for tensor in originals}
-            self._worker.admit(state, lambda: _OriginalsGuard(storages))
-            self._limit = IndexLimit(self._worker.structure(state.name).layers[0])
+            guard = self._guard
+            guard.originals = {_address(tensor) for tensor in originals}
+            # What they remember is the user's.
+            model, task = list(state.layout.layers), state.task
+            metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
+            self._worker.admit(state, lambda: guard, (copy_of_function(task.loss_fn, model), metrics))
+            self._executor = self._worker.executor(state.name)
+            self._inspector = self._executor.inspector = _Inspector(state, guard)
+            guard.names = [slot.name for slot in state.layout.slots]
+            guard.executor = self._executor
+            self._limit = IndexLimit(self._executor.structure.layers[0])
+            held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
+            bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
+            own = [each for key, each in held.items() if key not in bound and not isinstance(each, Stale)]
+            self._tensors = [(each, _digest([each])) for each in own]
         except BaseException:
             self.close()
             raise
 
+    def check_names(self) -> None:
+        """Check that no forward has registered anything."""
+        self._state.layout.originals.check_names(self._executor.structure.layers)
+
     def close(self) -> None:
         self._worker.close()
+        self._worker.dismiss_all()
+        self._guard.let_go()
         self._state.close()
         self._state.stepper = None
 
-    def run(self, batch: Batch) -> tuple[dict[tuple[str, int], float], list[tuple[bytes, ...]]]:
-        """Run a batch's units: seconds of each, and by shard a digest of what its forward left for each micro-batch."""
+    def run(self, batch: Batch, *, apart: bool = True) -> tuple[dict[tuple[str, int], float], Seen]:
+        """Run a batch's units: seconds of each, and digests of what they left.
+
+        apart: with the process-wide generators nobody's, so that nothing changes the user's.
+        """
         state = self._state
         state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
-        seconds = {}
+        seconds: dict[tuple[str, int], float] = {}
+        seen: Seen = {}
         for kind, shard in state.chains[batch.training]:
-            with self._limit.watched() if shard == 0 else nullcontext():
-                outcome = self._unit(Unit(state.name, kind, shard, batch.step))
+            unit = Unit(state.name, kind, shard, batch.step)
+            with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
+                outcome = self._unit(unit)
+                if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
+                    state.keep_saved.add(shard)
+                    outcome = self._unit(unit)
             state.index_limit = self._limit.found
-            if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
-                state.keep_saved.add(shard)
-                outcome = self._unit(Unit(state.name, kind, shard, batch.step))
             if isinstance(outcome, Failed):
-                self._raise(outcome, state.shards[shard])
+                self._raise(outcome, unit)
             else:
                 seconds[kind, shard] = outcome
+            seen |= self._digests(kind, state.shards[shard])
             state.pool.take_gradients_back(state.shards[shard])
-        return seconds, [self._digests(shard) for shard in state.shards]
+        return seconds, seen
+
+    @contextmanager
+    def _nobodys(self) -> Iterator[None]:
+        """Let the compute lane have process-wide generators of nobody's. Not in a unit, whose seconds count."""
+        held = ExitStack()
+        self._in_lane(lambda: held.enter_context(installed(Stream(NOBODYS))))
+        try:
+            yield
+        finally:
+            self._in_lane(held.close)
+
+    def _in_lane(self, job: Callable[[], Any]) -> None:
+        done: Promise[Any] = Promise()
+
+        def work() -> None:
+            try:
+                done.keep(job())
+            except BaseException as error:
+                done.give_up(error)
+
+        self._device.submit(COMPUTE, "rehearsal", work)
+        done.result()
 
     def _unit(self, unit: Unit) -> float | Failed:
         self._worker.load(unit, self._state)
@@ -150,42 +404,259 @@ class _Stage:
             assert isinstance(stored, Stored)
         return computed.seconds
 
-    def _digests(self, shard: Shard) -> tuple[bytes, ...]:
-        staging, following = self._state.staging, shard.index + 1
-        found = []
+    def _digests(self, kind: str, shard: Shard) -> Seen:
+        """Digests of all that a unit left."""
+        state, staging, j = self._state, self._state.staging, shard.index
+        seen: Seen = {}
         for m in range(staging.num_micro_batches):
-            tensors = [staging.random[following, m].torch]
-            if m in staging.losses and self._state.is_last(shard):
-                tensors.append(torch.tensor(staging.losses[m], dtype=torch.float64))
-            else:
-                tensors.extend(staging.entering(following, m).tensors)
-            found.append(_digest(tensors))
-        return tuple(found)
+            if kind != BACKWARD:
+                seen[j, "random numbers", m] = _digest_state(staging.random[j + 1, m])
+            if kind in (FORWARD, EVALUATE) and m not in staging.losses:
+                seen[j, "output", m] = _digest(staging.entering(j + 1, m).tensors)
+                for name in shard.leaving:
+                    seen[j, f"skip {name!r}", m] = _digest(staging.entering(name, m).tensors)
+            if m in staging.losses and state.is_last(shard):
+                measured = [staging.losses[m], *staging.metrics.get(m, {}).values()]
+                seen[j, "loss" if len(measured) == 1 else "loss or metric", m] = repr(measured).encode()
+            if kind in (FUSED, BACKWARD):
+                gradients = [staging.gradients_of(j, m)] if j else []
+                gradients += [staging.gradients_of((name, j), m) for name in shard.arriving]
+                gradients.append([staging.tied.get((index, j, m)) for index in shard.borrowed])
+                seen[j, "gradient of its input", m] = _digest(chain.from_iterable(gradients))
+        if kind in (FUSED, BACKWARD) and not state.steps_on_device:
+            for slot in state.pool.owned(shard):
+                given = state.pool.gradient(slot) if staging.has_gradient.get(slot.index) else None
+                seen[j, f"gradient of {slot.name!r}", 0] = _digest([given])
+        for index in shard.buffers:
+            if kind != BACKWARD and index in staging.buffers:
+                seen[j, "buffer", index] = _digest([staging.buffers[index]])
+        return seen
 
-    def find_locked(self, batch: Batch, outputs: list[tuple[bytes, ...]]) -> None:
-        """Lock the shards whose draws come out otherwise when all process-wide generators are theirs.
+    def check_repeats(self, batch: Batch, seen: Seen, *, draws: bool) -> None:
+        """Refuse shards that give something else when they go on from what they have left.
 
-        A layer that seeds or saves torch's global generator itself is such a one: the mode that redirects draws does
-        not see it.
+        Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
+        saves torch's global generator itself is such a one, since the mode that redirects draws does not see it.
         """
         state = self._state
-        locked, state.locked = state.locked, {shard.index for shard in state.shards}
-        _, expected = self.run(batch)
-        state.locked = locked
-        while outputs != expected:
-            state.locked.add(next(j for j, (a, b) in enumerate(zip(outputs, expected, strict=True)) if a != b))
-            _, outputs = self.run(batch)
+        left = dict(self._inspector.left)
+        with self._carrying():
+            carried = self._run_again(batch)
+        if not self.repeats_bits:
+            return
+        while (different := _differences(seen, carried)) and draws and different[0][0] not in state.locked:
+            state.locked.add(different[0][0])  # one more each time, so this ends
+            _, seen = self.run(batch)
+        if different:
+            self._refuse(different[0])
+        names = state.layout.names
+        state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
+        self._check_numbers(batch, seen, left)
 
-    def _raise(self, failed: Failed, shard: Shard) -> None:
+    @contextmanager
+    def _carrying(self) -> Iterator[None]:
+        """Units find what those before have left, in this run and the one before; so does the user's model."""
+        state, inspector, executor = self._state, self._inspector, self._executor
+        locked, state.locked = state.locked, {shard.index for shard in state.shards}
+        left = dict(inspector.left)
+        users, copies = self._modules(state.layout.layers), self._modules(executor.structure.layers)
+        put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        inspector.carries, inspector.in_backward = True, NOBODYS
+        self._guard.forget()
+        self._guard.is_carrying = True
+        try:
+            for layer, contents in left.items():
+                executor.attributes[layer].install(contents)
+            for name, attribute, _ in inspector.changed:
+                # A loss that reads the user's model gets to see what the copies' forwards have left.
+                if name in users and attribute in vars(copies[name]):
+                    own = vars(users[name])
+                    put_back.append((own, dict(own)))
+                    own[attribute] = vars(copies[name])[attribute]
+            yield
+        finally:
+            for own, before in reversed(put_back):
+                own.clear()
+                own.update(before)
+            for attributes in executor.attributes:
+                attributes.put_back()
+            state.locked, inspector.carries, inspector.in_backward = locked, False, None
+            self._guard.is_carrying = False
+
+    def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+        found = {}
+        for name, layer in zip(self._state.layout.names, layers, strict=True):
+            for path, module in layer.named_modules(remove_duplicate=False):
+                found[f"{name}.{path}" if path else name] = module
+        return found
+
+    def _run_again(self, batch: Batch) -> Seen:
+        _, seen = self.run(batch, apart=False)
+        return seen
+
+    def _check_numbers(self, batch: Batch, seen: Seen, before: Mapping[int, Sequence[Contents]]) -> None:
+        """Refuse layers in which something depends on a number that goes on changing, from some later step on.
+
+        Nothing of the two runs tells: only what a run does that finds it as it will be then.
+        """
+        left = dict(self._inspector.left)
+        growing = [key for layer in left if layer in before for key in _growing(layer, before[layer], left[layer])]
+        tensors = [tensor for tensor, digest in self._tensors if digest != _digest([tensor])]
+        if not growing and not tensors:
+            return
+        values = [tensor.clone() for tensor in tensors]
+        for late in (_late, _periodic):
+            for layer in {layer for layer, _, _ in growing}:
+                contents: list[Any] = [copy.copy(each) for each in left[layer]]
+                for _, node, key in (each for each in growing if each[0] == layer):
+                    contents[node] = late(contents[node], key)
+                self._inspector.left[layer] = contents
+            for tensor in tensors:
+                tensor.fill_(LATE if late is _late else PERIODIC)
+            try:
+                with self._carrying():
+                    found = self._run_again(batch)
+            finally:
+                self._inspector.left = dict(left)
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+            if different := _differences(seen, found):
+                self._refuse(different[0], " once it has been called more often")
+
+    def _refuse(self, different: tuple[int, str], when: str = "") -> None:
+        j, what = different
+        state = self._state
+        shard = state.shards[j]
+        layers = state.layout.names[shard.first : shard.last]
+        if state.is_last(shard) and not state.task.predicts:
+            layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
+        how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
+        raise ValueError(
+            f"{state.name}: run twice on the same input, layers {', '.join(layers)} gave another {what}{when}{how}"
+            f"{self._because()}; {REMEDY}"
+        )
+
+    def _because(self) -> str:
+        """The Python attributes that could be why."""
+        found = [f"{each.attribute!r} of layer {each.layer}" for each in self._inspector.changed]
+        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        return f" (Python attributes that forwards change: {named})" if found else ""
+
+    def _raise(self, failed: Failed, unit: Unit) -> None:
         error, name = failed.error, self._state.name
         if isinstance(error, DeviceOutOfMemory):
-            raise TooLarge(shard.index, error.needed_bytes) from error
+            raise TooLarge(unit.shard, error.needed_bytes) from error
+        where = failed.where.replace("layer loss_fn", "loss_fn").replace("layer metric", "metric")
         if isinstance(error, _UsesOriginals):
             raise ValueError(
-                f"{name}: {failed.where} computes with a parameter or buffer of the original model, which a closure or "
+                f"{name}: {where} computes with a parameter or buffer of the original model, which a closure or "
                 f"a functional call has kept; let the layer use its own attributes"
             ) from error
+        if isinstance(error, _UsesAnothers):
+            raise ValueError(
+                f"{name}: {failed.where} computes with {error} of a layer in another shard, limit: what it has "
+                f"registered; assign that parameter, or the module that holds it, to an attribute of this layer, not "
+                f"to a list or a dict in it: it is then tied, and both shards hold it"
+            ) from error
+        if isinstance(error, UnfitTensor):
+            raise UnfitTensor(f"{name}: {error}") from error
+        if isinstance(error, _Refused):
+            kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
+            raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
+        if isinstance(error, ValueError) and "came, went or was replaced" in str(error):
+            raise ValueError(f"{name}: {error}") from error
+        if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
+            raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
+        if self._inspector.carries:
+            raise ValueError(
+                f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
+                f"{error}{self._because()}; {REMEDY}"
+            ) from error
         raise error
+
+
+def _growing(layer: int, before: Sequence[Contents], after: Sequence[Contents]) -> Iterator[tuple[int, int, Any]]:
+    """Places of what a second run changed again, and of lists that it made longer (None): (layer, container, key)."""
+    for node, (old, new) in enumerate(zip(before, after, strict=True)):
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs = [(key, old[key], new[key]) for key in new if key in old]
+        else:
+            pairs = [(key, *each) for key, each in enumerate(zip(old, new, strict=False))]
+            if len(new) > len(old):
+                yield layer, node, None
+        for key, a, b in pairs:
+            is_other = a != b if _is_number(a) and _is_number(b) else a is not b and isinstance(b, VALUES)
+            if is_other and type(a) is type(b):
+                yield layer, node, key
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _late(contents: Any, key: Any) -> Any:
+    """A container as it may be after many calls."""
+    if key is None:
+        return [*contents, *[_poisoned(contents[-1])] * LATE_LENGTH]
+    contents[key] = _poisoned(contents[key])
+    return contents
+
+
+def _poisoned(value: Any) -> Any:
+    """Another value of the same kind, that shows where it is used."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            return torch.full_like(value.detach(), float("nan"))
+        return ~value if value.dtype == torch.bool else 1 - value
+    if isinstance(value, dict):
+        return {key: _poisoned(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_poisoned, value))
+    return type(value)(LATE) if _is_number(value) else value
+
+
+def _periodic(contents: Any, key: Any) -> Any:
+    """A container as it may be when a layer does what it does every so many calls, or at a certain one."""
+    if key is None:
+        return contents
+    if _is_number(contents[key]):
+        contents[key] = _Periodic(PERIODIC) if isinstance(contents[key], int) else -float(LATE)
+    return contents
+
+
+class _Periodic(int):
+    """A number that is a multiple of any other, and equal to it; sums and differences are so too."""
+
+    def __add__(self, other: Any) -> Any:
+        return _Periodic(int(self) + other) if isinstance(other, int) else int(self) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return _Periodic(int(self) - other) if isinstance(other, int) else int(self) - other
+
+    def __mod__(self, other: Any) -> int:
+        return 0
+
+    def __and__(self, other: Any) -> int:
+        return 0
+
+    def __divmod__(self, other: Any) -> tuple[int, int]:
+        return int(self) // other, 0
+
+    def __eq__(self, other: object) -> bool:
+        return _is_number(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def _differences(seen: Seen, again: Seen) -> list[tuple[int, str]]:
+    """(shard, what) that differ between two runs, in the order in which they came about: a later one may follow."""
+    found = [(j, what) for j, what, m in {**seen, **again} if seen.get((j, what, m)) != again.get((j, what, m))]
+    return list(dict.fromkeys(found))
 
 
 def _may_differentiate(error: BaseException) -> bool:
@@ -193,8 +664,15 @@ def _may_differentiate(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory)
 
 
-def _digest(tensors: Iterable[Tensor]) -> bytes:
+def _digest(tensors: Iterable[Tensor | None]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if tensor is None:
+            digest.update(b"none")
+        else:
+            digest.update(memory_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()
+
+
+def _digest_state(state: RandomState) -> bytes:
+    return _digest([state.torch]) + repr((hash(state.python), state.numpy[1].tobytes()[:64], state.numpy[2:])).encode()

@@ -105,7 +105,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short."""
+    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short.
+
+    Or, where both are as before, that evaluation batches of some size are computed in parts.
+    """
 
     step: int  # training steps committed before it took effect
     boundaries: list[int]  # cumulative end indices from then on
@@ -159,11 +162,17 @@ class TaskReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model does on a loader."""
+    """What a model does on a loader.
+
+    num_parts: the most that a batch was computed in, since it was too large for one layer alone. Where it is above 1,
+    figures may differ from the plain loop's: in their last bits, or more if a layer, the loss or a metric does not
+    treat each sample by itself.
+    """
 
     loss: float
     metrics: dict[str, float]  # by name
     num_samples: int
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

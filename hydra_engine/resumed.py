@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_engine.boundary import copy_of, residue
 from hydra_engine.checkpoint import Checkpoint
 from hydra_engine.errors import CheckpointError
 from hydra_engine.optimizer import TaskOptimizer, with_averages
@@ -46,7 +47,10 @@ class SavedTask:
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Give the user's model the weights and buffers of then. Raises ValueError where it is another model."""
+        """Give the user's model the weights and buffers of then, for a layout that is made anew.
+
+        Raises ValueError where it is another model.
+        """
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's
@@ -66,7 +70,14 @@ class SavedTask:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():
             parameter.copy_(of_loss[name])
-        layout.put_buffers(buffers)
+        # Earlier checkpoints tell nothing of addresses: then they are those of the model that goes on.
+        starts = self._state.get("buffer_residues") or [residue(buffer) for buffer in layout.buffers]
+        layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, starts, strict=True)])
+        weights = self._state.get("weight_residues", {})
+        for slot in layout.trainable_slots():
+            start = weights.get(slot.name, residue(slot.parameter))
+            if start != residue(slot.parameter):
+                slot.parameter.data = copy_of(slot.parameter.data, start)
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""

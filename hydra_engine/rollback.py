@@ -27,13 +27,16 @@ class BeforeUpdate:
     ) -> None:
         """`slots`: that the update may step."""
         self._optimizer = optimizer
-        tensors = [*(slot.parameter.data for slot in slots), *gradients, *averages]
+        self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
+        tensors = [*(place for _, place in self._places), *gradients, *averages]
         self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
         self._states = [(slot.parameter, _kept(optimizer.state.get(slot.parameter))) for slot in slots]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Make everything as it was: in the same memory, which others may refer to."""
+        for parameter, place in self._places:
+            parameter.data = place  # which an optimizer may have put elsewhere
         for tensor, before in self._tensors:
             tensor.copy_(before)
         for parameter, state in self._states:

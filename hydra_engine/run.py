@@ -1,16 +1,17 @@
 """One run: feeds the scheduler real events and carries out its instructions. Built for the run and thrown away.
 
 Threads: the caller's decides; a device has one per lane; a task has one that reads; a pool commits, updates and
-captures; one fits batches, one calls back, one writes checkpoints. They all speak to the caller through one queue of
-events, so everything the scheduler knows is touched by one thread.
+captures; one fits batches, one writes checkpoints; a task that has callbacks has one that calls them. They all speak to
+the caller through one queue of events, so everything the scheduler knows is touched by one thread.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from hydra_engine.events import (
     DeviceAdded,
     DidNotFit,
     Drop,
+    EpochAhead,
     Event,
     Failed,
     Finish,
@@ -38,6 +40,7 @@ from hydra_engine.events import (
     Load,
     Read,
     Run,
+    ShardUpdated,
     StepCommitted,
     StopRequested,
     TaskAdded,
@@ -46,15 +49,14 @@ from hydra_engine.events import (
 )
 from hydra_engine.host import HostThreads
 from hydra_engine.interrupt import Inbox, Overdue, Signals
-from hydra_engine.notifier import Notifier
+from hydra_engine.notifier import INTERRUPTED_S, Notifier
 from hydra_engine.optimizer import TaskOptimizer, check_no_hooks
 from hydra_engine.parts import BuffersChanged
 from hydra_engine.planner import PlannedTask, arena_bytes
 from hydra_engine.policies import Policy
 from hydra_engine.progress import Progress
-from hydra_engine.randomness import GLOBAL_GENERATORS
-from hydra_engine.refit import refit, shared_out
-from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report, TaskReport
+from hydra_engine.refit import Misfit, Room, refit, shared_out
+from hydra_engine.report import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report
 from hydra_engine.resumed import LOST
 from hydra_engine.retries import FINAL, Retries
 from hydra_engine.running import RunningTask
@@ -81,8 +83,36 @@ class _Stop(NamedTuple):
     task: str
 
 
+class _Planning(NamedTuple):
+    """A task that is to join begins or ends to be planned, in some other thread, which reads its loader."""
+
+    planned: PlannedTask
+    is_over: bool
+
+
+class _SetUp(NamedTuple):
+    """A task's memory is taken and its user's factories were called, or raised."""
+
+    task: str
+    optimizer: TaskOptimizer | None = None
+    num_steps: int | None = None
+    error: BaseException | None = None
+class _Told(NamedTuple):
+    """A task's callbacks have returned, for which this had to wait; Read: what is read begins an epoch."""
+
+    instruction: Commit | Finish | Read
+
+
+class _Saved(NamedTuple):
+    """What there is to save of a task's end is saved, and its callbacks were told all but that."""
+
+    task: str
+
+
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
+
+    task: str
 
 
 class EngineRun:
@@ -103,11 +133,14 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[Event | _Arrived | _Stop | _Ended] = Inbox()
+        self._events: Inbox[
+            Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended
+        ] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
         self._deadlines = Deadlines()  # of loaders
+        self._callback_deadlines = Deadlines()
         self.host = host
         self._num_threads = num_threads = host.intra_op_threads
         self._specs = devices
@@ -123,10 +156,12 @@ class EngineRun:
         )
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
-        self._callbacks = ThreadPoolExecutor(1, "hydra-callbacks", torch.set_num_threads, (num_threads,))
+        self._opening = threading.Lock()  # tasks take their memory one at a time
+        self._num_setting_up = 0  # tasks that the scheduler does not know yet
         self._arriving = threading.Lock()
         self._num_arriving = 0  # tasks on their way to `_take_in`
         self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
+        self._joining: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile
         self._is_over = False
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
         self._next_trim_s = TRIM_INTERVAL_S
@@ -226,23 +261,22 @@ class EngineRun:
             self._take_in(planned)
 
     def _take_in(self, planned: PlannedTask) -> None:
-        saved = planned.saved
-        if saved is None:
-            report = TaskReport(name=planned.name, seed=planned.task.seed)
-        else:
-            report = saved.report(goes_on=True)
-            if self._saving is not None:
-                self._saving.saver.began_at(planned.name, saved.steps)
-        notifier = Notifier(planned.task.callbacks, report, self._callbacks, self._events.put)
+        report = planned.report
+        if planned.saved is not None and self._saving is not None:
+            self._saving.saver.began_at(planned.name, planned.saved.steps)
+        notifier = Notifier(
+            planned.task.callbacks,
+            report,
+            self._events.put,
+            timeout_s=planned.task.callback_timeout_s,
+            num_threads=self._num_threads,
+        )
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
-        try:
-            self._set_up(training)
-        except Exception as error:  # user code: factories, the loader's length
-            training.note_failure(Failed(planned.name, error, "its set-up"))
-        else:
-            self._add(training)
+        self._num_setting_up += 1
+        planned.reader.start(self._events.put, self._num_threads, partial(self._set_up, planned))
+        self._await_loader(planned)
 
     def add(self, planned: PlannedTask) -> bool:
         """Train one more task from now on; False where the run is over already. From any thread."""
@@ -253,45 +287,84 @@ class EngineRun:
             self._events.put(_Arrived(planned))
             return True
 
+    @contextmanager
+    def planning(self, planned: PlannedTask) -> Iterator[None]:
+        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        self._events.put(_Planning(planned, is_over=False))
+        try:
+            yield
+        finally:
+            self._events.put(_Planning(planned, is_over=True))
+
     def stop(self, task: str) -> None:
         """End a task at its last committed step. From any thread."""
         self._events.put(_Stop(task))
 
     def _has_ended(self) -> bool:
         """Whether all is finished and told, and nothing more can come."""
-        if not self._scheduler.finished or self._num_ending:
+        is_setting_up = self._num_setting_up > 0 and not self._interrupted
+        if not self._scheduler.finished or self._num_ending or is_setting_up:
             return False
         with self._arriving:
             self._is_over = self._num_arriving == 0
             return self._is_over
 
-    def _set_up(self, training: RunningTask) -> None:
-        training.planned.state.open(self._host_memory)
-        if training.planned.saved is not None:
-            training.position = training.planned.saved.position
-            training.buffers = list(training.planned.state.pool.buffers)
-        with GLOBAL_GENERATORS.held():  # others may train already, and what user code draws here must not be theirs
-            self._call_factories(training)
+    def _set_up(self, planned: PlannedTask) -> _SetUp:
+        """In the task's reader's thread: user code may block, and copying weights takes its time."""
+        try:
+            with self._opening:
+                planned.state.open(self._host_memory)
+            with planned.reader.calling():
+                return self._call_factories(planned)
+        except BaseException as error:
+            return _SetUp(planned.name, error=error)
 
-    def _call_factories(self, training: RunningTask) -> None:
-        planned, task = training.planned, training.planned.task
+    def _call_factories(self, planned: PlannedTask) -> _SetUp:
+        task, state = planned.task, planned.state
         num_batches = _length(task.dataloader)
-        training.num_steps = None if num_batches is None else num_batches * task.epochs
+        num_steps = None if num_batches is None else num_batches * task.epochs
+        optimizer = None
         if task.trains:
-            training.optimizer = optimizer = TaskOptimizer(task, planned.layout)
+            optimizer = TaskOptimizer(task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)
-            optimizer.secure = training.secure
-            planned.state.loss_scale = training.optimizer.loss_scale
-            if planned.state.steps_on_device:
+            if state.steps_on_device:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
-                planned.state.stepper = training.optimizer
+        for worker in self._workers:
+            worker.admit(state)  # copies layers, which is user code too
+        self._tasks[planned.name].watch()
+        return _SetUp(planned.name, optimizer, num_steps)
+
+    def _was_set_up(self, event: _SetUp) -> None:
+        training = self._tasks[event.task]
+        if training.is_set_up:
+            return
+        self._deadlines.drop(event.task)
+        self._num_setting_up -= 1
+        training.is_set_up = True
+        if event.error is not None:
+            training.note_failure(Failed(event.task, event.error, "its set-up"))
+            return
+        planned, state = training.planned, training.state
+        training.num_steps = event.num_steps
+        if planned.saved is not None:
+            training.position, training.buffers = planned.saved.position, list(state.pool.buffers)
+        if event.optimizer is not None:
+            training.optimizer = event.optimizer
+            event.optimizer.secure = training.secure
+            state.loss_scale = event.optimizer.loss_scale
+            if state.steps_on_device:
+                state.stepper = event.optimizer
+        self._add(training)
+        notifier = training.notifier
+        notifier.is_stopped |= planned.is_stopped
+        if self._interrupted or notifier.is_stopped:  # meanwhile
+            self._handle(TaskStopped(event.task))
+        if notifier.timeout_s is not None:
+            self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
 
     def _add(self, training: RunningTask) -> None:
         planned, state = training.planned, training.state
-        for worker in self._workers:
-            worker.admit(state)
-        planned.reader.start(self._events.put, self._num_threads)
         self._handle(
             TaskAdded(
                 task=planned.name,
@@ -306,6 +379,7 @@ class EngineRun:
                 priority=planned.task.priority,
                 weight=planned.task.weight,
                 spreads=planned.spreads,
+                reads_last=not planned.task.read_ahead,
             )
         )
 
@@ -331,15 +405,39 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(self, event: Event | _Arrived | _Stop | _Ended | Overdue) -> None:
+    def _handle(
+        self, event: Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended | Overdue
+    ) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
+            self._leave_late_callbacks()
+            return
+        if isinstance(event, _Told):
+            self._told(event.instruction)
+            return
+        if isinstance(event, EpochAhead):
+            self._deadlines.drop(event.task)
+            self._tasks[event.task].epoch_ahead = event.epoch
+            self._begin_epoch(self._tasks[event.task])
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
             return
+        if isinstance(event, _Saved):
+            self._submit(event.task, "its end", partial(self._end, event.task))
+            return
+        if isinstance(event, _Planning):
+            self._joining.pop(event.planned.name, None)
+            if not event.is_over:
+                self._joining[event.planned.name] = event.planned
+                self._await_loader(event.planned)
+            return
+        if isinstance(event, _SetUp):
+            self._was_set_up(event)
+            return
         if isinstance(event, _Ended):
             self._num_ending -= 1
+            self._callback_deadlines.drop(event.task)
             return
         if isinstance(event, _Stop):
             self.left_over = [each for each in self.left_over if each.name != event.task]
@@ -347,6 +445,8 @@ class EngineRun:
             if training is None or training.is_ending or training.report.exception is not None:
                 return  # it is over, of an earlier run, or was never begun
             training.notifier.is_stopped = True
+            if not training.is_set_up:
+                return
             event = TaskStopped(event.task)
         if isinstance(event, DataFailed) and self._may_go_again(event):
             self._read_again(event.task)
@@ -365,15 +465,41 @@ class EngineRun:
             self._handle(StopRequested())
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
-        self._interrupted |= isinstance(event, StopRequested)
+        if isinstance(event, StopRequested) and not self._interrupted:
+            self._interrupted = True
+            self._hurry_callbacks()
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
             self._tasks[event.task].owes_read = False
-        if isinstance(event, StepCommitted) and event.training:
-            self._tasks[event.task].notifier.step()
+        if isinstance(event, (StepCommitted, ShardUpdated)):
+            self._tell_step(event)
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
+
+    def _tell_step(self, event: StepCommitted | ShardUpdated) -> None:
+        """Tell a step to the callbacks once its updates are through: they see the weights that it left.
+
+        With early release, updates go on at any time.
+        """
+        training = self._tasks[event.task]
+        if isinstance(event, StepCommitted):
+            training.is_committed = True
+            if event.training:
+                training.notifier.step(is_updated=training.num_updating == 0)
+            self._begin_epoch(training)
+        elif training.num_updating == 0:
+            training.notifier.let_go()
+
+    def _begin_epoch(self, training: RunningTask) -> None:
+        """Tell that an epoch begins whose iterator waits for that, once all before it is committed and told."""
+        if training.epoch_ahead is None or not (training.batch is None or training.is_committed):
+            return
+        epoch, training.epoch_ahead = training.epoch_ahead, None
+        if not (training.is_ending or self._interrupted):
+            training.end_epoch()
+            training.notifier.epoch_begin(epoch)
+            self._when_told(Read(training.report.name))
 
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
@@ -441,24 +567,58 @@ class EngineRun:
 
     def _request(self, training: RunningTask) -> None:
         training.planned.reader.request(training.read_from)
-        if training.planned.task.loader_timeout_s is not None:
-            self._await(training.report.name, training.planned.task.loader_timeout_s)
+        self._await_loader(training.planned)
 
-    def _await(self, task: str, seconds: float) -> None:
-        """Look after its loader in so many seconds."""
-        self._deadlines.set(task, seconds)
-        self._events.deadline_s = self._deadlines.next_s
+    def _await_loader(self, planned: PlannedTask, seconds: float | None = None) -> None:
+        """Look after its loader in so many seconds; None: as long as it may take, if that is limited."""
+        seconds = planned.task.loader_timeout_s if seconds is None else seconds
+        if seconds is not None:
+            self._await(self._deadlines, planned.name, seconds)
+
+    def _await(self, deadlines: Deadlines, task: str, seconds: float) -> None:
+        """Look after its loader, or its callbacks, in so many seconds."""
+        deadlines.set(task, seconds)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
 
     def _leave_late_loaders(self) -> None:
         for name in self._deadlines.take_due():
-            reader, timeout_s = self._tasks[name].planned.reader, self._tasks[name].planned.task.loader_timeout_s
+            if name in self._joining:
+                planned = self._joining[name]
+            elif name in self._tasks:
+                planned = self._tasks[name].planned
+            else:
+                continue
+            timeout_s = planned.task.loader_timeout_s
             assert timeout_s is not None
-            left_s = reader.leave_behind()
+            left_s = planned.reader.leave_behind()
             if left_s is not None:  # it was asked only later, after others' loaders
-                self._await(name, left_s)
-            elif not self._tasks[name].is_ending:
-                self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, reader.thread_name), "its loader"))
-        self._events.deadline_s = self._deadlines.next_s
+                self._await_loader(planned, left_s)
+            elif name in self._tasks:
+                self._fail_late(self._tasks[name], timeout_s)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _leave_late_callbacks(self) -> None:
+        """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
+        for name in self._callback_deadlines.take_due():
+            left_s = self._tasks[name].notifier.leave_behind()
+            if left_s is not None:
+                self._await(self._callback_deadlines, name, left_s)
+        self._events.deadline_s = min(self._deadlines.next_s, self._callback_deadlines.next_s)
+
+    def _hurry_callbacks(self) -> None:
+        """The run is to end, and soon: a callback that blocks must not hold it up."""
+        for name, training in self._tasks.items():
+            if training.planned.task.callbacks:
+                training.notifier.hurry()
+                self._await(self._callback_deadlines, name, INTERRUPTED_S)
+
+    def _fail_late(self, training: RunningTask, timeout_s: float) -> None:
+        name, thread = training.report.name, training.planned.reader.thread_name
+        if not training.is_set_up:
+            what = "its loader's length, or its optimizer's or schedule's factory, did not return"
+            self._handle(_SetUp(name, error=LoaderTimeout(name, timeout_s, thread, what)))
+        elif not training.is_ending:
+            self._handle(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
 
     def _close(self) -> None:
         with self._arriving:
@@ -469,7 +629,7 @@ class EngineRun:
         self._pool.shutdown()
         if self._saving is not None:
             self._saving.saver.close()  # it may be writing from memory that is given back below
-        self._callbacks.shutdown()
+        late = {name: training.notifier.close() for name, training in self._tasks.items()}
         while not self._events.is_empty:  # a task's very end may fail after the scheduler is through
             with self._events as event:
                 if isinstance(event, (Failed, DataFailed)):
@@ -478,16 +638,20 @@ class EngineRun:
                     self.left_over.append(event.planned)
         for worker in self._workers:
             worker.close()
-        for training in self._tasks.values():
+        for name, training in self._tasks.items():
             if not training.planned.reader.close():
-                thread = training.planned.reader.thread_name
-                text = f"{training.report.name}: its loader did not return; its thread {thread!r} was left behind\n"
-                training.report.error = text + (training.report.error or "")
+                self._note_left(training, "its loader", training.planned.reader.thread_name)
+            if (callback := late[name]) is not None:
+                self._note_left(training, f"its callback {callback}", training.notifier.thread_name)
             training.state.close()
         self._makespan_s = self._trace.now_s()
         self._progress.close((task.progress for task in self._tasks.values()), self._makespan_s)
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._actions.clear()
+
+    def _note_left(self, training: RunningTask, what: str, thread: str) -> None:
+        text = f"{training.report.name}: {what} did not return; its thread {thread!r} was left behind\n"
+        training.report.error = text + (training.report.error or "")
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Whether its devices have so much memory for a unit and its shard's parameters."""
@@ -517,7 +681,7 @@ class EngineRun:
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
         if training.batch is not None and state.draws and training.draws_from_main:
-            if training.is_new_shape and not training.owes_read:
+            if training.is_new_shape and not training.owes_read and training.planned.task.read_ahead:
                 training.owes_read = True  # in more micro-batches, its layers would leave the stream alone
                 return
             main = state.end_of_forward()
@@ -540,9 +704,33 @@ class EngineRun:
             worker.sweep(instruction.task)
 
     def _start_commit(self, instruction: Commit) -> None:
+        training = self._tasks[instruction.task]
+        training.waits_to_commit = not training.notifier.is_told
+        if training.waits_to_commit and self._saving is not None:
+            self._saving.waits(training)
+        self._when_told(instruction)
+
+    def _when_told(self, instruction: Commit | Finish | Read) -> None:
+        """Go on with it in this thread, once the task's callbacks have returned."""
+        notifier = self._tasks[instruction.task].notifier
+        if notifier.is_told:
+            self._told(instruction)
+        else:
+            notifier.when_told(partial(self._events.put, _Told(instruction)))
+
+    def _told(self, instruction: Commit | Finish | Read) -> None:
+        training = self._tasks[instruction.task]
+        if isinstance(instruction, Read):
+            if not (training.is_ending or training.notifier.is_stopped or self._interrupted):
+                training.read_from = None  # layers moved the stream before the epoch's end was found
+                self._request(training)
+            return
+        if isinstance(instruction, Finish):
+            self._submit(instruction.task, "its end", partial(self._finish, instruction))
+            return
+        training.waits_to_commit, training.is_committing = False, True
         job = partial(self._timed, "commit", instruction.task, partial(self._commit, instruction))
-        commit = partial(self._submit, instruction.task, "its commit", job)
-        self._tasks[instruction.task].notifier.when_told(commit)
+        self._submit(instruction.task, "its commit", job)
 
     def _return_memory(self) -> None:
         """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
@@ -585,24 +773,28 @@ class EngineRun:
             training.revise(f"a part of a step did not fit, so none is spread any more: {training.to_begin_again}")
         is_retried = training.is_retried
         if not is_retried:  # else it fits as it is
+            misfit = None
+            if instruction.unit is not None and not was_part and isinstance(training.to_begin_again, DeviceOutOfMemory):
+                misfit = Misfit(instruction.unit.shard, training.to_begin_again)
             training.batch = refit(
                 state,
                 training.planned.reader,
                 batch,
-                self.can_hold,
-                misfit=None if was_part else instruction.unit,
-                error=training.to_begin_again,
+                Room(self.can_hold, min(worker.device.ledger.memory_bytes for worker in self._workers)),
+                misfit=misfit,
                 may_split=not training.layers_moved_reader,
             )
-        if (state.boundaries, state.accumulation_steps) != before:
+        is_other = (state.boundaries, state.accumulation_steps) != before
+        if is_other:
             state.unit_s = shared_out(old_s, old, state.shards)
             training.revise(
                 str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             )
         training.to_begin_again, training.is_retried = None, False
         assert training.batch is not None
-        specs = self._specs if training.may_spread else self._specs[:1]
-        training.planned.spread_over(specs, len(training.batch.micro_batches) if batch.training else None)
+        number = len(training.batch.micro_batches) if batch.training else training.planned.num_micro_batches
+        if is_other or was_part or number != training.planned.num_micro_batches:
+            training.planned.spread_over(self._specs if training.may_spread else self._specs[:1], number)
         training.stage()
         return Fitted(
             task=instruction.task,
@@ -616,7 +808,7 @@ class EngineRun:
         )
 
     def _commit(self, instruction: Commit) -> Event:
-        event = commit(self._tasks[instruction.task], training_step=instruction.training)
+        event = commit(self._tasks[instruction.task], self._events.put, training_step=instruction.training)
         if instruction.training:
             self._return_memory()
         return event
@@ -631,12 +823,12 @@ class EngineRun:
         if self._saving is not None:
             self._saving.ends(training)
         # Not before its callbacks were told all: one of them may be planning another task.
-        end = partial(self._submit, instruction.task, "its end", partial(self._finish, instruction))
-        training.notifier.when_told(end)
+        self._when_told(instruction)
 
     def _finish(self, instruction: Finish) -> None:
         training = self._tasks[instruction.task]
-        let_go = partial(self._submit, instruction.task, "its end", partial(self._end, instruction.task))
+        # The last epoch's end is told while weights are where they were.
+        let_go = partial(training.notifier.when_told, partial(self._events.put, _Saved(instruction.task)))
         try:
             self._conclude(training)
         finally:
@@ -653,11 +845,15 @@ class EngineRun:
         if report.status != STOPPED or self._interrupted or training.notifier.is_stopped:
             return
         if optimizer is not None:
-            optimizer.reach_epoch(training.planned.task.epochs)
+            try:
+                optimizer.reach_epoch(training.planned.task.epochs)
+            except BaseException as error:
+                training.is_torn = True
+                training.note_failure(Failed(report.name, error, "its lr_scheduler, after the last epoch"))
+                return
         report.status = FINISHED
         training.end_evaluation()
-        if training.batch is not None:
-            training.notifier.epoch(training.batch.epoch)
+        training.end_epoch()
 
     def _how_it_ended(self, training: RunningTask) -> str | None:
         """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""
@@ -673,6 +869,7 @@ class EngineRun:
             for worker in self._workers:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
+            training.notifier.look_away()
             training.state.close()
             training.planned.leave()
             if training.optimizer is not None:
@@ -680,7 +877,7 @@ class EngineRun:
             training.record = training.snapshot = training.optimizer = training.state.stepper = None
             training.notifier.end()
         finally:
-            training.notifier.when_told(partial(self._events.put, _Ended()))
+            training.notifier.when_told(partial(self._events.put, _Ended(name)))
 
 
 def _length(loader: object) -> int | None:

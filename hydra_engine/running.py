@@ -15,6 +15,7 @@ from hydra_engine.batches import batch_size
 from hydra_engine.dram import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.events import DataFailed, Failed
 from hydra_engine.means import EvaluationMeans, joined
+from hydra_engine.model_watch import ModelWatch
 from hydra_engine.notifier import Notifier
 from hydra_engine.optimizer import StepRecord, TaskOptimizer
 from hydra_engine.parts import StepParts
@@ -40,10 +41,14 @@ class RunningTask:
     retries: Retries
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
+    is_set_up: bool = False  # or is over already; before, its reader's thread calls the user's factories
     is_reading: bool = False
+    epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
+    ended_epoch: int = -1  # the last one that was told to be over
     is_ending: bool = False  # it is over, and what it leaves is being put in order
     next_batch: Batch | None = None  # read, not begun
     batch: Batch | None = None
+    is_committed: bool = False  # that batch
     layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
     is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
     is_spread: bool = False  # the batch in progress, over several devices
@@ -57,17 +62,37 @@ class RunningTask:
     evaluation: Evaluation | None = None  # the last that is through
     position: TaskPosition | None = None  # after the last step that was committed, where positions are kept
     buffers: list[Tensor] = field(default_factory=list)  # as that step left them
+    shown_buffers: list[Tensor] = field(default_factory=list)  # that the user's model has now
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
-    is_committing: bool = False  # from the decision to the event
+    waits_to_commit: bool = False  # for its callbacks
+    is_committing: bool = False  # from when they have returned to the event
     num_updating: int = 0  # shards whose update of the last step is not through
     is_releasing: bool = False  # shards may be updated before the step is committed
     is_torn: bool = False  # part of its state is of another step than the rest
+    evaluated_parts: set[tuple[int, int]] = field(default_factory=set)  # (samples, parts) that were reported
     outputs: list[Any] = field(default_factory=list)  # of the batch that was predicted last; the caller takes it
 
     @property
     def state(self) -> TaskState:
         """Its units' state."""
         return self.planned.state
+
+    def watch(self) -> None:
+        """From now on see what callbacks do to the model: devices have their copies of it."""
+        task, pool = self.planned.task, self.state.pool
+        if task.callbacks:
+            watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
+            if not pool.early_release:  # else weights change at any time
+                watch.follow([slot.parameter for slot in self.state.layout.trainable_slots()])
+            self.notifier.watch(watch, self.show_buffers)
+
+    def show_buffers(self) -> None:
+        """Give the user's model the buffers that the last step left, for its callbacks; its weights are there."""
+        values, shown = self.state.pool.buffers, self.shown_buffers
+        changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
+        if changed:
+            self.state.layout.put_buffers(values, changed)
+            self.shown_buffers = list(values)
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
@@ -132,9 +157,16 @@ class RunningTask:
         if batch is not None and not batch.training and following.evaluation != batch.evaluation:
             self.end_evaluation()
         if batch is not None and following.epoch > batch.epoch:
-            self.notifier.epoch(batch.epoch)
-        self.batch, self.next_batch = following, None
+            self.end_epoch()
+        self.batch, self.next_batch, self.is_committed = following, None, False
         self.layers_moved_reader = False
+
+    def end_epoch(self) -> None:
+        """Tell, once, that the epoch of the last batch is over, its validation too."""
+        if self.batch is not None and self.batch.epoch > self.ended_epoch:
+            self.end_evaluation()
+            self.ended_epoch = self.batch.epoch
+            self.notifier.epoch(self.batch.epoch)
 
     def stage(self, num_parts: int = 1) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
@@ -153,6 +185,7 @@ class RunningTask:
                 in_sums=self.planned.spreads[num_parts - 1].in_sums,
                 is_narrow=self.state.layout.narrow is not None,
                 place=lambda index: pool.gradient(slots[index]),
+                fit=lambda index, gradient: pool.place_gradient(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
 
@@ -162,10 +195,36 @@ class RunningTask:
         assert batch is not None
         if self.means is None:
             self.means = EvaluationMeans(sums_losses=self.planned.task.loss_reduction == "sum")
+        self._note_parts(batch)
         # In one piece, unless it did not fit so.
         loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
         metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
-        self.means.add(loss, batch.weight, metrics, batch.num_samples)
+        self.means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
+
+    def _note_parts(self, batch: Batch) -> None:
+        """Report, once for each size, that an evaluation batch was computed in parts.
+
+        Refuse it where the parts drew, or changed buffers, as the whole batch would have done once.
+        """
+        number, staging = len(batch.micro_batches), self.state.staging
+        if number == 1:
+            return
+        ends = [staging.random[len(self.state.shards), m] for m in range(number)]
+        draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
+        if draws or staging.buffers:
+            does = "draws random numbers" if draws else "changes a buffer"
+            raise ValueError(
+                f"{self.report.name}: evaluation batch {batch.step} of {batch.num_samples} samples is too large for a "
+                f"layer alone, and in {number} parts a layer that {does} in eval() gives other figures; give smaller "
+                f"batches, or use a device with more memory"
+            )
+        if (batch.num_samples, number) not in self.evaluated_parts:
+            self.evaluated_parts.add((batch.num_samples, number))
+            self.revise(
+                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed "
+                f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
+                f"or the loss does not treat each sample by itself, by more"
+            )
 
     def end_evaluation(self) -> None:
         """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""

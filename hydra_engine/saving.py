@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from hydra_engine.events import Commit, Event, Instruction, Run, ShardUpdated, StepCommitted, TaskStopped
+from hydra_engine.events import Event, Instruction, Run, ShardUpdated, StepCommitted, TaskStopped
 from hydra_engine.running import RunningTask
 from hydra_engine.saver import Saver
 from hydra_engine.schedule import BACKWARD, FUSED
@@ -33,9 +33,7 @@ def note_event(tasks: Mapping[str, RunningTask], event: Event) -> None:
 
 def note_instruction(tasks: Mapping[str, RunningTask], instruction: Instruction) -> None:
     """The same of an instruction, before it is carried out."""
-    if isinstance(instruction, Commit):
-        tasks[instruction.task].is_committing = True
-    elif isinstance(instruction, Run) and instruction.unit.kind in (FUSED, BACKWARD):
+    if isinstance(instruction, Run) and instruction.unit.kind in (FUSED, BACKWARD):
         training = tasks[instruction.unit.task]
         training.is_releasing = training.state.pool.early_release
 
@@ -78,6 +76,11 @@ class Saving:
             snapshot.capture()
         self.saver.save_end(report.name, over, snapshot, then)
 
+    def waits(self, training: RunningTask) -> None:
+        """A task's commit waits for its callbacks, which may take as long as they like: no round waits with it."""
+        if training.is_releasing and training.report.name in self.saver.wanted:
+            self.saver.give(training.report.name, None)()
+
     def _begin(self) -> None:
         names = [
             name
@@ -87,6 +90,8 @@ class Saving:
         self.saver.begin(names)
         for name in names:
             self._capture(self._tasks[name])
+            if self._tasks[name].waits_to_commit:
+                self.waits(self._tasks[name])
 
     def _capture(self, training: RunningTask) -> None:
         """If it is wanted, and settled."""

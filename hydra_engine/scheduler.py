@@ -150,7 +150,7 @@ class Scheduler:
         self._numbers = None
         task.parts = [Part(task)]
         self._refresh_all(task)  # it counts from now on
-        self._out.append(Read(event.task))
+        self._read(task)
 
     def _device_added(self, event: DeviceAdded) -> None:
         device = self._devices[event.device] = ScheduledDevice(event.device)
@@ -220,7 +220,7 @@ class Scheduler:
             task.stale.add(shard)
             self._out.append(Update(task.added.task, shard))
         ends_forward = kind == FUSED or (not task.training and node == task.chain[-1])
-        if ends_forward and not task.over:
+        if ends_forward and not (task.over or task.added.reads_last):
             self._read(task)
 
     def _commit(self, task: ScheduledTask) -> None:
@@ -341,6 +341,8 @@ class Scheduler:
             return
         if task.misfit is None:
             if task.next_batch is None:
+                if task.added.reads_last and not task.stale:
+                    self._read(task)
                 return
             batch, task.next_batch = task.next_batch, None
             task.step, task.training, task.has_read = batch.step, batch.training, False
@@ -376,7 +378,7 @@ class Scheduler:
             before.after, after.before = after, before
         task.estimate()
         self._refresh_all(task)
-        if task.added.reads_ahead:
+        if task.added.reads_ahead and not task.added.reads_last:
             self._read(task)
 
     # -- what tasks offer

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import extent
+from hydra_engine.bound_copy import Layers, Registered, StalePlace
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, residue
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
-
-# Kernels choose by alignment: parameters start where torch's own CPU allocator would start them.
-ALIGNMENT_BYTES = 64
 
 
 def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
@@ -28,7 +26,8 @@ class Slot:
     """One parameter of a task and its place in the host buffers of its kind (trainable or frozen).
 
     At `offset` lies the parameter itself, the master that the optimizer steps; at `link_offset` of another buffer what
-    devices are sent. Where the precision casts nothing, the two are one.
+    devices are sent. Where the precision casts nothing, the two are one. Places of parameters follow each other at
+    multiples of the alignment; within its own a parameter begins at its user's address modulo 64 (`residue`).
     """
 
     index: int
@@ -45,6 +44,16 @@ class Slot:
     link_offset: int
     link_bytes: int
     link_dtype: torch.dtype  # on devices, and of the gradient
+
+    @property
+    def residue(self) -> int:
+        """Bytes from the start of its place to the parameter."""
+        return self.offset % ALIGNMENT_BYTES
+
+    @property
+    def link_residue(self) -> int:
+        """Bytes from the start of its place to what devices are sent."""
+        return self.link_offset % ALIGNMENT_BYTES
 
     def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The gradient's tensor at byte `offset` of a host buffer."""
@@ -63,6 +72,8 @@ class Slot:
         # By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
         # arena would then make autograd refuse this one.
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        if offset % dtype.itemsize:  # a file that was mapped may have any address; storages begin at any byte
+            storage, offset = storage[offset:], 0
         return tensor.set_(storage, offset // dtype.itemsize, self.shape, self.stride)
 
 
@@ -127,9 +138,13 @@ class ModelLayout:
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
     ) -> None:
-        """`alignment_bytes`: that the start of every parameter is a multiple of, in DRAM and in slabs."""
+        """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
+
+        Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
+        """
         self._trains = trains
         self._alignment_bytes = alignment_bytes
+        self._keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -158,26 +173,28 @@ class ModelLayout:
             size = extent(parameter.shape, parameter.stride())
             num_bytes = size * parameter.element_size()
             link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
+            start = residue(parameter) if self._keeps_residues else 0
+            link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
             slot = Slot(
                 index=len(self.slots),
                 name=self.full_name(layer, path, name),
                 parameter=parameter,
                 trainable=kind,
                 owner=min(layer, self.num_layers - 1),
-                offset=self.num_bytes[kind],
+                offset=self.num_bytes[kind] + start,
                 num_bytes=num_bytes,
                 shape=tuple(parameter.shape),
                 stride=parameter.stride(),
                 gradient_stride=torch.empty_like(parameter, device="meta").stride(),
                 dtype=parameter.dtype,
-                link_offset=self.link_bytes[kind],
+                link_offset=self.link_bytes[kind] + link_start,
                 link_bytes=size * link_dtype.itemsize,
                 link_dtype=link_dtype,
             )
             numbers[id(parameter)] = slot.index
             self.slots.append(slot)
-            self.num_bytes[kind] += self.aligned(num_bytes)
-            self.link_bytes[kind] += self.aligned(slot.link_bytes)
+            self.num_bytes[kind] += self.aligned(start + num_bytes)
+            self.link_bytes[kind] += self.aligned(link_start + slot.link_bytes)
         return Binding(path, name, numbers[id(parameter)])
 
     def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
@@ -189,6 +206,20 @@ class ModelLayout:
     def full_name(self, layer: int, path: str, attribute: str) -> str:
         """As a state dict of the model has it."""
         return ".".join(filter(None, (self.names[layer], path, attribute)))
+
+    @cached_property
+    def originals(self) -> Layers:
+        """The layers, as they were when this was asked for first: before the host pool moves their parameters.
+
+        Raises LayerFault for those that cannot be copied.
+        """
+        names: dict[int, str] = {}
+        for k, bindings in enumerate(self.buffer_bindings):
+            for path, attribute, number in bindings:
+                names.setdefault(number, f"buffer {self.full_name(k, path, attribute)}")
+        parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
+        buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
+        return Layers(self.layers, self.names, [*parameters, *buffers])
 
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
@@ -205,21 +236,33 @@ class ModelLayout:
             for path, attribute, number in bindings:
                 yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
 
-    def put_buffers(self, values: Sequence[Tensor]) -> None:
-        """Give the user's modules these values, by number."""
+    def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
+        """Give the user's modules these values, by number; `numbers`: only these of them."""
+        before, self.buffers = self.buffers, list(self.buffers)
         for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
             for path, name, index in bindings:
+                if numbers is not None and index not in numbers:
+                    continue
                 module, value = layer.get_submodule(path), values[index]
-                own = self.buffers[index]
-                if own.shape == value.shape and own.dtype == value.dtype:
+                own = before[index]
+                is_there = not self._keeps_residues or residue(own) == residue(value)
+                if own.shape == value.shape and own.dtype == value.dtype and is_there:
                     if not torch.equal(own, value):  # expanded ones cannot be written to
                         own.copy_(value)
-                else:  # a forward bound a tensor of another kind
-                    module._buffers[name] = value
+                else:  # a forward bound a tensor of another kind, or at another address
+                    module._buffers[name] = self.buffers[index] = value
+
+    def moved(self) -> Slot | None:
+        """The first parameter whose address modulo 64 is another than it was, if it is kept."""
+        slots = self.slots if self._keeps_residues else []
+        return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
         """Rounded up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)
+
+    def _buffer_bytes(self, buffer: Tensor) -> int:
+        return self.aligned((residue(buffer) if self._keeps_residues else 0) + buffer.nbytes)
 
     def trainable_slots(self) -> list[Slot]:
         """In the order of `model.parameters()`."""
@@ -263,9 +306,9 @@ class ModelLayout:
             for index in held:
                 slot = self.slots[index]
                 if slot.trainable == kind and owner_shard[index] != j:
-                    pieces.append(SlabPiece(kind, slot.link_offset, target, slot.link_bytes))
-                    offsets[index] = target
-                    target += self.aligned(slot.link_bytes)
+                    offsets[index] = target + slot.link_residue
+                    pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
+                    target += self.aligned(slot.link_residue + slot.link_bytes)
             own_bytes = target if kind else own_bytes
         held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
@@ -285,7 +328,7 @@ class ModelLayout:
             borrowed=tuple(index for index in trainable if owner_shard[index] != j),
             upper=upper,
             buffers=tuple(buffers),
-            buffer_bytes=sum(self.aligned(self.buffers[index].nbytes) for index in buffers),
+            buffer_bytes=sum(self._buffer_bytes(self.buffers[index]) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
             arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
@@ -318,7 +361,6 @@ class Structure:
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
         narrow = layout.narrow if casts else None
-        memo: dict[int, object] = {}
         self.device = device
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
@@ -326,16 +368,16 @@ class Structure:
             # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
-            memo[id(slot.parameter)] = self.parameters[-1]
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
-        memo.update({id(buffer): place for buffer, place in zip(layout.buffers, self.buffers, strict=True)})
-        # One deepcopy for all: what layers share, they go on sharing. Every slot's original stays alive in the layout,
-        # so no id in the memo can be taken over by another object.
-        self.layers: list[nn.Module] = copy.deepcopy(layout.layers, memo)
+        self.layers: list[nn.Module]
+        self._stale: list[StalePlace]
+        self._registered = layout.originals.registered
+        self.layers, self._stale = layout.originals.copy([*self.parameters, *self.buffers])
         if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, narrow)
         self.names = layout.names
+        self.slot_names = [slot.name for slot in layout.slots]
         self.narrow = narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
@@ -360,6 +402,11 @@ class Structure:
         for index, buffer in buffers.items():
             self.buffers[index].data = buffer
 
+    def unbound(self) -> dict[int, str]:
+        """Ids of the placeholders that are empty now, and what they stand for."""
+        places = zip([*self.parameters, *self.buffers], self._registered, strict=True)
+        return {id(place): each.name for place, each in places if each.tensor.numel() and not place.numel()}
+
     def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
         found: dict[int, Tensor] = {}
@@ -382,3 +429,5 @@ class Structure:
         for index in shard.buffers:
             buffer = self.buffers[index]
             buffer.data = self._placeholder(buffer.dtype)
+        for module, attribute, stale in self._stale:  # made by this unit: another one cannot go on from it
+            vars(module)[attribute] = stale

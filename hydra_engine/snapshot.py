@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from hydra_engine import dram
+from hydra_engine.boundary import residue
 from hydra_engine.moving_tensor import MovingTensor
 from hydra_engine.nested import nested_files
 from hydra_engine.optimizer import TaskOptimizer
@@ -155,6 +156,9 @@ class Snapshot:
             "position": self._position.to_state(),
             "schedule": self._optimizer.schedule(),
             "buffers": self._buffers,  # by number: also those that no state dict has, and the loss's
+            # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
+            "buffer_residues": [residue(buffer) for buffer in self._buffers],
+            "weight_residues": {slot.name: residue(slot.parameter) for slot in self._state.layout.trainable_slots()},
             "loss_parameters": loss_parameters,
             "losses": losses_to_state(report.losses[: self.steps]),
             "validation_losses": losses_to_state(report.validation_losses[:num]),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from hydra_engine.arena import Slab
-from hydra_engine.boundary import Boundary, copy_of, extent_bytes, flat, place_for
+from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for, residue, with_bits_of
 from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
@@ -24,6 +24,23 @@ from hydra_engine.task_state import TaskState
 # What of a boundary is kept on a device; keeping less costs more than copying it again.
 VALUE, GRADIENT = "value", "gradient"
 LEAST_KEPT_BYTES = 2**12
+
+
+Pairs: TypeAlias = "list[tuple[Tensor, Tensor]]"  # target and source
+
+
+class Copies(NamedTuple):
+    """Copies to be made."""
+
+    loads: Pairs  # across the link
+    on_device: Pairs
+
+
+class Arriving(NamedTuple):
+    """What one micro-batch starts from, and what is still to be copied there."""
+
+    micro: MicroInput
+    copies: Copies
 
 
 class Spiller:
@@ -74,10 +91,20 @@ class Spiller:
 
         `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
+        sources = self._buffers(state, shard, part, after=after)
+        return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
+        """Bytes that the same take on the device."""
+        sources = self._buffers(state, shard, part, after=after)
+        return sum(state.layout.aligned(extent_bytes(tensor)) for tensor in sources.values())
+
+    @staticmethod
+    def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
         sources = state.staging.buffers_for(shard, part, state.pool.buffers)
         if after:
             sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
-        return {index: self._bring(tensor) for index, tensor in sources.items()}
+        return sources
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
         """The gradients of the parts of the step before this one."""
@@ -128,29 +155,53 @@ class Spiller:
         self._send(before, tensor)
         return cast("Tensor", before)
 
-    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> MicroInput:
-        """Bring what one micro-batch of a unit starts from; of what its forward did, nothing if that is there."""
-        staging, j = state.staging, shard.index
+    def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
+        """Room for what one micro-batch of a unit starts from; of what its forward did, nothing if that is there.
+
+        In the compute lane, so that the room is of its stream's memory, whichever lane fills it. Whoever drops it then
+        gives it to kernels that come after those that read it; of another stream's memory, the next input would be
+        copied over what kernels are still to read.
+        """
+        staging, j, copies = state.staging, shard.index, Copies([], [])
         value = staging.entering(j, m)
-        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
-            check_indices(value, state.index_limit, state.layout.names[0])
-        value = value.around(() if has_graph else self._bring_or_find(state, VALUE, j, m, value.tensors))
+        value = value.around(() if has_graph else self._place_or_find(state, VALUE, j, m, value.tensors, copies))
         micro = MicroInput(value=value, random=staging.random[j, m])
-        micro.skips = {name: self._bring_all(staging.entering(name, m)) for name in shard.arriving}
+
+        def placed(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+            return [None if each is None else self._place(each, copies.loads) for each in tensors]
+
+        def placed_all(value: Boundary) -> Boundary:
+            return value.around([self._place(each, copies.loads) for each in value.tensors])
+
+        micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.is_last(shard) and not state.task.predicts:
-            micro.target = self._bring_all(staging.targets[m])
+            micro.target = placed_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
-            micro.gradients = self._bring_or_find(state, GRADIENT, j + 1, m, staging.gradients_of(j + 1, m))
+            gradients = staging.gradients_of(j + 1, m)
+            micro.gradients = self._place_or_find(state, GRADIENT, j + 1, m, gradients, copies)
             for name in (*shard.arriving, *shard.leaving):
                 if name in shard.above:
-                    micro.skip_gradients[name] = self._bring_some(staging.gradients_of((name, shard.above[name]), m))
+                    micro.skip_gradients[name] = placed(staging.gradients_of((name, shard.above[name]), m))
         if kind not in (FORWARD, EVALUATE):
             for slot, above in shard.upper.items():
                 gradient = staging.tied.get((slot, above, m))
                 if gradient is not None:
-                    micro.tied[slot] = self._bring(gradient)
+                    micro.tied[slot] = self._place(gradient, copies.loads)
+        return Arriving(micro, copies)
+
+    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
+        """Fill an input's room, in any lane."""
+        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
+            check_indices(state.staging.entering(0, m), state.index_limit, state.layout.names[0])
+        micro, copies = arriving
+        if copies.loads:
+            self._device.copy(LOAD, copies.loads, urgent=True)
+        for place, source in copies.on_device:
+            place.copy_(source)
+        if copies.on_device:
+            self._device.finish()  # before others let go of what it is copied from
         return micro
 
     def store_micro(self, state: TaskState, kind: str, shard: Shard, m: int, out: MicroOutput) -> None:
@@ -169,8 +220,6 @@ class Spiller:
         for slot, gradient in out.tied.items():
             staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
         if out.pieces and staging.parts is not None:
-            for slot, gradient in out.pieces.items():
-                _check_dense(state, slot, gradient)
             pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
             self._device.finish()
             staging.parts.add(j, m, pieces)
@@ -181,8 +230,6 @@ class Spiller:
     def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
-        for slot, gradient in out.gradients.items():
-            _check_dense(state, slot, gradient)
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
@@ -191,7 +238,7 @@ class Spiller:
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
-                    self._copy_gradient(state.pool.gradient(state.layout.slots[slot]), gradient)
+                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a shard's forward changed to DRAM."""
@@ -203,7 +250,11 @@ class Spiller:
         is_here = self._device.torch_device.type == "cpu"
         after = out.buffers if is_here else {index: self._sent(value) for index, value in out.buffers.items()}
         self._device.finish()
-        changed = {index: value for index, value in after.items() if not _same(value, before[index])}
+        changed = {
+            index: value
+            for index, value in after.items()
+            if not _same(value, before[index]) or (is_here and residue(value) != residue(before[index]))
+        }
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
@@ -260,38 +311,38 @@ class Spiller:
         self._residents.offer(key, kept, num_bytes, state.name, next_use_s)
         return 0
 
-    def _bring_or_find(
-        self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None]
+    def _place_or_find(
+        self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None], copies: Copies
     ) -> list[Any]:
         # Its bytes are counted among those that the unit was granted for its inputs.
         found = self._residents.take((state.name, what, state.staging.serial, j, m)) if self._residents else None
         if found is None:
-            return self._bring_some(tensors)
+            return [None if each is None else self._place(each, copies.loads) for each in tensors]
         kept, is_held = found
         if not is_held:
             return [None if each is None else _alias(each) for each in kept]
         # A layer may work in place on what it gets: what others hold as well is copied for it.
-        copies = [None if each is None else copy_of(each) for each in kept]
-        self._device.finish()  # before those others let it go
-        return copies
-
-    def _bring_all(self, value: Boundary) -> Boundary:
-        return value.around([self._bring(tensor) for tensor in value.tensors])
-
-    def _bring_some(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        return [None if gradient is None else self._bring(gradient) for gradient in gradients]
+        return [None if each is None else self._place(each, copies.on_device) for each in kept]
 
     def _bring_state(self, tensor: Tensor, *, is_read: bool) -> Tensor:
         # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
         return tensor.clone() if is_read and not tensor.dim() else self._bring(tensor)
 
     def _bring(self, tensor: Tensor) -> Tensor:
+        """In the compute lane, as all that units work on is."""
+        pairs: Pairs = []
+        place = self._place(tensor, pairs)
+        self._device.copy(LOAD, pairs, urgent=True)
+        return place
+
+    def _place(self, tensor: Tensor, pairs: Pairs) -> Tensor:
+        """Room on the device for a copy of a tensor, which is added to those to be made."""
         place = place_for(tensor, self._device.torch_device)
-        self._device.copy(LOAD, [(flat(place), flat(tensor))], urgent=True)
+        pairs.append((flat(place), flat(tensor)))
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        place = self._device.place(tensor, lasts=False)
+        place = self._device.place(tensor)
         self._send(place, tensor)
         return place
 
@@ -300,22 +351,14 @@ class Spiller:
 
 
 def _is_compact(tensor: Tensor) -> bool:
-    """Whether it lies in a storage of its own, as a copy would: kernels choose by alignment."""
+    """Whether it lies in a storage of its own, which takes no more bytes than a copy would."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
 
 
 def _alias(tensor: Tensor) -> Tensor:
     """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
-
-
-def _check_dense(state: TaskState, slot: int, gradient: Tensor | None) -> None:
-    if gradient is not None and gradient.layout != torch.strided:
-        raise TypeError(
-            f"parameter {state.layout.slots[slot].name} received a gradient of layout {gradient.layout}; only dense "
-            f"gradients are streamed (build the embedding with sparse=False)"
-        )
+    return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

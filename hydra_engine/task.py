@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from hydra_engine.batches import LossReduction, Split, split, unpack_pair
 from hydra_engine.callbacks import Callback
 from partitioners import Partitioner, Pilot, make_partitioner
+from partitioners.boundary import check_fit
 from partitioners.precision import DTYPES
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
@@ -21,6 +23,8 @@ SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_
 
 # Of a loader, for one batch: what torch.distributed's collectives wait by default where they wait longest.
 LOADER_TIMEOUT_S = 1800.0
+# Of a callback, for one call: it may wait for other tasks, as long as a loader may.
+CALLBACK_TIMEOUT_S = LOADER_TIMEOUT_S
 NONFINITE = ("skip", "stop", "raise")
 
 
@@ -43,10 +47,10 @@ class Model(nn.Sequential):
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
-            if isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
+            if not _can_be_called(layer):
                 raise TypeError(
-                    f"layer {name} of the model is a {type(layer).__name__}, which cannot be called; "
-                    f"give Model the list of layers in the order they run"
+                    f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
+                    f"called; give Model the list of layers in the order they run"
                 )
         for kind, named in (("parameter", _own_parameters(x)), ("buffer", _own_buffers(x))):
             if named:
@@ -74,6 +78,12 @@ class Model(nn.Sequential):
         return source is not None and type(source).forward is not nn.Sequential.forward
 
 
+def _can_be_called(layer: nn.Module) -> bool:
+    if type(layer).__call__ is not nn.Module.__call__:
+        return True
+    return getattr(layer.forward, "__func__", layer.forward) is not nn.Module.forward
+
+
 def _own_parameters(x: object) -> list[str]:
     return [name for name, _ in x.named_parameters(recurse=False)] if isinstance(x, nn.Module) else []
 
@@ -88,7 +98,7 @@ class ModelTask:
     Args:
         model: a `Model`, or anything `Model` takes. Its parameters live on the CPU; training changes them in place.
         loss_fn: (output, target) -> scalar tensor. May be a module without trainable parameters.
-        dataloader: an iterable of batches, read once per epoch.
+        dataloader: an iterable of batches, read once per epoch; one that gives nothing in a later epoch is an error.
         lr: learning rate handed to the optimizer factory; 1e-3 where neither lr nor optimizer is given.
         epochs: passes over the loader, at least 1.
         name: unique within an orchestrator; default "task-0", "task-1", ...
@@ -122,7 +132,8 @@ class ModelTask:
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps: micro-batches per step, or "auto": as few as the model fits with, or with the partitioner
             "optimal" the least predicted step time; and more where the step is then predicted to be shorter, on devices
-            that would idle otherwise, or with the room that smaller ones leave for what is kept.
+            that would idle otherwise, or with the room that smaller ones leave for what is kept. A number is kept
+            whatever comes; under "auto" a batch whose step does not fit raises it from then on.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
@@ -139,7 +150,8 @@ class ModelTask:
             mean, weighted by samples. In `TaskReport.validation_metrics`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
-        callbacks: `hydra_engine.Callback` objects, called after steps, validations and epochs and at the end.
+        callbacks: `hydra_engine.Callback` objects, called before epochs, after steps, validations and epochs, and at
+            the end; in a thread of the task's own. See there what they may do to the model.
         scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
             Random generators that the loader, its samplers and its data set hold are put back after it; what else
             reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
@@ -160,9 +172,24 @@ class ModelTask:
             `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
         loader_timeout_s: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
+            does not count; a retry's way back to its batch does. It also limits the loader's `len` and the factories of
+            optimizer and schedule as the task begins, and the first batch of one that `add_task` plans beside others,
+            which then raises. `generate()`, which reads the first batch in your own thread, also that of a resume,
+            waits for ever. The default of half an hour is what collectives of torch.distributed commonly wait: no batch
+            takes as long, and a run of days loses little.
+        loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
+            `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
+            as they are opened or give their first batch; else they are read beside other tasks' loaders. A loader that
+            draws from these later is an error, which names this remedy.
+        read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
+            model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
+            each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
             does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
             thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
             torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
+        callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
+            `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
+            a call has 10 s at most, whatever is given here.
         compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
             Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
             differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
@@ -213,6 +240,9 @@ class ModelTask:
         max_retries: int = 0,
         nonfinite: str | None = None,
         loader_timeout_s: float | None = LOADER_TIMEOUT_S,
+        loader_alone: bool = False,
+        read_ahead: bool = True,
+        callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
         compile: bool = False,
     ) -> None:
         _check_choice("lr_scheduler_interval", lr_scheduler_interval, ("step", "epoch"))
@@ -222,7 +252,9 @@ class ModelTask:
         _check_choice("optimizer_device", optimizer_device, ("host", "device", "auto"))
         vetoes = {"max_grad_norm": max_grad_norm is not None, "precision='float16'": precision == "float16"}
         vetoes["optimizer_scope='task'"] = optimizer_scope == "task"
-        _check_faults(max_retries, nonfinite, loader_timeout_s)
+        _check_faults(max_retries, nonfinite)
+        _check_timeout("loader_timeout_s", loader_timeout_s)
+        _check_timeout("callback_timeout_s", callback_timeout_s)
         vetoes["max_retries"], vetoes["nonfinite"] = max_retries > 0, nonfinite is not None
         early = {"early_release": early_release, "optimizer_device='device'": optimizer_device == "device"}
         for option, veto in ((a, b) for a in early for b in vetoes if early[a] and vetoes[b]):
@@ -278,6 +310,7 @@ class ModelTask:
         self.max_retries = max_retries
         self.nonfinite = nonfinite
         self.loader_timeout_s = loader_timeout_s
+        self.callback_timeout_s = callback_timeout_s
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
@@ -286,6 +319,7 @@ class ModelTask:
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(_split, loss_reduction=loss_reduction)
+        self.splits_by_user = split is not None or callable(loss_reduction)  # the default one calls that
         self.validation = validation
         self.validation_interval = validation_interval
         self.metrics = _checked_metrics(metrics or {}, validation)
@@ -293,6 +327,14 @@ class ModelTask:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
         self.callbacks = tuple(callbacks)
+        num_evaluations = 2 if isinstance(validation_interval, int) else epochs
+        for field, loader, number in (("dataloader", dataloader, epochs), ("validation", validation, num_evaluations)):
+            if number > 1 and _is_used_up(loader):
+                raise ValueError(
+                    f"{field}: a {type(loader).__name__} gives its batches once, and is to be read "
+                    f"{f'in {epochs} epochs' if loader is dataloader else 'at every validation'}; give a loader that "
+                    f"starts anew at each iter() (a list, a DataLoader, an object whose __iter__ is a generator)"
+                )
         if scan_batches and isinstance(dataloader, Iterator):
             raise ValueError(
                 f"scan_batches: the loader is a {type(dataloader).__name__}, which can be read only once; give one "
@@ -303,6 +345,11 @@ class ModelTask:
                 "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
                 "give one with persistent_workers=False, or leave scan_batches out"
             )
+        for field, flag in {"loader_alone": loader_alone, "read_ahead": read_ahead}.items():
+            if not isinstance(flag, bool):
+                raise TypeError(f"{field}: {flag!r} is not a bool; give True or False")
+        self.loader_alone = loader_alone
+        self.read_ahead = read_ahead
         if not isinstance(compile, bool):
             raise TypeError(f"compile: {compile!r} is not a bool; give True for torch.compile of each layer, or False")
         self.compile = compile
@@ -331,6 +378,12 @@ class ModelTask:
                 raise TypeError(
                     f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed"
                 )
+            check_fit(f"parameter {name}", parameter)
+            if parameter.is_conj() or parameter.is_neg():
+                raise ValueError(
+                    f"parameter {name} is kept as the conjugate or negative of what lies in memory; give its numbers "
+                    f"with resolve_conj() and resolve_neg()"
+                )
             address = parameter.data_ptr()
             if address and address in seen:
                 raise ValueError(
@@ -338,8 +391,16 @@ class ModelTask:
                     f"by assigning the same object to both"
                 )
             seen[address] = name
+        for name, buffer in self.model.named_buffers():
+            check_fit(f"buffer {name}", buffer)
 
     def _check_trainable(self) -> None:
+        for name, module in self.model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"layer {name} is an {type(module).__name__} with sparse=True, whose gradient is sparse, limit: "
+                    f"dense gradients; set sparse=False, and choose an optimizer that steps from dense ones"
+                )
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError("the model has no trainable parameter; set requires_grad on at least one")
         if isinstance(self.loss_fn, nn.Module):
@@ -372,6 +433,12 @@ def _check_grad_scaler(scaler: object, precision: str) -> None:
         raise ValueError("grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')")
 
 
+def _is_used_up(loader: object) -> bool:
+    """Whether a loader can be read only once: a generator, a map, a zip; a class of the user's may start anew."""
+    is_ours_to_ask = isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
+    return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
+
+
 def _split(inputs: Any, target: Any, num_micro_batches: int, *, loss_reduction: LossReduction) -> Any:
     return split(inputs, target, num_micro_batches, loss_reduction)
 
@@ -386,19 +453,22 @@ def _check_interval(interval: object, validation: object) -> None:
         raise ValueError(f"validation_interval: {interval} without a validation loader; give validation=")
 
 
-def _check_faults(max_retries: object, nonfinite: object, loader_timeout_s: object) -> None:
+def _check_faults(max_retries: object, nonfinite: object) -> None:
     if isinstance(max_retries, bool) or not isinstance(max_retries, int):
         raise TypeError(f"max_retries: {max_retries!r} is not an int; give a number of retries, 0 for none")
     if max_retries < 0:
         raise ValueError(f"max_retries: {max_retries}, limit: at least 0, which fails the task at its first error")
     if nonfinite is not None:
         _check_choice("nonfinite", nonfinite, NONFINITE)
-    if loader_timeout_s is None:
+
+
+def _check_timeout(field: str, seconds: object) -> None:
+    if seconds is None:
         return
-    if isinstance(loader_timeout_s, bool) or not isinstance(loader_timeout_s, (int, float)):
-        raise TypeError(f"loader_timeout_s: {loader_timeout_s!r} is not a number; None waits for ever")
-    if not 0 < loader_timeout_s < math.inf:
-        raise ValueError(f"loader_timeout_s: {loader_timeout_s}, limit: finite, above 0; None waits for ever")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"{field}: {seconds!r} is not a number; None waits for ever")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{field}: {seconds}, limit: finite, above 0; None waits for ever")
 
 
 def _check_choice(field: str, value: object, known: tuple[str, ...]) -> None:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import extent, flat
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.opened import Timing
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
-from hydra_engine.shard import ALIGNMENT_BYTES, ModelLayout, Shard
+from hydra_engine.schedule import BACKWARD, EVALUATE, FUSED, Flow, Unit, evaluation_chain, training_chain
+from hydra_engine.shard import ModelLayout, Shard
+from hydra_engine.signature import Signature, no_larger
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
+from hydra_engine.unit_bytes import MOST_KNOWN, KnownUnits, UnitBytes
+from partitioners import LayerCost
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
-
-
-class UnitBytes(NamedTuple):
-    """What a unit takes beside its slab."""
-
-    work: int  # peak of what it creates: activations, gradients, outputs
-    input: int  # of one micro-batch, the largest
-    output: int  # of one micro-batch, the largest
-
-    def total(self, num_micro_batches: int) -> int:
-        """Inputs stream one micro-batch ahead, outputs are stored one behind."""
-        several = num_micro_batches > 1
-        return self.work + (1 + several) * self.input + several * self.output
 
 
 class Region(NamedTuple):
@@ -48,7 +38,7 @@ class Region(NamedTuple):
 
 
 def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
-    """Where the task's parameters and buffers lie, each at a multiple of `alignment_bytes`."""
+    """Where the task's parameters and buffers lie, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
@@ -72,9 +62,10 @@ class TaskState:
         self.locked: set[int] = set()  # shards that draw from process-wide generators
         self.drawing: set[int] = set()  # shards with layers that draw random numbers, or may
         self.keep_saved: set[int] = set()  # shards that differentiate inside their forward
+        self.coupled: set[tuple[int, int]] = set()  # layers of which the second takes what the first left on the side
         self.unproven: set[int] = set()  # shards whose forward has not been seen to repeat in a backward
-        # (training, signature) of batches that were seen to fit. Replaced, never changed: the deciding thread reads it.
-        self.fitting: frozenset[tuple[bool, tuple[Any, ...]]] = frozenset()
+        self.known = KnownUnits()
+        self.evaluated_parts: dict[tuple[Any, ...], int] = {}  # of evaluation batches too large for a layer alone
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
         self.any_may_change = False  # another one was seen to change in a step that was spread
@@ -87,12 +78,13 @@ class TaskState:
         self.index_limit = direct_limit(layout.layers[0])  # of what the first layer looks up; None: nothing
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
-        self._unit_bytes: dict[tuple[Any, ...], UnitBytes] = {}
+        # Buffers that a layer was seen to give another shape or type. Replaced, never changed: lanes write it.
+        self.resized: frozenset[int] = frozenset()
         self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
         self.timings: dict[tuple[str, int], Timing] = {}  # likewise, of the last one, where launching is not computing
         self.num_commits = 0  # of training steps in this run
         self.keeps_from = 0  # this shard and those above keep what autograd saves in their forward, where there is room
-        self.graph_bytes: dict[tuple[Any, ...], int] = {}  # (shard, signature): what that takes beside the slab
+        self.graph_bytes: dict[tuple[int, Signature], int] = {}  # (shard, signature): what that takes beside the slab
         self.unseen: set[int] = set()  # shards whose graphs hold more than can be counted
         self.lowest_backward = 0  # the lowest shard that holds a trainable parameter; where none does, their number
         self.chains: dict[bool, tuple[tuple[str, int], ...]] = {}  # (kind, shard) in order, by whether a batch trains
@@ -157,6 +149,32 @@ class TaskState:
         self.steps_on_device = self.pool.early_release = True
         self.pool.keeps_gradients = False
 
+    def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
+        """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.
+
+        From then on its shard's units and those of the shards above are metered each time.
+        """
+        planned = self.layout.buffers
+        found = {
+            index
+            for index, buffer in buffers.items()
+            if buffer.shape != planned[index].shape or buffer.dtype != planned[index].dtype
+        }
+        is_new, self.resized = not found <= self.resized, self.resized | found
+        return is_new
+
+    def buffer_bytes(self, shard: Shard) -> int:
+        """Bytes of a shard's buffers on a device, as they are now: some grow."""
+        if self.resized.isdisjoint(shard.buffers):
+            return shard.buffer_bytes
+        committed, staged = self.pool.buffers or self.layout.buffers, self.staging.buffers
+        both = [(committed[index], staged.get(index, committed[index])) for index in shard.buffers]
+        return sum(self.layout.aligned(max(residue(t) + extent_bytes(t) for t in each)) for each in both)
+
+    def _is_sized_by_batch(self, shard: Shard) -> bool:
+        """Whether the sizes in a batch decide what a shard's units take: no layer up to there resizes a buffer."""
+        return not self.resized or all(self.resized.isdisjoint(s.buffers) for s in self.shards[: shard.index + 1])
+
     def step_bytes(self, shard: Shard) -> int:
         """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
         if not self.steps_on_device:
@@ -181,7 +199,14 @@ class TaskState:
         return frozenset((kind, j) for kind, j in self.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self, host: HostMemory | None = None) -> None:
-        """Take the model over from its user, into memory of `host`'s."""
+        """Take the model over from its user, into memory of `host`'s. Raises ValueError where it has moved."""
+        moved = self.layout.moved()
+        if moved is not None:
+            raise ValueError(
+                f"{self.name}: parameter {moved.name} begins at an address of {residue(moved.parameter)} modulo 64, "
+                f"planned: {moved.residue}, since it was given other memory meanwhile; write into it "
+                f"(parameter.data.copy_(...)), or make a new ModelOrchestrator"
+            )
         self.pool.open(self.shards, host)
 
     def close(self) -> None:
@@ -191,6 +216,14 @@ class TaskState:
 
     def cut(self, boundaries: Sequence[int]) -> None:
         """Set the partition. A shard that is part of an old one draws and differentiates as that one did."""
+        for low, high in self.coupled:
+            if any(low < end <= high for end in boundaries):
+                names = self.layout.names
+                raise ValueError(
+                    f"{self.name}: layer {names[high]} takes a tensor that layer {names[low]} has left outside its "
+                    f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
+                    f"with Skips"
+                )
         old, locked, keep_saved = self.shards, self.locked, self.keep_saved
         proven = {(s.first, s.last) for s in old[:-1] if s.index not in self.unproven}
         self.boundaries = list(boundaries)
@@ -199,7 +232,7 @@ class TaskState:
         trained = (shard.index for shard in self.shards if any(slots[index].trainable for index in shard.slots))
         self.lowest_backward = min(trained, default=num)
         self.chains = {True: training_chain(num, self.lowest_backward), False: evaluation_chain(num)}
-        self._unit_bytes = {}
+        self.known.forget_units()
         self._num_cuts += 1
         self.keeps_from, self.graph_bytes, self.unseen = len(self.shards), {}, set()  # until a planner decides
         self._flows, self._positions = {}, {}
@@ -210,31 +243,52 @@ class TaskState:
 
     def forget_units(self) -> None:
         """Forget what units take: it differs with the number of micro-batches."""
-        self._unit_bytes = {}
+        self.known.forget_units()
 
-    def note_fitting(self, training: bool, signature: tuple[Any, ...]) -> None:
-        """Remember that a batch fits."""
-        self.fitting = self.fitting | {(training, signature)}
+    def note_fitting(self, training: bool, signature: Signature, costs: Sequence[LayerCost] | None = None) -> None:
+        """Remember that a batch fits; costs: of its layers, where every shard fits by these."""
+        self.known.note_fitting(training, signature, costs)
 
-    def fits_like_another(self, training: bool, signature: tuple[Any, ...]) -> bool:
+    def fits_like_another(self, training: bool, signature: Signature) -> bool:
         """Whether a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
-        fitting = self.fitting
-        return (training, signature) in fitting or any(
-            kind == training and _no_larger(signature, known) for kind, known in fitting
-        )
+        return self.known.fits(training, signature)
 
     def is_last(self, shard: Shard) -> bool:
         return shard.index == len(self.shards) - 1
 
-    def unit_bytes(self, kind: str, shard: Shard, signature: tuple[Any, ...]) -> UnitBytes | None:
-        """What a unit takes beside its slab for a step of this signature; None before it was metered once."""
-        return self._unit_bytes.get((kind, shard.index, signature))
+    def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
+        """What a unit takes at most beside its slab for a step of this signature; None: it has to be metered."""
+        if not self._is_sized_by_batch(shard):
+            return None
+        keeps_saved, may_count = self._how_counted(kind, shard)
+        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=may_count)
 
-    def learn_unit_bytes(self, kind: str, shard: Shard, signature: tuple[Any, ...], measured: UnitBytes) -> None:
+    def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""
-        key = (kind, shard.index, signature)
-        known = self._unit_bytes.get(key, measured)
-        self._unit_bytes[key] = UnitBytes(*map(max, known, measured))
+        if self._is_sized_by_batch(shard):
+            keeps_saved, may_count = self._how_counted(kind, shard)
+            self.known.learn(kind, shard, signature, measured, keeps_saved=keeps_saved, may_count=may_count)
+
+    def _how_counted(self, kind: str, shard: Shard) -> tuple[bool, bool]:
+        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
+        return shard.index in self.keep_saved, not is_stepped
+
+    def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
+        """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""
+        found = self.graph_bytes.get((shard.index, signature))
+        if found is not None:
+            return found
+        known = list(self.graph_bytes.items())
+        above = [n for (j, other), n in known if j == shard.index and no_larger(signature, other)]
+        return min(above) if above else self.known.saved_bytes(shard, signature)
+
+    def learn_graph_bytes(self, shard: Shard, signature: Signature, num_bytes: int) -> None:
+        """Remember what autograd saved in a forward."""
+        known = self.graph_bytes_of(shard, signature)
+        if known is None or num_bytes > known:
+            if len(self.graph_bytes) >= MOST_KNOWN * len(self.shards):
+                del self.graph_bytes[next(iter(self.graph_bytes))]
+            self.graph_bytes[shard.index, signature] = num_bytes
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""
@@ -242,8 +296,8 @@ class TaskState:
 
     def work_bytes(self, shard: Shard) -> int:
         """Of these, what the largest unit seen so far takes beside the slab."""
-        units = [u.total(self.accumulation_steps) for (_, j, _), u in self._unit_bytes.items() if j == shard.index]
-        return shard.buffer_bytes + self.step_bytes(shard) + max(units, default=0)
+        units = [u.total(self.accumulation_steps) for (_, j, _), u in self.known.items() if j == shard.index]
+        return self.buffer_bytes(shard) + self.step_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Where the layers left the random stream in the step in progress."""
@@ -308,27 +362,12 @@ def _repeated(stored: Tensor, again: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
     return same_kind and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN; a view where no gaps lie between the elements, which may hold anything."""
     is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
-    return (flat(tensor) if is_dense else tensor.detach()).reshape(-1).view(torch.uint8).cpu()
-
-
-def _no_larger(signature: tuple[Any, ...], known: tuple[Any, ...]) -> bool:
-    """Whether every micro-batch has the tensors of one that is known, of the same types, in no dimension larger."""
-    if len(signature) > len(known):
-        return False
-    for micro_batch, other in zip(signature, known, strict=False):
-        for (tensors, leaves), (known_tensors, known_leaves) in zip(micro_batch, other, strict=True):
-            if len(tensors) != len(known_tensors) or leaves != known_leaves:
-                return False
-            for (shape, _, dtype), (known_shape, _, known_dtype) in zip(tensors, known_tensors, strict=True):
-                if dtype != known_dtype or len(shape) != len(known_shape):
-                    return False
-                if any(size > most for size, most in zip(shape, known_shape, strict=True)):
-                    return False
-    return True
+    memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
+    return memory.reshape(-1).view(torch.uint8).cpu()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -13,8 +12,10 @@ from hydra_engine.graphs import Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.promise import Promise
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
+from hydra_engine.signature import Signature
 from hydra_engine.stepping import DeviceStep
-from hydra_engine.task_state import Region, TaskState, UnitBytes
+from hydra_engine.task_state import Region, TaskState
+from hydra_engine.unit_bytes import UnitBytes
 
 
 class GivenUp(RuntimeError):
@@ -62,7 +63,8 @@ class Work:
         self.state = state
         self.shard = state.shards[unit.shard]
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
-        self.beside_bytes = self.shard.buffer_bytes  # granted with what it works with
+        self.buffer_bytes = self.shard.buffer_bytes
+        self.beside_bytes = self.buffer_bytes  # granted with what it works with
         self.beside_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
         parts = state.staging.parts
         self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
@@ -79,7 +81,7 @@ class Work:
         self.after: Left | None = None  # by the unit before it, where that is still on its way to DRAM
         self.left = Left()
         self.at_work: Promise[None] = Promise()  # kept once its slabs are let go
-        self.signature: tuple[Any, ...] = ()
+        self.signature = Signature.of(())
         self.known: UnitBytes | None = None
         self.is_metered = False
         self.held_bytes = 0  # granted beside its slabs
@@ -88,7 +90,6 @@ class Work:
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
         self.inputs: list[Promise[MicroInput] | None] = []
-        self.taken: dict[int, MicroInput] = {}  # by micro-batch: this one's and the one's before
         self.saved: Saved | None = None  # counts or keeps what a forward saves
         self.graph_bytes = 0  # granted for that
         self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned
@@ -108,6 +109,11 @@ class Work:
     def wanted_bytes(self) -> int | None:
         """What it takes beside its slabs; None: not known yet."""
         return self.beside_bytes + self.known.total(self.num_micro_batches) if self.known else None
+
+    def count_buffers(self, num_bytes: int) -> None:
+        """Take its buffers' bytes to be so many."""
+        self.beside_bytes += num_bytes - self.buffer_bytes
+        self.buffer_bytes = num_bytes
 
     def fail(self, error: BaseException, where: str = "") -> None:
         forget_frames(error)

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.compiled import CompiledLayers
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, OpenDevice
@@ -32,19 +33,22 @@ from hydra_engine.graphs import Graph, Saved
 from hydra_engine.ledger import SLABS, Ticket
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.opened import Timer, Timing
+from hydra_engine.parts import BuffersChanged
 from hydra_engine.promise import Promise
 from hydra_engine.residency import Residents
 from hydra_engine.schedule import BACKWARD, FORWARD, Unit
 from hydra_engine.shard import Structure
-from hydra_engine.spiller import Spiller
+from hydra_engine.spiller import Arriving, Spiller
 from hydra_engine.stepping import DeviceStep, DeviceStepper
-from hydra_engine.task_state import Region, TaskState, UnitBytes
+from hydra_engine.task_state import Region, TaskState
 from hydra_engine.trace import Trace
+from hydra_engine.unit_bytes import UnitBytes
 from hydra_engine.work import GivenUp, Left, Loading, Work
 from partitioners import MemoryMeter
 
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
+Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
 
 class Worker:
@@ -67,24 +71,33 @@ class Worker:
         self._outstanding: set[Work] = set()  # from load to stored or dropped
         self._changed = threading.Condition()
 
-    def admit(self, state: TaskState, modes: Modes = nullcontext) -> None:
-        """Make this device's copy of a task's structure; units run inside `modes()`."""
+    def admit(self, state: TaskState, modes: Modes = nullcontext, functions: Functions | None = None) -> None:
+        """Make this device's copy of a task's structure; units run inside `modes()`.
+
+        functions: the loss and the metrics, where they are not the task's own.
+        """
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
         compiled = CompiledLayers(structure) if task.compile else None
+        loss_fn, metrics = functions or (task.loss_fn, task.metrics)
         self._executors[state.name] = Executor(
-            structure, task.loss_fn, state.layout.num_layers, modes, task.metrics, self.device.random, compiled
+            structure, loss_fn, state.layout.num_layers, modes, metrics, self.device.random, compiled
         )
 
-    def structure(self, name: str) -> Structure:
-        """This device's copy of a task's structure."""
-        return self._executors[name].structure
+    def executor(self, name: str) -> Executor:
+        """What runs a task's units here, on this device's copy of its structure."""
+        return self._executors[name]
 
     def dismiss(self, name: str) -> None:
         """Forget a task."""
         del self._executors[name]
         self._residents.forget(name)
         self._forget_left(name)
+
+    def dismiss_all(self) -> None:
+        """Forget all tasks, and what was left for them; nothing runs any more."""
+        self._executors.clear()
+        self._left.clear()
 
     def sweep(self, name: str) -> None:
         """A step of a task begins: nothing that was kept for the one before is of any use."""
@@ -197,10 +210,11 @@ class Worker:
         is_there = before is None or (before.stored.is_done and before.stored.is_kept())
         work.after = None if is_there else before
         self._left[unit.task, unit.part] = work.left
+        work.count_buffers(work.state.buffer_bytes(work.shard))
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.wanted_bytes
-        if unit.kind == FORWARD and (unit.shard, work.signature) not in work.state.graph_bytes:
+        if unit.kind == FORWARD and work.state.graph_bytes_of(work.shard, work.signature) is None:
             work.saved = Saved() if work.state.may_keep_graph(work.shard) else None
         elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
             wanted = self._with_graphs(work, wanted)
@@ -216,8 +230,8 @@ class Worker:
     def _with_graphs(self, work: Work, wanted: int) -> int:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
-        num_bytes = state.graph_bytes.get((shard.index, work.signature), 0)
-        if num_bytes == 0 or shard.index < state.keeps_from or not state.may_keep_graph(shard):
+        num_bytes = state.graph_bytes_of(shard, work.signature)
+        if not num_bytes or shard.index < state.keeps_from or not state.may_keep_graph(shard):
             return wanted
         key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         slab_bytes = sum(region.num_bytes for region in work.regions)
@@ -231,7 +245,7 @@ class Worker:
         if found is None:
             return wanted
         # As much as with its forward, until it is known better.
-        before, work.signature = (work.signature, work.known), (*work.signature, "graph")
+        before, work.signature = (work.signature, work.known), work.signature.in_role("graph")
         work.known = state.unit_bytes(unit.kind, shard, work.signature)
         wanted = wanted if work.wanted_bytes is None else work.wanted_bytes
         if not self.device.ledger.can_hold(wanted + num_bytes, slab_bytes):
@@ -273,22 +287,47 @@ class Worker:
     def _submit_input(self, work: Work, m: int) -> None:
         promise = work.inputs[m - work.first]
         assert promise is not None
-        self.device.submit(INPUT, work.label, lambda: self._do(LOAD, work, promise, lambda: self._load_input(work, m)))
+        # It may lie where the one before the last did: the lane begins once what computed on that is through.
+        with _disable_current_modes() if work.is_metered else nullcontext():  # inputs are counted apart
+            arriving = [self._place_input(work, m)]  # not held by the lane, once it is loaded
+        self.device.submit(
+            INPUT,
+            work.label,
+            lambda: self._do(LOAD, work, promise, lambda: self._load_input(work, m, arriving.pop())),
+        )
 
-    def _load_input(self, work: Work, m: int) -> MicroInput:
-        # What computed on the one before the last is through: its place is this one's.
-        work.taken.pop(m - 2, None)
-        if m == work.first:
-            after = bool(work.graphs)
-            work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
-            if work.goes_on:
-                work.so_far = self._spiller.load_so_far(work.state, work.shard)
-            if work.stepper is not None:
-                work.step = self._spiller.load_step(work.stepper, work.shard)
+    def _place_input(self, work: Work, m: int) -> Arriving:
         has_graph = bool(work.graphs)
-        micro = self._spiller.load_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
-        work.input_bytes = max(work.input_bytes, micro.num_bytes)
-        return micro
+        arriving = self._spiller.place_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
+        work.input_bytes = max(work.input_bytes, arriving.micro.num_bytes)
+        return arriving
+
+    def _load_input(self, work: Work, m: int, arriving: Arriving) -> MicroInput:
+        return self._spiller.load_input(work.state, work.unit.kind, work.shard, m, arriving)
+
+    def _load_first(self, work: Work) -> MicroInput:
+        """The first input, and what else a unit begins with."""
+        after = bool(work.graphs)
+        self._charge_buffers(work, after)
+        work.buffers = self._spiller.load_buffers(work.state, work.shard, work.unit.part, after=after)
+        if work.goes_on:
+            work.so_far = self._spiller.load_so_far(work.state, work.shard)
+        if work.stepper is not None:
+            work.step = self._spiller.load_step(work.stepper, work.shard)
+        return self._load_input(work, work.first, self._place_input(work, work.first))
+
+    def _charge_buffers(self, work: Work, after: bool) -> None:
+        """Charge buffers that are larger than when the unit was run: a shard below may have changed one meanwhile."""
+        if work.state.resized.isdisjoint(work.shard.buffers):
+            return
+        num_bytes = self._spiller.buffer_bytes(work.state, work.shard, work.unit.part, after=after)
+        if num_bytes > work.buffer_bytes:
+            self._grow(work, num_bytes - work.buffer_bytes)
+            work.count_buffers(num_bytes)
+
+    def _grow(self, work: Work, num_bytes: int) -> None:
+        self.device.ledger.grow(num_bytes)
+        work.held_bytes += num_bytes
 
     def _bring_first(self, work: Work) -> None:
         """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
@@ -307,7 +346,7 @@ class Worker:
             for loading in work.slabs.values():
                 if loading.is_late and not loading.slab.is_done:
                     loading.load()
-        self._do(LOAD, work, promise, partial(self._load_input, work, work.first))
+        self._do(LOAD, work, promise, partial(self._load_first, work))
         self._trace.add(self.device.name, LOAD, work.label, start_s)
         promise.result()
 
@@ -322,8 +361,7 @@ class Worker:
         k = m - work.first
         promise, work.inputs[k] = work.inputs[k], None
         assert promise is not None
-        # Held until the device is through with it, and not only until its kernels are queued.
-        micro = work.taken[m] = promise.result()
+        micro = promise.result()
         if work.unit.kind == FORWARD:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
@@ -373,8 +411,7 @@ class Worker:
                 now = UnitBytes(meter.current_bytes + delta, work.input_bytes, work.output_bytes)
                 missing = work.beside_bytes + now.total(work.num_micro_batches) - work.held_bytes
                 if missing > 0:
-                    ledger.grow(missing)
-                    work.held_bytes += missing
+                    self._grow(work, missing)
 
         meter = MemoryMeter(on_change)
         if work.saved is not None:
@@ -424,6 +461,8 @@ class Worker:
                 )
             if timer is not None:
                 timer.launched()
+            if work.state.note_resized(output.buffers) and not work.is_metered:
+                raise BuffersChanged(f"{work.unit} resized buffers that its shard's forward left alone before")
         except BaseException as error:
             work.fail(error, f"layer {executor.current}" if executor.current else "")
         try:
@@ -435,7 +474,6 @@ class Worker:
             work.fail(error, "a kernel")
         if self._struck is None and isinstance(self._explained(work), DeviceLost):
             self._struck = work.unit
-        work.taken.clear()
         work.so_far = {}  # what became of them is in the output
         if output is None or not output.buffers:
             work.buffers = {}
@@ -488,9 +526,8 @@ class Worker:
             self._residents.unpin(work.graph_key, is_whole=False)
         if saved is None or work.error is not None:
             return
-        key = (shard.index, work.signature)
         saved.created_bytes = None
-        state.graph_bytes[key] = max(saved.num_bytes, state.graph_bytes.get(key, 0))
+        state.learn_graph_bytes(shard, work.signature, saved.num_bytes)
         if not saved.all_seen:
             state.unseen.add(shard.index)
         if saved.graphs is None:

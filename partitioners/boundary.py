@@ -4,9 +4,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 
 from partitioners.fingerprint import fingerprint
+
+
+class UnfitTensor(TypeError):
+    """A tensor cannot be carried from layer to layer, because it is more than strided memory."""
+
+
+def check_fit(where: str, tensor: torch.Tensor) -> None:
+    """Raises UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
+    kind = unusual_kind(tensor)
+    if kind is not None:
+        raise UnfitTensor(
+            f"{where} is a {kind}, limit: plain strided tensors, which are copied from layer to layer; give what it "
+            f"consists of as plain tensors, and put it together in the layer that uses it"
+        )
+
+
+def unusual_kind(tensor: torch.Tensor) -> str | None:
+    """A name for a tensor that is more than strided memory; None for a plain one."""
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.layout != torch.strided:
+        return f"tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "quantized tensor"
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor)
+    return None if plain else f"tensor of class {type(tensor).__name__}"
 
 
 class Boundary:
@@ -18,8 +45,10 @@ class Boundary:
     def __init__(self, value: Any, views: Sequence[bool] | None = None) -> None:
         self._leaves, self._spec = _pytree.tree_flatten(value)
         for leaf in self._leaves:
-            if any(isinstance(held, torch.Tensor) for held in getattr(leaf, "__dict__", {}).values()):
-                raise TypeError(
+            if isinstance(leaf, torch.Tensor):
+                check_fit("a layer's input or output", leaf)
+            elif any(isinstance(held, torch.Tensor) for held in getattr(leaf, "__dict__", {}).values()):
+                raise UnfitTensor(
                     f"a layer's input or output holds a {type(leaf).__name__} with tensors inside, which nobody would "
                     f"carry from layer to layer; pass tuples, lists and dicts of tensors"
                 )

@@ -1,9 +1,11 @@
-"""Copies of layers to measure on: with values, whose parameters share the user's memory, or fake, with shapes alone."""
+"""Copies of layers to measure on: with values, or fake, with shapes alone; and of what a loss function remembers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,28 +13,30 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
+from partitioners.reach import reach
 
 
 class Copies:
-    """Structure copies of a model's layers; what layers share, their copies share.
+    """Copies of a model's layers, of which nothing is kept here: all of a model's would pile up.
 
-    Parameters share the originals' memory, buffers and other tensors are copies. On another device, or in another
-    precision, parameters are copies too, which nothing here keeps: a model's casts would pile up.
+    Tensors are copies too, so that a layer which writes to its parameters leaves the user's alone.
     """
 
-    def __init__(self, precision: str = "float32", device: torch.device | None = None) -> None:
+    def __init__(
+        self, precision: str = "float32", device: torch.device | None = None, model: Iterable[nn.Module] = ()
+    ) -> None:
+        """`model`: the user's layers, which a loss may refer to, and of which it gets no copy."""
         self.dtype = DTYPES[precision]
         self._device = device
-        self._memo: dict[int, Any] = {}
+        self._model = list(model)
 
     def layer(self, part: Any) -> Any:
-        """A copy of a layer or loss module; a plain loss function is itself."""
-        if not isinstance(part, nn.Module):
-            return part
+        """A copy of a layer or loss module."""
         narrow = self.dtype is not torch.float32
         kept = kept_parameters(part) if narrow else set()
-        memo: dict[int, Any] = {} if narrow or self._device is not None else self._memo
+        memo: dict[int, Any] = {}
         for module in part.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
                 if not isinstance(tensor, Tensor) or id(tensor) in memo:
@@ -44,9 +48,14 @@ class Copies:
                 if isinstance(tensor, nn.Parameter):
                     dtype = self.dtype if narrow and id(tensor) not in kept else tensor.dtype
                     memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
-                elif not tensor.requires_grad or not tensor.is_leaf:
-                    # Also what is no leaf, which deepcopy refuses: the weight that torch's weight_norm recomputes.
+                    vars(memo[id(tensor)]).update(vars(tensor))  # what a user has set on it
+                elif not tensor.requires_grad:
                     memo[id(tensor)] = self._tensor(tensor)
+                    vars(memo[id(tensor)]).update(vars(tensor))
+        for _, value, _ in reach(("", part), copied_only=True):
+            # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
+            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
+                memo[id(value)] = self._tensor(value)
         copied = copy.deepcopy(part, memo)
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
@@ -54,10 +63,21 @@ class Copies:
 
     def loss(self, part: Any) -> Any:
         """A copy of the loss, which computes in float32 whatever the precision."""
-        if self.dtype is torch.float32 or not callable(part):
-            return self.layer(part)
-        copied = copy.deepcopy(part) if isinstance(part, nn.Module) else part
-        return _Float32Loss(copied)
+        if not callable(part):
+            return part
+        if not isinstance(part, nn.Module):
+            copied = copy_of_function(part, self._model)
+        else:
+            copied = self.layer(part) if self.dtype is torch.float32 else copy.deepcopy(part)
+        return copied if self.dtype is torch.float32 else _Float32Loss(copied)
+
+    def check_unchanged(self, part: nn.Module, copied: nn.Module) -> None:
+        """Refuse a layer whose copy has other parameters than it began with."""
+        pairs = zip(part.named_parameters(), copied.parameters(), strict=False)
+        for (name, original), parameter in pairs:
+            before = original if original.dtype == parameter.dtype else self._parameter(original, parameter.dtype)
+            if not _same_values(before.detach(), parameter.detach().to(before.device)):
+                raise ChangesParameters(name)
 
     def inputs(self, value: Any) -> Any:
         """What enters the first layer."""
@@ -69,7 +89,7 @@ class Copies:
         return pytree.tree_map_only(Tensor, self._tensor, value)
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.detach().to(device=self._device, dtype=dtype)
+        return tensor.detach().to(device=self._device, dtype=dtype, copy=True)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone().to(device=self._device).requires_grad_(tensor.requires_grad)
@@ -82,8 +102,8 @@ class FakeCopies(Copies):
     a build of torch without CUDA as soon as autograd meets them.
     """
 
-    def __init__(self, precision: str = "float32") -> None:
-        super().__init__(precision)
+    def __init__(self, precision: str = "float32", model: Iterable[nn.Module] = ()) -> None:
+        super().__init__(precision, model=model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,3 +123,81 @@ class _Float32Loss(nn.Module):
 
     def forward(self, output: Any, target: Any) -> Tensor:
         return self.loss_fn(cast(output, torch.float32), target)
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
+    """A function that remembers by itself: what a loss or metric keeps from call to call, the original does not see.
+
+    Objects, bound methods, partials and closures are copied, whatever they hold; not `modules` and what is in them, nor
+    any module's parameters. What cannot be copied, and what a function keeps in globals, is shared.
+    """
+    held = [module for each in modules for module in each.modules()]
+    memo: dict[int, Any] = {id(module): module for module in held}
+    return _copied(function, memo)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if value is None:
+        return None
+    if isinstance(value, FunctionType):
+        return _copied_function(value, memo)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _copied(value.__self__, memo))
+    if type(value) is partial:
+        args = [_copied(each, memo) for each in value.args]
+        keywords = {key: _copied(each, memo) for key, each in value.keywords.items()}
+        return partial(_copied(value.func, memo), *args, **keywords)
+    _share_parameters(value, memo)
+    # Into a memo of its own, which becomes everybody's only if all went well.
+    found = dict(memo)
+    try:
+        copied = copy.deepcopy(value, found)
+    except Exception:  # a lock, a file, a tensor in a graph: it stays what it is
+        return value
+    memo.setdefault(id(memo), []).append(found.pop(id(found), None))  # what deepcopy keeps alive, for its ids
+    memo.update(found)
+    return copied
+
+
+def _copied_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+    cells = function.__closure__ or ()
+    if not cells and not function.__defaults__ and not function.__kwdefaults__ and not vars(function):
+        return function
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, None, tuple(CellType() for _ in cells)
+    )
+    memo[id(function)] = copied  # before what it holds: it may hold itself
+    copied.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
+    copied.__defaults__ = _copied(function.__defaults__, memo)
+    copied.__dict__.update(_copied(dict(vars(function)), memo))
+    for cell, original in zip(copied.__closure__ or (), cells, strict=True):
+        try:
+            held = original.cell_contents
+        except ValueError:  # empty as yet
+            continue
+        cell.cell_contents = _copied(held, memo)
+    return copied
+
+
+def _share_parameters(value: Any, memo: dict[int, Any]) -> None:
+    """Let a copy of a value have the parameters of modules in it: a network that a loss compares features with."""
+    todo, seen = [value], set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            memo.update((id(parameter), parameter) for parameter in each.parameters())
+        elif isinstance(each, dict):
+            todo.extend(each.values())
+        elif isinstance(each, (list, tuple, set)):
+            todo.extend(each)
+        elif isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, type):
+            todo.extend(vars(each).values())

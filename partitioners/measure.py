@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import statistics
 import time
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partitioners.boundary import Boundary
-from partitioners.cost import ALIGNMENT_BYTES
+from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
@@ -31,6 +32,46 @@ NUM_RUNS = 3
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Return what tells generators apart: an operation is given new objects around them."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def given_generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, torch.Generator]:
+    """Return the generators among an operation's arguments, by their keys."""
+    return {generator_key(each): each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)}
+
+
+def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws from the generator of its device, as it was called.
+
+    The tag alone tells that it may: of attention for the dropout that it could do, of some activations in training.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = given_generators(args, kwargs)
+    if given and generator_key(torch.default_generator) not in given:
+        return False
+    for position, name, default in _switches(func):
+        value = args[position] if position < len(args) else kwargs.get(name, default)
+        if value is not None and not value:  # a probability of 0, or not in training
+            return False
+    return True
+
+
+@functools.cache
+def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
+    """Arguments of a seeded operation that keep it from drawing where they are 0 or False.
+
+    Not the probability of `native_dropout`, which draws all the same.
+    """
+    return tuple(
+        (position, argument.name, argument.default_value)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.name in ("dropout_p", "dropout", "train", "training")
+    )
 
 
 class Work:
@@ -46,7 +87,7 @@ class Work:
         self._arriving = arriving or {}
         self._frame = Frame({})
         self.target = Boundary(target if loss_fn else None).detached()
-        self._layer, self._loss_fn = layer, loss_fn
+        self.layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
     def prepare(self) -> dict[str, Any]:
@@ -55,7 +96,7 @@ class Work:
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
         with framed(arriving) as self._frame:
-            output = self._layer(value)
+            output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
         if not Boundary(output).tensors:
@@ -295,7 +336,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         kwargs = kwargs or {}
         if self._is_paused or func is _DEVICE:
             return func(*args, **kwargs)
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        draws = draws_random(func, args, kwargs)
         if self._in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
             # generator back and forth for that, also if nothing is drawn: another thread's draws would be repeated.
@@ -362,10 +403,7 @@ def _changed(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str,
 def _check_unchanged(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str, torch.Tensor]) -> None:
     for name, (parameter, version) in before.items():
         if after.get(name) is not parameter or parameter._version != version:
-            raise ValueError(
-                f"parameter {name.partition('.')[2]}: changed while the layer ran, limit: only the optimizer changes "
-                f"parameters; keep what forward changes in a buffer, and leave out options such as max_norm"
-            )
+            raise ChangesParameters(name.partition(".")[2])
 
 
 def _scalar(loss: object) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Bound once: the meter runs in front of every operation.
 _LIFT = torch.ops.aten.lift_fresh.default
+_RESIZE = torch.ops.aten.resize_.default
 _STRIDED = torch.strided
 
 _Meter = TypeVar("_Meter", bound="MemoryMeter")
@@ -24,11 +25,12 @@ class _State(Enum):
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A storage created under the meter, and the bytes it was counted with."""
+    """A storage created or resized under the meter, and the bytes it was counted with."""
 
-    __slots__ = ("key", "num_bytes")
+    __slots__ = ("before", "key", "num_bytes")
     key: int
     num_bytes: int
+    before: int  # more that it had when it came in from outside
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -96,24 +98,28 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         incoming = _storages(args, [])
         if kwargs:
             _storages(kwargs.values(), incoming)
+        num_bytes = incoming[0].nbytes() if func is _RESIZE and incoming else 0
         result = func(*args, **kwargs)
         for storage in _storages(result if isinstance(result, (tuple, list)) else (result,), []):
             seen = self._live.get(id(storage))
             if seen is not None:
-                if seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
-                    self._resized(seen, storage.nbytes())
+                if seen.before + seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
+                    self._resized(seen, storage.nbytes() - seen.before)
+            elif func is _RESIZE:  # of what was there before
+                if storage.nbytes() > num_bytes:
+                    self._created(storage, num_bytes)
             # The schema does not tell a view from a fresh tensor (`_unsafe_view` hides it): compare with what came in.
             # torch.tensor() and from_numpy() have their storage before they dispatch: it is `lift_fresh`'s argument.
             elif func is _LIFT or not any(storage is other for other in incoming):
                 self._created(storage)
         return result
 
-    def _created(self, storage: torch.UntypedStorage) -> None:
-        num_bytes = storage.nbytes()
+    def _created(self, storage: torch.UntypedStorage, before: int = 0) -> None:
+        num_bytes = storage.nbytes() - before
         if num_bytes and self._on_change is not None:
             self._on_change(num_bytes)  # may raise: nothing is counted yet
         seen = _Seen(storage, self._freed)
-        seen.key, seen.num_bytes = id(storage), num_bytes
+        seen.key, seen.num_bytes, seen.before = id(storage), num_bytes, before
         self._live[seen.key] = seen
         self._deltas.append(num_bytes)
         self._settle()

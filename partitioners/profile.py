@@ -18,13 +18,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils import _pytree as pytree
 
-from partitioners.boundary import Boundary
+from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import Copies, FakeCopies
-from partitioners.cost import LayerCost
+from partitioners.cost import ALIGNMENT_BYTES, LayerCost
 from partitioners.fingerprint import fingerprint
 from partitioners.kernels import GpuKernels
 from partitioners.measure import Work, count, count_evaluation, timed
-from partitioners.precision import DTYPES
+from partitioners.precision import DTYPES, kept_parameters
 from partitioners.rates import STATED_RATES, Rates
 
 
@@ -55,9 +55,9 @@ def profile(
     structure are counted once. What depends on values is not seen by those: such a layer is run metered after all, or
     refused if it has no values.
 
-    Leaves gradients, buffers, generators, flags and grad mode as they were. Parameters are shared, not copied, so a
-    layer that changes its own parameters in forward is refused. An exception in a layer comes out as it is, with
-    a note that names the layer.
+    Leaves parameters, gradients, buffers, generators, flags, grad mode and what the loss remembers as they were: a
+    layer is copied while it is measured. One that changes its own parameters is refused. An exception in a layer comes
+    out as it is, with a note that names the layer.
     """
     place = _place(device)
     if precision not in DTYPES:
@@ -67,7 +67,8 @@ def profile(
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
 
     def measure(*, runs: bool) -> list[LayerCost]:
-        return _measure(layers, inputs, target, loss_fn, _Profiler(place, precision, rates), runs=runs)
+        profiler = _Profiler(place, precision, rates, [layer for _, layer in layers])
+        return _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
 
     with _generators_kept(), torch.enable_grad():
         if time_layers or not can_run:
@@ -93,9 +94,10 @@ def profile_shapes(
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
     place = _place(device)
-    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision])
+    layers = named_layers(model)
+    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision], [layer for _, layer in layers])
     with torch.enable_grad():
-        return _measure(named_layers(model), inputs, target, loss_fn, profiler, runs=False)
+        return _measure(layers, inputs, target, loss_fn, profiler, runs=False)
 
 
 def profile_evaluation(
@@ -119,7 +121,8 @@ def profile_evaluation(
 
     def measure(*, runs: bool) -> list[LayerCost]:
         rates = STATED_RATES["cpu", precision]
-        profiler = _Profiler(torch.device("cpu"), precision, rates, evaluates=True)
+        model_layers = [layer for _, layer in layers]
+        profiler = _Profiler(torch.device("cpu"), precision, rates, model_layers, evaluates=True)
         costs = _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
         return [replace(cost, shared_bytes=0) for cost in costs]
 
@@ -146,9 +149,16 @@ def _measure(
     profiler.begin(inputs, target, runs=runs)
     costs = []
     for index, (name, layer) in enumerate(layers):
-        with _naming(index, name):
-            fields = profiler.layer(layer, loss_fn if index == len(layers) - 1 else None)
-        fields |= {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
+        is_last = index == len(layers) - 1
+        with _naming(index, name, " or loss_fn" if is_last and loss_fn is not None else ""):
+            fields = profiler.layer(layer, loss_fn if is_last else None)
+        padding_bytes = profiler.residue_bytes(layer, loss_fn if is_last else None)
+        # A copy: layers of equal structure were counted once, and lie at other addresses.
+        fields = fields | {
+            "shares_with": shares[index],
+            "shared_bytes": shared_bytes[index],
+            "padding_bytes": fields["padding_bytes"] + padding_bytes,
+        }
         costs.append(LayerCost(index=index, name=name, **fields))
     return costs
 
@@ -182,12 +192,14 @@ class DependsOnValues(ValueError):
 class _Profiler:
     """Takes a batch through the layers, in fake tensors and, where it can, in real ones."""
 
-    def __init__(self, place: torch.device, precision: str, rates: Rates, *, evaluates: bool = False) -> None:
+    def __init__(
+        self, place: torch.device, precision: str, rates: Rates, model: Sequence[nn.Module], *, evaluates: bool = False
+    ) -> None:
         self._place, self._rates = place, rates
         self._evaluates = evaluates
         self._count_work = count_evaluation if evaluates else count
-        self._fakes = FakeCopies(precision)
-        self._reals = Copies(precision, place if place.type != "cpu" else None)
+        self._fakes = FakeCopies(precision, model)
+        self._reals = Copies(precision, place if place.type != "cpu" else None, model)
         self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
 
     def begin(self, inputs: Any, target: Any, *, runs: bool) -> None:
@@ -210,6 +222,7 @@ class _Profiler:
             self._leave(work.leaving)
             return fields
         seconds, self._real = timed(work, self._real, self._synchronize)
+        self._reals.check_unchanged(layer, work.layer)
         self._leave(work.leaving)
         flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
         return fields | seconds | flags
@@ -234,6 +247,27 @@ class _Profiler:
         fields, output, leaving = self._known[key]
         self._leave(leaving)
         return fields, output
+
+    def residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
+        """What a slab takes more where the user's tensors begin beside a multiple of 64, as views and mapped files do.
+
+        On the CPU they keep their addresses modulo 64, by which its kernels choose; casts are new tensors.
+        """
+        if self._place.type != "cpu":
+            return 0
+        found = 0
+        for part in (layer, loss_fn):
+            if not isinstance(part, nn.Module):
+                continue
+            is_cast = self._reals.dtype is not torch.float32 and part is layer
+            kept = kept_parameters(part) if is_cast else set()
+            parameters = [each for each in part.parameters() if not is_cast or id(each) in kept]
+            for tensor in (*parameters, *part.buffers()):
+                if tensor.layout != torch.strided:
+                    continue
+                start, num_bytes = tensor.data_ptr() % ALIGNMENT_BYTES, tensor.numel() * tensor.element_size()
+                found += start + -(start + num_bytes) % ALIGNMENT_BYTES - -num_bytes % ALIGNMENT_BYTES
+        return found
 
     def _leave(self, leaving: Mapping[str, Boundary]) -> None:
         self._skips |= {name: boundary.detached() for name, boundary in leaving.items()}
@@ -297,12 +331,14 @@ def _can_run(place: torch.device, parts: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(index: int, name: str) -> Iterator[None]:
+def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
     """Adds the layer to an exception's text and lets it go on as it is."""
     try:
         yield
+    except UnfitTensor as error:
+        raise UnfitTensor(f"layer {index} ({name}): {error}") from error
     except Exception as error:
-        note = f"in layer {index} ({name}), while it was profiled"
+        note = f"in layer {index} ({name}){beside}, while it was profiled"
         if hasattr(error, "add_note"):
             error.add_note(note)
         elif error.args and isinstance(error.args[0], str):  # Python 3.10

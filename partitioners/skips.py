@@ -61,7 +61,7 @@ class Frame:
     """What is put and gotten while some layers run apart from the others."""
 
     def __init__(self, arriving: Mapping[str, Any]) -> None:
-        self._arriving = arriving
+        self.arriving = arriving
         self.values: dict[str, Any] = {}  # put
         self.gotten: list[str] = []  # of those that arrived, in order
         self.is_replayed = False
@@ -69,18 +69,18 @@ class Frame:
     def put(self, name: str, value: Any) -> None:
         if self.is_replayed and name in self.values:
             return
-        if name in self.values or name in self._arriving:
+        if name in self.values or name in self.arriving:
             raise ValueError(f"skips: {name!r} is put twice in one forward; give each value a name of its own")
         self.values[name] = value
 
     def get(self, name: str) -> Any:
         if name in self.values:
             return self.values[name]
-        if name not in self._arriving:
+        if name not in self.arriving:
             raise _missing(name)
         if name not in self.gotten:
             self.gotten.append(name)
-        return self._arriving[name]
+        return self.arriving[name]
 
 
 _LOCAL = threading.local()

@@ -6,9 +6,12 @@
     cuda.check_all_left_as_found()
 
 Tensors are the CPU's. What is put off, as on a device, are copies with `non_blocking=True`: until somebody waits for
-the stream that they are queued on, their target holds -1 or NaN. Kernels run at once. A wrong use raises `Misuse`, and
-is kept in `misuses` as well, since a lane may take the error for a task's. What a stand-in cannot tell: whether a
-kernel follows what it needs, whether anything is quick, and all that this file has got wrong about CUDA.
+the stream that they are queued on, their target holds -1 or NaN. Kernels run at once, but whoever looks on counts them
+as queued until somebody waits for their stream: memory belongs to the stream that it was allocated on, and whoever
+drops it gives it to that stream at once, so that nobody may while another stream has work on it that nobody awaited.
+A wrong use raises `Misuse`, and is kept in `misuses` as well, since a lane may take the error for a task's. What a
+stand-in cannot tell: whether a kernel follows what it needs, whether anything is quick, and all that this file has got
+wrong about CUDA.
 """
 
 import ctypes
@@ -20,17 +23,34 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hydra_engine import device, dram
+from hydra_engine import arena, boundary, device, dram
 
 MIB = 2**20
 NUM_STREAMS = 32  # of a device and a priority; torch then begins again with the first
 ASSERT_CODE, INVALID_CODE, NO_MEMORY_CODE, REGISTERED_CODE, NOT_REGISTERED_CODE = 710, 1, 2, 712, 713
 COPY = torch.Tensor.copy_
+aten = torch.ops.aten
+# Operations beside views that touch no memory.
+NO_KERNELS = {aten.detach, aten.alias, aten.set_, aten.empty, aten.empty_strided, aten.empty_like, aten.resize_}
+# Kernels that come with a library of their own, or are many and large.
+LIBRARIES = {
+    **dict.fromkeys((aten.mm, aten.addmm, aten.bmm, aten.baddbmm), "cuBLAS"),
+    **dict.fromkeys((aten.convolution, aten.convolution_overrideable), "cuDNN"),
+    aten.convolution_backward: "cuDNN, backward",
+    aten._scaled_dot_product_flash_attention_for_cpu: "attention",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: "attention, backward",
+    aten.native_layer_norm: "layer norm",
+    aten.native_layer_norm_backward: "layer norm, backward",
+    aten.embedding_dense_backward: "embedding, backward",
+    aten.sort: "sort",
+}
 DEFAULT_SETTINGS = {"expandable_segments": "False"}
 
 
@@ -45,16 +65,29 @@ class FakeCuda:
         num_devices: equal cards.
         total_bytes: of each card's memory. context_bytes: of these, that this process's context takes once there is
             one. other_bytes: that other processes have.
-        settings: of torch's allocator, as they are found.
+        settings: of torch's allocator, as they are found. settings_told: by a call of their own, as by torch 2.13, or
+            in a "snapshot", as by torch 2.11, or not at all.
+        library_bytes: that each kind of kernel takes beside the context, from its first use in a precision on.
     """
 
-    def __init__(self, num_devices=1, total_bytes=256 * MIB, context_bytes=4 * MIB, other_bytes=0, settings=""):
+    def __init__(
+        self,
+        num_devices=1,
+        total_bytes=256 * MIB,
+        context_bytes=4 * MIB,
+        other_bytes=0,
+        settings="",
+        settings_told="call",
+        library_bytes=0,
+    ):
         self.cards = [_Card(self, index, total_bytes, context_bytes, other_bytes) for index in range(num_devices)]
+        self.library_bytes = library_bytes
+        self.settings_told = settings_told
         self.context_bytes = context_bytes
         self.misuses = []
         self.settings = self.settings_before = settings
         self.registered = {}  # address: (bytes, device)
-        self.num_registered_bytes = 0  # ever
+        self.num_registered_bytes = self.num_registers = 0  # ever
         self.refused_registers = 0  # so many calls from now on fail for want of memory
         self.num_checks = 0  # checked calls so far
         self.strike_at = None  # the device is struck at this one
@@ -74,12 +107,15 @@ class FakeCuda:
     def installed(self, **constants):
         """Let hydra_engine/device.py work on it; `constants` of that module are replaced, some are made smaller."""
         small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
-        small |= {"LEAST_LOCKED_BYTES": 2**12, "MOST_LOCKED_BYTES": 2**14}
+        small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
         device._streams.cache_clear()
+        device._library_bytes.cache_clear()
         for name, value in (small | constants).items():
             patch.setattr(device, name, value)
         patch.setattr(device, "torch", self.torch)
+        patch.setattr(boundary, "torch", self.torch)
+        patch.setattr(arena, "torch", _TorchOfArena(self))
         patch.setattr(device, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
         patch.setattr(dram, "discard", self._discard(dram.discard))
@@ -89,6 +125,7 @@ class FakeCuda:
         finally:
             patch.undo()
             device._streams.cache_clear()
+            device._library_bytes.cache_clear()
 
     def check_all_left_as_found(self):
         """What holds once everything that used it is closed."""
@@ -156,6 +193,51 @@ class FakeCuda:
         index = self.here.device
         return self.here.streams.get(index, self.cards[index].default_stream)
 
+    # -- whose memory is whose
+
+    def allocated_here(self, storage):
+        """A storage's memory came from the current stream's pool, and goes back there once nobody holds it.
+
+        Kernels' results are not followed: they are the compute lane's, and other lanes only copy them, see `_late`.
+        """
+        address = storage.data_ptr()
+        if address and self.is_in_lane:
+            block = _Block(self.stream_here(), address)
+            block.stream.blocks[address] = block
+            weakref.finalize(storage, self._dropped, block).atexit = False
+
+    @property
+    def is_in_lane(self):
+        """Whether a stream of its own is current, and not a device's default one."""
+        stream = self.stream_here()
+        return stream is not stream.card.default_stream
+
+    def queued_here(self, tensors, what):
+        """The current stream has work on these from here on, that nobody has awaited."""
+        stream = self.stream_here()
+        stream.num_queued += 1
+        others = [each.blocks for each in stream.card.streams if each is not stream and each.blocks]
+        if not others:
+            return
+        for tensor in _tensors(tensors):
+            address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else None
+            for blocks in others:
+                block = blocks.get(address)
+                if block is not None:
+                    block.last_use[stream] = (stream.num_queued, what)
+
+    def _dropped(self, block):
+        if block.stream.blocks.get(block.address) is block:
+            del block.stream.blocks[block.address]
+        for stream, (at, what) in list(block.last_use.items()):
+            if at > stream.num_awaited and stream.card.lost is None:
+                text = (
+                    f"a block of {block.stream} is dropped while {stream} has work on it that nobody awaited: {what} "
+                    f"(thread {threading.current_thread().name})"
+                )
+                if text not in self.misuses:  # in a finalizer, where nothing can be raised
+                    self.misuses.append(text)
+
     # -- copies
 
     def _copy_(self, target, source, non_blocking=None):
@@ -175,8 +257,10 @@ class FakeCuda:
         if (target.dtype, target.shape, target.stride()) != (source.dtype, source.shape, source.stride()) or not dense:
             self.misuse(f"not a plain copy, and nobody waits: {_kind(source)} to {_kind(target)}")
         self.num_copies["put off"] += 1
+        self.queued_here([target, source], "a copy")
         if target.numel():
-            target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype == torch.uint8 else -1)
+            with _disable_current_modes():
+                target.fill_(float("nan") if target.is_floating_point() else 255 if target.dtype == torch.uint8 else -1)
             stream.put(self._late(_alias(target), _alias(source)))
         return target
 
@@ -197,7 +281,8 @@ class FakeCuda:
                     if not self._holders[address]:
                         del self._holders[address]
             if done:
-                COPY(target, source)
+                with _disable_current_modes():  # it was seen as it was queued
+                    COPY(target, source)
 
         return copy
 
@@ -249,6 +334,7 @@ class FakeCuda:
                 self.misuse(f"cudaHostRegister: a page of {num_bytes} bytes from {address:#x} on is registered already")
             self.registered[address] = (num_bytes, self.here.device)
             self.num_registered_bytes += num_bytes
+            self.num_registers += 1
         return 0
 
     def unregister(self, address):
@@ -315,11 +401,13 @@ class _Card:
         self.blocks = set()  # addresses
         self.streams = []
         self.default_stream = _Stream(self)
+        self.libraries = set()  # kinds of kernels that were used, each with a precision
 
     @property
     def most_bytes(self):
         """That the allocator could take."""
-        return self.total_bytes - self.context_bytes - self.other_bytes
+        libraries = self.cuda.library_bytes * len(self.libraries)
+        return self.total_bytes - self.context_bytes - self.other_bytes - libraries
 
     def freed(self, address, num_bytes):
         self.blocks.discard(address)
@@ -332,6 +420,53 @@ class _Card:
         return self.streams[-1]
 
 
+class _Block:
+    """Memory that a stream has allocated."""
+
+    def __init__(self, stream, address):
+        self.stream, self.address = stream, address
+        self.last_use = {}  # by other stream: how much it had queued then, and what that was
+
+
+class _OnLooker(TorchDispatchMode):
+    """Sees the kernels that a lane's thread queues, its backwards' too."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # which takes longer than all that is done here; nothing is compiled on a stand-in
+
+    def __init__(self, cuda):
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        cuda = self._cuda
+        if cuda.library_bytes and func.overloadpacket in LIBRARIES:
+            dtype = next(_tensors(args)).dtype
+            cuda.cards[cuda.here.device].libraries.add((LIBRARIES[func.overloadpacket], dtype))
+        if _touches_memory(func):
+            cuda.queued_here((args, tuple(kwargs.values()), result), func)
+        if func is aten._local_scalar_dense.default:  # a number: torch waits for it
+            cuda.stream_here().num_awaited = cuda.stream_here().num_queued
+        return result
+
+
+@cache
+def _touches_memory(func):
+    return not func.is_view and func.overloadpacket not in NO_KERNELS
+
+
+def _tensors(values):
+    """Those among an operation's arguments, which nest lists at most."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
 class _Stream:
     """Copies in order, which happen as somebody waits for them."""
 
@@ -339,7 +474,14 @@ class _Stream:
         self.card = card
         self.device = torch.device("cpu", card.index)
         self._jobs, self.num_put, self._num_done = deque(), 0, 0
+        self.num_queued = self.num_awaited = 0  # kernels and copies
+        self.blocks = {}  # that it has allocated, by address
         self._lock = threading.RLock()
+
+    def __repr__(self):
+        if self is self.card.default_stream:
+            return f"the default stream of cuda:{self.card.index}"
+        return f"stream {self.card.streams.index(self)} of cuda:{self.card.index}"
 
     def put(self, job):
         with self._lock:
@@ -355,8 +497,13 @@ class _Stream:
                 self._num_done += 1
                 self._jobs.popleft()(done=False)
 
-    def drain(self, end=None):
-        """Do what was put before so many."""
+    def drain(self, end=None, num_queued=None):
+        """Do what was put before so many, and know that so much of what was queued is through."""
+        queued = self.num_queued if num_queued is None else num_queued
+        self._drain(end)
+        self.num_awaited = max(self.num_awaited, queued)
+
+    def _drain(self, end):
         with self._lock:
             while self._num_done < (self.num_put if end is None else end):
                 self._num_done += 1
@@ -369,7 +516,7 @@ class _Event:
     def __init__(self, cuda, enable_timing=False, blocking=False):
         self._cuda, self._enable_timing, self._blocking = cuda, enable_timing, blocking
         self._card = self._stream = None
-        self._end = 0
+        self._end = self._num_queued = 0
         self._time_s = None
         self._num_waiting = 0
 
@@ -384,6 +531,7 @@ class _Event:
         if self._num_waiting:
             cuda.misuse("an event is recorded again that somebody waits for")
         self._card, self._stream, self._end, self._time_s = stream.card, stream, stream.num_put, time.perf_counter()
+        self._num_queued = stream.num_queued
 
     def synchronize(self):
         cuda = self._cuda
@@ -394,7 +542,7 @@ class _Event:
             cuda.misuse("a thread waits for an event in a loop; blocking=True lets it sleep")
         self._num_waiting += 1
         try:
-            self._stream.drain(self._end)
+            self._stream.drain(self._end, self._num_queued)
         finally:
             self._num_waiting -= 1
         cuda.check(self._card.index)
@@ -454,7 +602,9 @@ class _CudaModule:
             raise _error("CUDA error: invalid device ordinal", 101)
         here.device, self._cuda.cards[index].has_context = index, True
         try:
-            yield
+            # What a lane does is looked on already.
+            with nullcontext() if self._cuda.is_in_lane else _OnLooker(self._cuda):
+                yield
         finally:
             if threading.current_thread() is not thread:
                 self._cuda.misuse("a thread leaves what another one has entered")
@@ -467,7 +617,8 @@ class _CudaModule:
         here.device = stream.card.index
         here.streams[here.device] = stream
         try:
-            yield
+            with _OnLooker(self._cuda):
+                yield
         finally:
             here.streams[stream.card.index] = stream.card.default_stream if before is None else before
             here.device = device_before
@@ -495,7 +646,7 @@ class _CudaModule:
     def mem_get_info(self, which=None):
         card = self._cuda.cards[self._cuda.index_of(which)]
         self._cuda.check(card.index)
-        return card.total_bytes - card.context_bytes - card.other_bytes - card.reserved_bytes, card.total_bytes
+        return card.most_bytes - card.reserved_bytes, card.total_bytes
 
     def memory_allocated(self, which=None):
         return self._cuda.cards[self._cuda.index_of(which)].allocated_bytes
@@ -528,8 +679,17 @@ class _CudaModule:
         for generator in self._cuda.generators:
             generator.manual_seed(seed)
 
-    def cudart(self):
+    @property
+    def memory(self):
+        return SimpleNamespace(_snapshot=self._snapshot)
+
+    def _snapshot(self):
         self._cuda.check()
+        told = {"PYTORCH_CUDA_ALLOC_CONF": self._cuda.settings} if self._cuda.settings_told == "snapshot" else {}
+        return {"segments": [], "allocator_settings": {"expandable_segments": False, **told}}
+
+    def cudart(self):
+        self._cuda.is_initialised = True  # it raises nothing that was left
         return SimpleNamespace(cudaHostRegister=self._cuda.register, cudaHostUnregister=self._cuda.unregister)
 
 
@@ -540,13 +700,14 @@ class _C:
         self._cuda = cuda
 
     def __getattr__(self, name):
+        if name == "_accelerator_getAllocatorSettings":
+            if self._cuda.settings_told == "call":
+                return lambda: self._cuda.settings
+            raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
         return getattr(torch._C, name)
 
     def _cuda_clearCublasWorkspaces(self):
         pass
-
-    def _accelerator_getAllocatorSettings(self):
-        return self._cuda.settings
 
     def _accelerator_setAllocatorSettings(self, settings):
         _parsed(settings)
@@ -569,12 +730,20 @@ class _Torch:
         return torch.device("cpu" if kind == "cuda" else kind, int(number) if number else index)
 
     def UntypedStorage(self, num_bytes, device=None):
-        return torch.UntypedStorage(num_bytes) if device is None else self._cuda._allocated(num_bytes, device)
+        """On a device where that has a number, and else in DRAM."""
+        if device is None or device.index is None:
+            return torch.UntypedStorage(num_bytes)
+        found = self._cuda._allocated(num_bytes, device)
+        self._cuda.allocated_here(found)
+        return found
 
-    def empty(self, *args, pin_memory=False, **kwargs):
+    def empty(self, *args, pin_memory=False, device=None, **kwargs):
         if pin_memory:
-            self._cuda.check()
-        return torch.empty(*args, **kwargs)
+            self._cuda.misuse("page-locked memory of torch's, whose destructor raises once the device is lost")
+        found = torch.empty(*args, device=device, **kwargs)
+        if isinstance(device, torch.device) and device.index is not None:
+            self._cuda.allocated_here(found.untyped_storage())
+        return found
 
     def ones(self, *args, device=None, **kwargs):
         with nullcontext() if device is None else self.cuda.device(device):
@@ -584,6 +753,21 @@ class _Torch:
     def mm(self, *args):
         self._cuda.check()
         return torch.mm(*args)
+
+
+class _TorchOfArena:
+    """torch for hydra_engine/arena.py: its storages are the device's, whose number the CPU's own do not tell."""
+
+    def __init__(self, cuda):
+        self._cuda = cuda
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def UntypedStorage(self, num_bytes, device=None):
+        found = torch.UntypedStorage(num_bytes)
+        self._cuda.allocated_here(found)
+        return found
 
 
 def _error(text, code):

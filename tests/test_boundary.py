@@ -5,7 +5,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from hydra_engine.boundary import Boundary, copy_of, extent, extent_bytes, flat, place_for
+from hydra_engine.boundary import Boundary, copy_of, extent, extent_bytes, flat, memory_of, place_for, same_bits
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -131,14 +131,16 @@ class TestBoundary:
         boundary = Boundary.of((shared, shared), "a value")
         assert len(boundary.tensors) == 1
 
-    def test_conjugated_and_negated_views_become_plain_tensors(self):
+    def test_copies_of_conjugated_and_negated_views_are_read_as_they_are(self):
         conjugated = torch.rand(2, dtype=torch.complex64).conj()
         negated = torch.rand(2, dtype=torch.complex64).conj().imag
-        assert conjugated.is_conj()
-        assert negated.is_neg()
-        for tensor in Boundary.of([conjugated, negated], "a value").tensors:
-            assert not tensor.is_conj()
-            assert not tensor.is_neg()
+        both = torch._neg_view(conjugated)
+        for tensor in Boundary.of([conjugated, negated, both], "a value").tensors:
+            copied = copy_of(tensor)
+            assert torch.equal(copied, tensor)
+            assert torch.equal(memory_of(copied), memory_of(tensor))
+            assert same_bits(copied, tensor)
+            assert copied.stride() == tensor.stride()
 
     def test_equal_views_are_two_leaves(self):
         base = torch.rand(4)

@@ -7,6 +7,7 @@ checked; nothing here says that CUDA itself does what is expected of it.
 import errno
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,16 +15,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask, boundary
 from hydra_engine.callbacks import Callback
 from hydra_engine.checkpoint import load_newest
 from hydra_engine.device import COMPUTE, INPUT, LOAD, STORE, host_memory
 from hydra_engine.disk import Disk
 from hydra_engine.errors import DeviceLost
 from hydra_engine.lanes import QUEUES
+from hydra_engine.randomness import TaskGenerator
 from hydra_engine.trace import Trace
 from partitioners import Presharded
-from tests import exact, reference, zoo
+from tests import exact, reference, test_gpu, zoo
 from tests.fake_cuda import MIB, FakeCuda, Misuse
 from tests.test_device import DeviceContract
 from tests.test_keeping import Backwards, everything_kept
@@ -168,6 +170,14 @@ class TestBudget:
             with pytest.raises(RuntimeError, match=text):
                 CudaDevice()
 
+    @pytest.mark.parametrize("budget_bytes", [64 * MIB, 2048 * MIB])
+    def test_the_budgets_of_the_tests_on_a_gpu_can_be_had_there(self, monkeypatch, budget_bytes):
+        cuda = FakeCuda(total_bytes=16 * 1024 * MIB, context_bytes=500 * MIB, library_bytes=20 * MIB)
+        with cuda.installed(LEAST_RESERVED_BYTES=2**27, PAGE_BYTES=2**21):
+            found = test_gpu.capped(budget_bytes)
+        assert found.memory_bytes == budget_bytes
+        assert found.allowed_bytes < budget_bytes + 2**27 + budget_bytes // 15
+
     def test_what_other_processes_have_is_not_taken_for_the_context(self):
         cuda = FakeCuda(total_bytes=4096 * MIB, other_bytes=2048 * MIB)
         with cuda.installed():
@@ -249,11 +259,14 @@ class TestOpening:
     @pytest.mark.parametrize(
         "settings", ["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"]
     )
-    def test_allocator_is_left_as_it_was_found(self, settings):
-        cuda = FakeCuda(num_devices=2, settings=settings)
+    @pytest.mark.parametrize("told", ["call", "snapshot", "environment"])  # by torch 2.13, by 2.11, by neither
+    def test_allocator_is_left_as_it_was_found(self, settings, told, monkeypatch):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings if told == "environment" else "")
+        cuda = FakeCuda(num_devices=2, settings=settings, settings_told=told)
         with cuda.installed():
             opened = [device.open(0, Trace(), 1, MIB // 2) for device in devices_of(cuda, 2)]
             assert "expandable_segments:True" in cuda.settings
+            assert ("max_split_size_mb:64" in cuda.settings) == ("max_split_size_mb:64" in settings)
             for device in opened:  # the first is closed while the other one is at work
                 device.close()
         cuda.check_all_left_as_found()
@@ -288,6 +301,51 @@ class TestOpening:
             cuda.torch.cuda.empty_cache()  # which may have been the call that failed
             cuda.torch.cuda.set_per_process_memory_fraction(1.0, 0)
         assert num_failures >= 3
+
+
+class TestLibraries:
+    """What is loaded with the first use of a kernel is no budget."""
+
+    LIBRARY_BYTES = MIB
+
+    def trained(self, model, batches, **options):
+        task = ModelTask(model, F.cross_entropy, batches, LR, optimizer=torch.optim.AdamW, **options)
+        orchestra_of([task], [CudaDevice(0, 64 * MIB)]).train_models().raise_failures()
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_all_that_models_use_is_loaded_before_memory_is_measured(self, precision):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            device = CudaDevice(0, 64 * MIB)
+            [card] = cuda.cards
+            loaded = set(card.libraries)
+            assert device.context_bytes == cuda.context_bytes + len(loaded) * self.LIBRARY_BYTES
+            assert device.allowed_bytes == 64 * MIB - device.context_bytes
+            images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+            self.trained(images, [(torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))], precision=precision)
+            block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+            words = nn.Sequential(nn.Embedding(11, 16), block, nn.Flatten(), nn.Linear(16 * 6, 5))
+            self.trained(words, [(torch.randint(11, (4, 6)), torch.randint(5, (4,)))], precision=precision)
+            assert {name for name, _ in loaded} >= {"cuBLAS", "cuDNN", "attention", "cuDNN, backward", "sort"}
+            assert card.libraries == loaded, "none of it was loaded while training"
+        cuda.check_all_left_as_found()
+
+    def test_a_device_that_is_made_again_has_the_same_budget(self):
+        cuda = FakeCuda(library_bytes=self.LIBRARY_BYTES)
+        with cuda.installed():
+            assert CudaDevice(0, 64 * MIB).memory_bytes == CudaDevice(0, 64 * MIB).memory_bytes
+
+    def test_the_users_generators_and_settings_are_left_alone(self, cuda):
+        before, here = torch.get_rng_state(), threading.get_ident()
+        threads = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hydra_engine.device.load_libraries", lambda _: threads.append(threading.get_ident()))
+            CudaDevice(0)
+            CudaDevice(0)
+        assert len(threads) == 1  # once for a process
+        assert threads[0] != here
+        CudaDevice(1)
+        assert torch.equal(torch.get_rng_state(), before)  # the stand-in's default generators are checked in the end
 
 
 class TestHostMemory:
@@ -352,6 +410,117 @@ class TestHostMemory:
         assert "could not be page-locked (CUDA error 2)" in capsys.readouterr().err
 
 
+class TestPlaces:
+    """DRAM for what units leave."""
+
+    @pytest.fixture
+    def opened(self, cuda):
+        found = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        yield found
+        found.close()
+
+    def test_they_are_cut_from_regions_that_were_locked_before(self, cuda, opened):
+        before = cuda.num_registers
+        places = [opened.place(torch.empty(num_bytes, dtype=torch.uint8)) for num_bytes in (1, 100, 512, 4000)]
+        assert cuda.num_registers == before
+        for k, place in enumerate(places):
+            place.fill_(k)
+        assert [int(place.min()) for place in places] == [int(place.max()) for place in places] == [0, 1, 2, 3]
+        assert [place.untyped_storage().nbytes() for place in places] == [1, 100, 512, 4000]
+        [region] = cuda.registered
+        assert all(region <= place.data_ptr() < region + 8192 for place in places)
+
+    def test_what_is_dropped_is_used_again(self, cuda, opened):
+        num_registers = set()
+        for size in (3000, 5000, 20_000, 700, 20_000, 3000) * 3:
+            opened.place(torch.empty(size, dtype=torch.uint8))
+            num_registers.add(cuda.num_registers)
+        assert len(num_registers) == 2  # the region that was there, and one for 20,000 bytes
+
+    def test_one_that_outlives_the_device_stays_locked_until_it_is_dropped(self, cuda):
+        opened = devices_of(cuda)[0].open(0, Trace(), 1, MIB // 2)
+        kept, other = (opened.place(torch.empty(5000, dtype=torch.uint8)) for _ in range(2))
+        assert len(cuda.registered) == 2
+        opened.close()
+        assert len(cuda.registered) == 2
+        del other
+        [(region, (num_bytes, _))] = cuda.registered.items()
+        assert region <= kept.data_ptr() < region + num_bytes
+        kept.fill_(3)
+        del kept
+        assert cuda.registered == {}
+
+    def test_dropping_one_asks_a_lost_device_for_nothing(self, lost_cuda):
+        opened = devices_of(lost_cuda)[0].open(0, Trace(), 1, MIB // 2)
+        places = [opened.place(torch.empty(5000)) for _ in range(3)]
+        lost_cuda.strike()
+        num_checks = lost_cuda.num_checks
+        del places
+        assert lost_cuda.num_checks == num_checks
+        opened.close()
+
+    @pytest.mark.parametrize("accumulation_steps", [1, 3])
+    def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
+        counts = []
+
+        class Counts(Callback):
+            def on_step(self, report):
+                counts.append(cuda.num_registers)
+
+        options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
+        task, _ = exact.task_of("gpt", callbacks=[Counts()], **options)
+        trained(cuda, [task])
+        assert len(counts) > 2
+        assert counts[-1] == counts[0]
+
+    @pytest.mark.parametrize(("optimizer_device", "crosses"), [("host", False), ("device", True)])
+    def test_masters_are_locked_where_they_cross_the_link(self, cuda, optimizer_device, crosses):
+        model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+        model[2].requires_grad_(False)
+        options = {"precision": "bfloat16", "optimizer_device": optimizer_device, "name": "task"}
+        batches = [(torch.randn(4, 40), torch.randn(4, 40))]
+        task = ModelTask(model, F.mse_loss, batches, LR, partitioner=Presharded([2, 3]), **options)
+        where = {}
+
+        class Looks(Callback):
+            def on_step(self, report):
+                for k in (0, 2):
+                    address = model[k].weight.data_ptr()
+                    where[k] = any(start <= address < start + size for start, (size, _) in cuda.registered.items())
+
+        task.callbacks = [Looks()]
+        trained(cuda, [task])
+        assert where == {0: crosses, 2: False}
+
+    def test_frozen_weights_are_locked_where_a_task_is_sent_them_as_they_are(self, cuda):
+        frozen = nn.Linear(12, 12).requires_grad_(False)
+        where = []
+
+        class Looks(Callback):
+            def on_step(self, report):
+                address = frozen.weight.data_ptr()
+                where.append(any(start <= address < start + size for start, (size, _) in cuda.registered.items()))
+
+        tasks = []
+        for name, precision in (("narrow", "bfloat16"), ("wide", "float32")):
+            model = nn.Sequential(nn.Linear(12, 12), frozen, nn.Linear(12, 5))
+            batches = [(torch.randn(4, 12), torch.randn(4, 5))]
+            tasks.append(
+                ModelTask(
+                    model,
+                    F.mse_loss,
+                    batches,
+                    LR,
+                    name=name,
+                    precision=precision,
+                    callbacks=[Looks()],
+                    partitioner=Presharded([1, 2, 3]),
+                )
+            )
+        trained(cuda, tasks)
+        assert where == [True, True]
+
+
 # Exactness: the bits of the plain loop, on one card and two
 
 
@@ -408,6 +577,45 @@ def test_kept_graphs(cuda, accumulation_steps):
         report = orchestra.train_models()
     exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", **options))
     assert backwards.num_from_graphs == backwards.num > 0
+
+
+class Remembers(nn.Module):
+    """Adds what it got before, and holds what it gets: the last holder of an input, until the next one comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.before = nn.Linear(12, 12), None
+
+    def forward(self, x):
+        out = self.linear(x)
+        if self.before is not None and self.before.shape == x.shape:
+            out = out + 0 * self.before
+        self.before = x.detach()
+        return out
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
+    """Whoever is the last to hold it, a graph or a layer, in training and in evaluations: the stand-in looks on."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(12, 12), nn.Tanh(), Remembers(), nn.GELU(), Remembers(), nn.Linear(12, 5)]
+    batches = [(torch.randn(8, 12), torch.randn(8, 5)) for _ in range(3)]
+    task = ModelTask(
+        layers,
+        F.mse_loss,
+        batches,
+        LR,
+        2,
+        name="task",
+        accumulation_steps=4,
+        partitioner=Presharded([1, 2, 3, 4, 6]),
+        validation=batches,
+    )
+    orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB if kept else 24 * PAGE_BYTES))
+    with everything_kept() if kept else nullcontext():
+        orchestra.generate()
+    orchestra.train_models().raise_failures()
+    assert not cuda.misuses
 
 
 @pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=["early", "device"])
@@ -504,6 +712,48 @@ def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
     for losses, state in found[1:]:
         assert losses == found[0][0]
         exact.assert_same_state(state, found[0][1])
+
+
+class Attends(nn.Module):
+    """Self-attention without dropout."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize(("dropout", "num_watched"), [(0.0, 0), (0.1, 1)])
+def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch, dropout, num_watched):
+    entered = []
+
+    class Watched(TaskGenerator):
+        def __enter__(self):
+            entered.append(threading.current_thread().name)
+            return super().__enter__()
+
+    monkeypatch.setattr("hydra_engine.executor.TaskGenerator", Watched)
+    torch.manual_seed(0)
+    layers = [nn.Embedding(11, 16), Attends(16), nn.Sequential(Attends(16), nn.Dropout(dropout)), nn.Linear(16, 11)]
+    batches = [(torch.randint(11, (4, 6)), torch.randint(11, (24,))) for _ in range(3)]
+    task = ModelTask(
+        layers,
+        lambda out, target: F.cross_entropy(out.flatten(0, 1), target),
+        batches,
+        LR,
+        name="task",
+        partitioner=Presharded([2, 3, 4]),
+    )
+    orchestra = orchestra_of([task], devices_of(cuda))
+    orchestra.generate()
+    [planned] = orchestra._planned
+    assert len(planned.state.drawing) == num_watched
+    entered.clear()
+    orchestra.train_models().raise_failures()
+    assert bool(entered) == bool(num_watched)
 
 
 # Out of memory
@@ -774,6 +1024,45 @@ class TestStandIn:
         target.copy_(torch.ones(4), non_blocking=True)
         with pytest.raises(Misuse, match="source of a copy was freed"):
             judge.torch.cuda.synchronize()
+
+    def test_a_block_is_not_dropped_while_another_stream_has_work_on_it(self, judge):
+        """The rule of torch's allocator: it goes back to the stream it came from, which may fill it again at once."""
+        cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
+        first, second = cuda.Stream(0), cuda.Stream(0)
+
+        def filled_by_the_first():
+            with cuda.stream(first):
+                return boundary.place_for(torch.ones(4), device).fill_(1)
+
+        with cuda.stream(second):
+            block = filled_by_the_first()
+            block.detach()  # touches nothing
+            del block
+            block = filled_by_the_first()
+            block.add_(1)
+            event = cuda.Event(blocking=True)
+            event.record()
+            event.synchronize()
+            del block
+            assert not judge.misuses
+            block = filled_by_the_first()
+            block.add_(1)
+            del block
+        [misuse] = judge.misuses
+        assert "a block of stream 0 of cuda:0 is dropped while stream 1 of cuda:0 has work on it" in misuse
+
+    def test_a_block_that_a_graph_holds_is_dropped_as_its_backward_runs(self, judge):
+        cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
+        first, second = cuda.Stream(0), cuda.Stream(0)
+        with cuda.stream(first):
+            block = boundary.place_for(torch.ones(4), device).fill_(1)
+        with cuda.stream(second):
+            loss = (block * torch.ones(4, requires_grad=True)).sum()
+            del block
+            cuda.synchronize()
+            loss.backward()
+        [misuse] = judge.misuses
+        assert "aten.mul" in misuse
 
     def test_an_event_is_not_recorded_while_somebody_waits(self, judge):
         event, meeting, seen = judge.torch.cuda.Event(blocking=True), threading.Barrier(2), []

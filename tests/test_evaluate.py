@@ -332,8 +332,11 @@ def test_a_model_that_cannot_train_on_the_device_is_evaluated_there():
     with pytest.raises(ShardDoesNotFit):
         orchestra.generate()
     assert orchestra.evaluate(task, loader).loss == plain(task, loader)
-    with pytest.raises(ShardDoesNotFit, match=rf"a: layer Linear needs .* \({memory} bytes\) alone .* give smaller"):
-        orchestra_of(memory=memory - 1).evaluate(ModelTask(model, F.cross_entropy, [], name="a"), loader)
+    found = orchestra_of(memory=memory - 1).evaluate(task, loader)
+    assert found.num_parts > 1
+    assert found.loss == pytest.approx(plain(task, loader), rel=1e-6)
+    with pytest.raises(ShardDoesNotFit, match=r"a: layer Linear needs .* alone .* 64 KiB \(65536 bytes\)"):
+        orchestra_of(memory="64KiB").evaluate(ModelTask(model, F.cross_entropy, [], name="a"), loader)
 
 
 @pytest.mark.parametrize("ends", [[1, 2, 3, 4], [2, 4], [1, 4], [4]])
@@ -361,12 +364,42 @@ def test_a_larger_batch_later_on_is_evaluated_on_finer_shards():
     assert orchestra_of(memory="70KiB").evaluate(task, loader).loss == plain(task, loader)
 
 
-def test_a_batch_too_large_for_a_layer_alone_is_split():
-    task = ModelTask(dense(), F.cross_entropy, [], seed=SEED)
-    loader = batches(8, 1000, 8)
-    found = orchestra_of(memory="70KiB").evaluate(task, loader)
+@pytest.mark.parametrize("sizes", [(8, 1000, 8), (1000, 8), (1000, 1000, 999)])
+def test_a_batch_too_large_for_a_layer_alone_is_split(sizes):
+    """Also the first one, which the plan is made for, as a validation takes it on the same device."""
+    task = ModelTask(dense(), F.cross_entropy, batches(8), seed=SEED, validation=batches(*sizes))
+    loader = batches(*sizes)
+    orchestra = orchestra_of(task, memory="70KiB")
+    found = orchestra.evaluate(task, loader)
     assert found.loss == pytest.approx(plain(task, loader), rel=1e-6)
-    assert found.num_samples == 1016
+    assert (found.num_samples, found.num_parts) == (sum(sizes), 8)
+    report = orchestra.train_models().tasks["task-0"]
+    assert report.validation_losses == [orchestra.evaluate(task, loader).loss]
+    told = [each.reason for each in report.revisions if "parts" in each.reason]
+    assert len(told) == len(set(sizes) - {8})
+    text = "evaluation batches of 1000 samples are too large for a layer alone, and are computed in 8 parts"
+    assert text in told[0]
+    assert text in str(orchestra.report)
+
+
+def test_evaluations_of_whole_batches_say_so():
+    task = ModelTask(dense(), F.cross_entropy, [], seed=SEED)
+    assert orchestra_of().evaluate(task, batches(8, 9)).num_parts == 1
+
+
+@pytest.mark.parametrize(("layer", "does"), [(Noise, "draws random numbers"), (Counter, "changes a buffer")])
+def test_parts_that_would_differ_by_more_are_refused(layer, does):
+    model = dense()
+    model.insert(4, layer())
+    before = everything(model)
+    with pytest.raises(ValueError, match=rf"a: evaluation batch 0 of 1000 samples .* a layer that {does} in eval\(\)"):
+        orchestra_of(memory="70KiB").evaluate(ModelTask(model, F.cross_entropy, [], name="a"), batches(1000))
+    assert_untouched(model, before)
+
+
+def test_predictions_are_whole_or_refused():
+    with pytest.raises(ShardDoesNotFit):
+        list(orchestra_of(memory="70KiB").predict(dense(), [x for x, _ in batches(1000)]))
 
 
 # What goes wrong: the model is given back as it was

@@ -97,7 +97,60 @@ class WithBuffer(nn.Module):
         return F.cross_entropy(output, target, weight=self.weights)
 
 
+class DenseBlock(nn.ModuleDict):
+    """As DenseNet's: a dict of modules with a forward, over a list that grows; in place behind a concatenation."""
+
+    def __init__(self):
+        super().__init__()
+        for k in range(2):
+            width = 8 + 4 * k
+            self[str(k)] = nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Linear(width, 4))
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.values():
+            features.append(layer(torch.cat(features, 1)))
+        return torch.cat(features, 1)[:, -8:]
+
+
+class InvertedResidual(nn.Module):
+    """As MNASNet's: pointwise, depthwise, pointwise; activations in place, and its input added."""
+
+    def __init__(self, width, stride=1):
+        super().__init__()
+        wide = 3 * width
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, wide, 1, bias=False),
+            nn.BatchNorm2d(wide, momentum=3e-4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(wide, wide, 3, padding=1, stride=stride, groups=wide, bias=False),
+            nn.BatchNorm2d(wide, momentum=3e-4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(wide, width, 1, bias=False),
+            nn.BatchNorm2d(width, momentum=3e-4),
+        )
+        self.adds_input = stride == 1
+
+    def forward(self, x):
+        return self.layers(x) + x if self.adds_input else self.layers(x)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean([2, 3])
+
+
+def mnasnet():
+    """Its stem, two stacks and its classifier, each layer by itself."""
+    stem = [nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+    stacks = [nn.Sequential(InvertedResidual(4, stride=2), InvertedResidual(4)), InvertedResidual(4)]
+    end = [nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), Mean()]
+    return [nn.Unflatten(1, (1, 2, 4)), *stem, *stacks, *end, nn.Dropout(0.2, inplace=True)]
+
+
 LAYERS = {
+    "dense block": DenseBlock,
+    "mnasnet": mnasnet,
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"),
@@ -115,7 +168,7 @@ LAYERS = {
 def model(name):
     torch.manual_seed(1)
     layer = LAYERS[name]()
-    inner = list(layer) if name == "nested boundaries" else [layer]
+    inner = list(layer) if name in ("nested boundaries", "mnasnet") else [layer]
     return nn.Sequential(nn.Linear(8, 8), *inner, nn.Tanh(), nn.Linear(8, 3))
 
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.fake_cuda import FakeCuda
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -64,6 +66,38 @@ def test_multi_task_lm_trains_four_models_as_plain_pytorch_does(multi_task_lm, c
     assert "yes: 54 of 54 weight tensors are bit-equal" in printed
     assert "yes: losses of 2 steps are identical" in printed
     assert "yes: validation losses of 2 epochs are identical" in printed
+
+
+def test_multi_task_lm_trains_on_gpus(multi_task_lm, capsys, monkeypatch):
+    small = {name: config._replace(width=32, num_blocks=1) for name, config in multi_task_lm.CONFIGS.items()}
+    monkeypatch.setattr(multi_task_lm, "CONFIGS", small)
+    monkeypatch.setattr(multi_task_lm, "CONTEXT", 16)
+    options = ["--steps", "2", "--device", "cuda:0,cuda:1", "--memory", "8MiB"]
+    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", *options])
+    cuda = FakeCuda(num_devices=2)
+    with cuda.installed():
+        multi_task_lm.main()
+    printed = capsys.readouterr().out
+    assert "plan for CudaDevice(0, 3.8 MiB), CudaDevice(1, 3.8 MiB)" in printed
+    for name in small:
+        assert [line for line in printed.splitlines() if line.split()[:3] == [name, "finished", "2"]]
+    cuda.check_all_left_as_found()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--device", "tpu"], "--device tpu, known: cuda:0"),
+        (["--device", "cuda:0,"], "--device cuda:0,, known: cuda:0"),
+        (["--device", "cuda:0", "--verify"], "leave --device out"),
+    ],
+)
+def test_multi_task_lm_refuses_devices_that_it_does_not_know(multi_task_lm, capsys, monkeypatch, options, text):
+    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        multi_task_lm.main()
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 def test_multi_task_lm_says_no_when_the_weights_differ(multi_task_lm, capsys):

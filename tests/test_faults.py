@@ -2,6 +2,7 @@
 
 import _thread
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import ModelTask
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.keeping import Kept
 from partitioners import Presharded
 from tests import exact, reference, zoo
@@ -353,3 +354,105 @@ def test_ctrl_c_cleans_up_and_is_raised_again(culprit, num_devices):
     steps = report.tasks["tied"].steps
     reference.train(model, loss_fn, loader, seed=exact.SEED, lr=lr, epochs=20, optimizer=factory, max_steps=steps)
     exact.assert_same_state(zoo.state(other_model), zoo.state(model))
+
+
+# A schedule or an optimizer that raises: the report's steps and the weights are of the same step
+
+
+class Schedule(torch.optim.lr_scheduler.StepLR):
+    """Halves the rate at each step, and raises at one of them; which one, no state dict says."""
+
+    at = None
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 1, 0.5)
+
+    def step(self, *arguments):
+        if self.last_epoch == self.at:
+            raise Boom("the schedule")
+        super().step(*arguments)
+
+
+def raising(at):
+    return type("Raises", (Schedule,), {"at": at})
+
+
+ORDERS = [
+    {"optimizer_scope": "task"},
+    {"optimizer_scope": "task", "max_grad_norm": 0.5},
+    {"optimizer_scope": "shard"},
+    {"early_release": True},
+    {"optimizer_device": "device"},
+    {"max_grad_norm": 0.5, "accumulation_steps": 2},
+    {"max_retries": 1},
+    {"ema_decay": 0.9},
+]
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_a_schedule_that_raises_does_so_after_its_step(options):
+    """As in the plain loop: the step is committed, with its loss and all its updates."""
+    task, model = victim(lr_scheduler=raising(FAILING_STEP), **options)
+    other, other_model = exact.task_of("dropout", epochs=1)
+    report = exact.run([task, other], num_devices=2)
+    plain = {name: options[name] for name in ("max_grad_norm", "accumulation_steps") if name in options}
+    expected = committed(FAILING_STEP + 1, lr_scheduler=Schedule, **plain)
+    assert_failed(report, "victim", model, expected, f"its lr_scheduler, after step {FAILING_STEP}")
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_schedule_of_epochs_that_raises_does_so_between_them(options, at):
+    task, model = victim(lr_scheduler=raising(at), lr_scheduler_interval="epoch", **options)
+    other, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task, other])
+    plain = {name: options[name] for name in ("max_grad_norm", "accumulation_steps") if name in options}
+    expected = committed(10 * (at + 1), lr_scheduler=Schedule, lr_scheduler_interval="epoch", **plain)
+    where = "its lr_scheduler, after the last epoch" if at else "the schedule"
+    assert_failed(report, "victim", model, expected, where)
+
+
+def test_a_schedule_that_raised_is_not_saved(tmp_path):
+    """A resume repeats its step."""
+    task, _ = victim(lr_scheduler=raising(FAILING_STEP))
+    with pytest.raises(Boom):
+        saving([task], tmp_path).train_models()
+    again, model = victim(lr_scheduler=Schedule)
+    report = saving([again], tmp_path).train_models(resume=True)
+    exact.assert_as_expected(report, "victim", model, committed(None, lr_scheduler=Schedule))
+
+
+def saving(tasks, directory):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB")], checkpoint_dir=directory, checkpoint_every=1)
+    orchestra.verbose = 0
+    return orchestra
+
+
+class RaisingSGD(torch.optim.SGD):
+    """Raises at one of its steps, before it or after."""
+
+    def __init__(self, params, lr, at, after):
+        super().__init__(params, lr)
+        self.at, self.after, self.num_steps = at, after, 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        if self.num_steps == self.at + 1 and not self.after:
+            raise Boom("the optimizer")
+        super().step()
+        if self.num_steps == self.at + 1:
+            raise Boom("the optimizer")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_optimizer_that_raises_at_the_commit_says_of_which_step_weights_may_be(after):
+    task, model = victim(optimizer=partial(RaisingSGD, at=FAILING_STEP, after=after), optimizer_scope="task")
+    other, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task, other])
+    outcome = report.tasks["victim"]
+    assert (outcome.status, outcome.steps) == ("failed", FAILING_STEP)
+    assert f"its optimizer: some weights may have the update of step {FAILING_STEP}" in outcome.error
+    expected = committed(FAILING_STEP + after)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected.state[name]), name

@@ -364,6 +364,7 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra.verbose = 0
     orchestra.generate()
     [planned] = orchestra._planned
-    known = dict(planned.state._unit_bytes)
+    known = dict(planned.state.known.items())
     orchestra.train_models()
-    assert {unit: planned.state._unit_bytes[unit] for unit in known} == known
+    after = dict(planned.state.known.items())
+    assert {unit: after[unit] for unit in known} == known

@@ -1,14 +1,14 @@
-"""Callbacks are told in order, in a thread of their own, until one ends the task."""
+"""A task's callbacks are told in order, in a thread of their own, until one ends the task or does not return."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import pytest
 
-from hydra_engine import Callback, StopTask, TaskReport
+from hydra_engine import Callback, CallbackTimeout, StopTask, TaskReport
 from hydra_engine.events import Failed, TaskStopped
 from hydra_engine.notifier import Notifier
+from hydra_engine.randomness import GLOBAL_GENERATORS
 
 
 class Log(Callback):
@@ -37,15 +37,36 @@ class Log(Callback):
         self.note("end")
 
 
+PATIENCE_S = 30
+
+
 @pytest.fixture
-def thread():
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
+def notifier_of():
+    """Makes notifiers, whose threads are joined in the end: tests let go of what they hold up."""
+    made = []
+
+    def make(*callbacks, **options):
+        events = SimpleQueue()
+        made.append(Notifier(callbacks, TaskReport(name="a", seed=0), events.put, **options))
+        return made[-1], events
+
+    yield make
+    for each in made:
+        each.close()
+    join_threads()
 
 
-def notifier_of(thread, *callbacks):
-    events = SimpleQueue()
-    return Notifier(callbacks, TaskReport(name="a", seed=0), thread, events.put), events
+def join_threads():
+    for thread in threading.enumerate():
+        if thread.name == "a-callbacks":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def wait_for(notifier):
+    told = threading.Event()
+    notifier.when_told(told.set)
+    assert told.wait(PATIENCE_S)
 
 
 def tell_all(notifier):
@@ -53,44 +74,147 @@ def tell_all(notifier):
     notifier.validation()
     notifier.epoch(2)
     notifier.end()
-    notifier.wait()
+    wait_for(notifier)
 
 
-def test_every_callback_is_told_everything_in_order(thread):
+def test_every_callback_is_told_everything_in_order(notifier_of):
     calls = []
-    notifier, events = notifier_of(thread, Log(calls, "x "), Log(calls, "y "))
+    notifier, events = notifier_of(Log(calls, "x "), Log(calls, "y "))
     tell_all(notifier)
     assert calls == [f"{name} {what}" for what in ("step 0", "validation", "epoch 2", "end") for name in "xy"]
     assert events.empty()
     assert not notifier.is_stopped
+    assert notifier.close() is None
 
 
-@pytest.mark.parametrize("error", [StopTask(), RuntimeError("boom")], ids=repr)
-def test_after_an_error_only_the_end_is_told(thread, error):
+ERRORS = [StopTask(), RuntimeError("boom"), SystemExit(3), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_after_an_error_only_the_end_is_told(error, notifier_of):
     calls = []
-    notifier, events = notifier_of(thread, Log(calls, "x ", "validation", error), Log(calls, "y "))
+    notifier, events = notifier_of(Log(calls, "x ", "validation", error), Log(calls, "y "))
     tell_all(notifier)
     assert calls == ["x step 0", "y step 0", "x validation", "x end", "y end"]
     event = events.get_nowait()
     assert event == (TaskStopped("a") if isinstance(error, StopTask) else Failed("a", error, "its callback"))
     assert events.empty()
     assert notifier.is_stopped
+    assert notifier.close() is None
 
 
-def test_a_job_waits_for_what_was_told_before(thread):
-    calls, go = [], threading.Event()
-    notifier, _ = notifier_of(thread, Log(calls, at="step 0", action=go.wait))
+def test_a_job_waits_for_what_was_told_before(notifier_of):
+    calls, go, done = [], threading.Event(), threading.Event()
+    notifier, _ = notifier_of(Log(calls, at="step 0", action=go.wait))
     notifier.step()
-    notifier.when_told(lambda: calls.append("job"))
+    assert not notifier.is_told
+    notifier.when_told(lambda: (calls.append("job"), done.set()))
     go.set()
-    notifier.wait()
-    thread.submit(lambda: None).result()  # the job runs in the thread, after the call
+    assert done.wait(PATIENCE_S)
     assert calls == ["step 0", "job"]
+    assert notifier.is_told
 
 
-def test_without_callbacks_nothing_waits(thread):
-    notifier, _ = notifier_of(thread)
+def test_what_is_held_is_told_once_updates_are_through(notifier_of):
+    calls = []
+    notifier, _ = notifier_of(Log(calls))
+    notifier.step(is_updated=False)
+    notifier.epoch(1)
+    assert not notifier.is_told
+    assert calls == []
+    notifier.let_go()
+    wait_for(notifier)
+    assert calls == ["step 0", "epoch 1"]
+
+
+def test_without_callbacks_nothing_waits_and_no_thread_is_made(notifier_of):
+    before = threading.active_count()
+    notifier, _ = notifier_of(timeout_s=1.0)
     tell_all(notifier)
     calls = []
     notifier.when_told(lambda: calls.append(threading.current_thread()))
     assert calls == [threading.current_thread()]
+    assert threading.active_count() == before
+    assert notifier.timeout_s is None
+
+
+def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(notifier_of):
+    calls, inside, go = [], threading.Event(), threading.Event()
+    notifier, events = notifier_of(
+        Log(calls, at="step 0", action=lambda: (inside.set(), go.wait())), Log(calls, "y "), timeout_s=1e-9
+    )
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.when_told(lambda: calls.append("job"))
+    assert notifier.leave_behind() is None
+    assert calls == ["step 0", "job"]
+    failed = events.get_nowait()
+    assert isinstance(failed.error, CallbackTimeout)
+    assert str(failed.error).startswith("a: its callback Log.on_step did not return in 1e-09 s (callback_timeout_s)")
+    assert notifier.failed == failed
+    assert notifier.is_stopped
+    notifier.end()  # nobody is there to be told
+    assert notifier.is_told
+    assert notifier.close() == "Log.on_step"
+    go.set()
+    join_threads()
+    assert calls == ["step 0", "job"]
+    assert events.empty()
+    assert notifier.close() is None
+
+
+def test_a_late_error_is_nobodys(notifier_of):
+    inside, go = threading.Event(), threading.Event()
+
+    def act():
+        inside.set()
+        assert go.wait(PATIENCE_S)
+        raise StopTask
+
+    notifier, events = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.leave_behind()
+    events.get_nowait()
+    go.set()
+    join_threads()
+    assert events.empty()
+
+
+def test_nobody_is_late_between_calls(notifier_of):
+    notifier, _ = notifier_of(Log([]), timeout_s=1e-9)
+    assert notifier.leave_behind() == 1e-9
+    tell_all(notifier)
+    assert notifier.leave_behind() == 1e-9
+    assert notifier.close() is None
+
+
+def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monkeypatch, notifier_of):
+    monkeypatch.setattr("hydra_engine.notifier.INTERRUPTED_S", 1e-9)
+    inside, go = threading.Event(), threading.Event()
+    notifier, events = notifier_of(Log([], at="step 0", action=lambda: (inside.set(), go.wait())), timeout_s=None)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.hurry()
+    assert notifier.leave_behind() is None
+    assert events.empty()
+    assert not notifier.is_stopped
+    assert notifier.close() == "Log.on_step"
+    go.set()
+
+
+def test_a_lock_on_the_generators_that_a_late_thread_holds_is_taken_away(notifier_of):
+    inside, go = threading.Event(), threading.Event()
+
+    def act():
+        with GLOBAL_GENERATORS.held():
+            inside.set()
+            assert go.wait(PATIENCE_S)
+
+    notifier, _ = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    assert not GLOBAL_GENERATORS.is_free
+    notifier.leave_behind()
+    assert GLOBAL_GENERATORS.is_free
+    go.set()

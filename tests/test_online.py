@@ -353,3 +353,150 @@ def test_report_has_the_schedule_that_was():
     validate(schedule, dict.fromkeys("ab", training_chain(3, 0)))
     assert {span.lane for span in report.spans} == {"compute", "load", "store", "commit", "update"}
     assert len(draw_text(schedule).splitlines()) == 2 + 1 + 2
+
+
+# -- user code that hangs, or takes its time
+
+
+class Gate:
+    """A loader whose batch number `at` waits until it is let go of."""
+
+    def __init__(self, at):
+        self.at, self.hangs, self.go_on, self.num_read = at, threading.Event(), threading.Event(), 0
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        for batch in batches():
+            if self.num_read == self.at:
+                self.hangs.set()
+                assert self.go_on.wait(30)
+            self.num_read += 1
+            yield batch
+
+
+def in_background(job, *, after):
+    """Run a job in a thread of its own once an event has happened; its errors are collected."""
+    errors = []
+
+    def run():
+        try:
+            assert after.wait(30)
+            job()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone):
+    hanging, first, second = Gate(3), task("first", seed=1), task("second", seed=5)
+    victim = task("victim", seed=2, loader_timeout_s=0.5, loader_alone=alone)
+    victim.dataloader = hanging
+    orchestra = orchestra_of(first, victim)
+    first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)  # is still at work then
+    thread, errors = in_background(lambda: orchestra.add_task(second), after=hanging.hangs)
+    report = orchestra.train_models()
+    hanging.go_on.set()
+    thread.join(30)
+    if "second" not in report.tasks:  # its plan was made too late
+        report.tasks.update(orchestra.train_models().tasks)
+    assert errors == []
+    assert isinstance(report.tasks["victim"].exception, TimeoutError)
+    assert report.tasks["victim"].steps == 3
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(second, report.tasks["second"])
+
+
+class Factories:
+    """Of an optimizer and a schedule; the number `at` of their calls in the run waits until it is let go of."""
+
+    def __init__(self):
+        self.is_armed, self.hangs, self.go_on = False, threading.Event(), threading.Event()
+
+    def optimizer(self, parameters, lr):
+        if self.is_armed:
+            self.hangs.set()
+            assert self.go_on.wait(30)
+        return torch.optim.SGD(parameters, lr=lr)
+
+    def scheduler(self, optimizer):
+        if self.is_armed:
+            self.hangs.set()
+            assert self.go_on.wait(30)
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+
+def test_factory_that_hangs_fails_its_task_alone():
+    factories = Factories()
+    victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.5)
+    first = task("first", seed=1)
+    orchestra = orchestra_of(victim, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    factories.go_on.set()
+    assert isinstance(report.tasks["victim"].exception, TimeoutError)
+    assert "its set-up" in report.tasks["victim"].error
+    assert "optimizer's or schedule's factory, did not return in 0.5 s" in report.tasks["victim"].error
+    assert_as_alone(first, report.tasks["first"])
+
+
+@pytest.mark.parametrize("what", ["optimizer", "lr_scheduler", "length"])
+def test_others_train_while_user_code_of_a_set_up_takes_its_time(what):
+    """It waits for the end of the other one, which the deciding thread has to see to."""
+    factories = Factories()
+    options = {"optimizer": {"optimizer": factories.optimizer}, "lr_scheduler": {"lr_scheduler": factories.scheduler}}
+    slow = task("slow", seed=2, **options.get(what, {}))
+
+    class Slow(list):
+        def __len__(self):
+            if factories.is_armed:
+                assert factories.go_on.wait(30)
+            return super().__len__()
+
+    if what == "length":
+        slow.dataloader = Slow(batches())
+    first = task("first", At("end", factories.go_on.set), seed=1)
+    orchestra = orchestra_of(slow, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(slow, report.tasks["slow"])
+
+
+def test_task_may_be_stopped_while_it_is_set_up():
+    factories = Factories()
+    slow = task("slow", seed=2, optimizer=factories.optimizer)
+    first = task("first", At(2, lambda: (orchestra.stop_task("slow"), factories.go_on.set())), seed=1)
+    orchestra = orchestra_of(slow, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert report.tasks["slow"].status == "stopped"
+    assert report.tasks["slow"].steps == 0
+
+
+def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader():
+    """The validation of the one that trains is opened meanwhile, for the first time, for which it has to be alone."""
+    hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.5)
+    joining.dataloader = hanging
+    begun = threading.Event()
+    first = task("first", At(1, lambda: (begun.set(), hanging.hangs.wait(30))), seed=1, validation=batches())
+    orchestra = orchestra_of(first)
+    thread, errors = in_background(lambda: orchestra.add_task(joining), after=begun)
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert list(report.tasks) == ["first"]
+    hanging.go_on.set()
+    thread.join(30)
+    [error] = errors
+    assert isinstance(error, TimeoutError)
+    assert "joining: its loader gave no batch in 0.5 s (loader_timeout_s)" in str(error)
+    orchestra.stop_task("first")  # nobody holds what it needs

@@ -111,6 +111,7 @@ class ByShard:
             if gradient is not None:
                 self.pool.gradients[slot.index].copy_(gradient)
         record = self.optimizer.commit(self.staging, self.pool, epoch=0)
+        self.optimizer.end_step(record)
         self.staging.clear()  # the next step may have begun before the updates are through
         for shard in self.rng.sample(self.shards, len(self.shards)):
             self.optimizer.update(shard, self.pool, record)
@@ -182,6 +183,7 @@ def test_updates_use_the_hyperparameters_of_their_own_step(lr):
         engine.staging.has_gradient[slot.index] = True
         engine.pool.gradients[slot.index].fill_(1)
     first = engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
+    engine.optimizer.end_step(first)
     engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
     engine.optimizer.update(engine.shards[0], engine.pool, first)
     assert all(torch.equal(p, b - 1.0) for p, b in zip(trainable(engine.layers), before, strict=True))

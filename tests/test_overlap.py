@@ -85,9 +85,9 @@ def test_a_boundary_is_in_dram_before_the_next_unit_begins():
         store(spiller, state, kind, shard, m, out)
         order.append(f"stored {kind}{shard.index}")
 
-    def loading(spiller, state, kind, shard, m, **options):
+    def loading(spiller, state, kind, shard, m, arriving):
         order.append(f"begun {kind}{shard.index}")
-        return load(spiller, state, kind, shard, m, **options)
+        return load(spiller, state, kind, shard, m, arriving)
 
     with mock.patch.object(Spiller, "store_micro", storing), mock.patch.object(Spiller, "load_input", loading):
         orchestra.train_models()

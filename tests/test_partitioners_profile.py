@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -147,6 +148,15 @@ def test_names_are_keys_and_classes_where_keys_are_numbers():
         (Function(lambda x: x + torch.randn(4, generator=torch.Generator())), False, False),
         (Function(lambda x: x * random.random()), False, True),
         (Function(lambda x: x * float(np.random.rand())), False, True),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x)), False, False),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0)), False, False),
+        (Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)), True, False),
+        (Function(lambda x: F.rrelu(x, training=False)), False, False),
+        (Function(lambda x: F.rrelu(x, training=True)), True, False),
+        (Function(lambda x: torch.native_dropout(x, 0.5, False)[0]), False, False),
+        (Function(lambda x: torch.native_dropout(x, 0.0, True)[0]), True, False),  # it draws all the same
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), False, False),
+        (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1), True, False),
         (Checkpointed(nn.Linear(4, 4), nn.Dropout(0.5)), True, True),
         # Nothing is drawn, yet the recomputation winds the process-wide generator back.
         (Checkpointed(nn.Linear(4, 4), nn.ReLU()), False, True),
@@ -293,12 +303,12 @@ def test_everything_is_as_it_was_after_an_error():
     assert_same(before, everything(model))
 
 
-def test_parameters_are_shared_and_not_copied():
+def test_parameters_are_copies():
     seen = []
     layer = nn.Linear(4, 4)
     layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
     costs_of(layer)
-    assert set(seen) == {layer.weight.data_ptr()}
+    assert layer.weight.data_ptr() not in seen
 
 
 class RealMeter(MemoryMeter):
@@ -321,12 +331,12 @@ def test_only_one_layers_saved_tensors_are_alive_at_a_time():
     assert meter.peak_bytes < 2 * each
 
 
-def test_only_one_layers_gradients_are_alive_at_a_time():
+def test_only_one_layers_copy_and_gradients_are_alive_at_a_time():
     layers = [nn.Linear(64, 64) for _ in range(10)]
     inputs, target = torch.randn(2, 64), torch.zeros(2, 64)
     with RealMeter() as meter:
         costs = profile(layers, inputs, target, loss_by_mean)
-    assert meter.peak_bytes < 2 * costs[0].grad_bytes
+    assert meter.peak_bytes < 3 * costs[0].grad_bytes
 
 
 def test_a_weight_that_a_hook_recomputes_does_not_hinder_the_copy():

@@ -1,7 +1,8 @@
-"""When a batch does not fit: finer shards, then more micro-batches, and the bits of plain PyTorch all along."""
+"""When a batch does not fit: finer shards, then more micro-batches under "auto", and plain PyTorch's bits all along."""
 
 import copy
 import functools
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_engine.refit
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
 from hydra_engine.task_state import TaskState
 from partitioners import Balanced, Presharded
 from tests import reference
@@ -47,15 +48,17 @@ def train(model, loader, memory, *, num_devices=1, epochs=2, **options):
     )
     orchestra = ModelOrchestrator([task], devices=devices)
     orchestra.verbose = 0
-    orchestra.generate()
+    start = orchestra.generate().tasks["a"].accumulation_steps
     report = orchestra.train_models()
     for device in report.devices:
         assert device.peak_bytes <= device.memory_bytes
+    report.tasks["a"].start = start
     return report.tasks["a"]
 
 
-def number_at(report, start=1):
-    """The micro-batches of a step, as the report tells them."""
+def number_at(report):
+    """The micro-batches of a step, as plan and report tell them."""
+    start = getattr(report, "start", 1)
 
     def number(step):
         return next((r.accumulation_steps for r in reversed(report.revisions) if r.step <= step), start)
@@ -63,7 +66,7 @@ def number_at(report, start=1):
     return number
 
 
-def assert_as_plain(model, original, loader, report, *, start=1, epochs=2, **options):
+def assert_as_plain(model, original, loader, report, *, epochs=2, **options):
     assert report.status == "finished", report.error
     plain = copy.deepcopy(original)
     result = reference.train(
@@ -74,7 +77,7 @@ def assert_as_plain(model, original, loader, report, *, start=1, epochs=2, **opt
         epochs=epochs,
         optimizer=torch.optim.AdamW,
         seed=SEED,
-        accumulation_steps=number_at(report, start),
+        accumulation_steps=number_at(report),
         **options,
     )
     assert report.losses == result.losses
@@ -87,7 +90,7 @@ def assert_as_plain(model, original, loader, report, *, start=1, epochs=2, **opt
 def warned_by(request, monkeypatch):
     """Who finds that a batch does not fit: the measurement before its step, or a device that runs out in it."""
     if request.param == "the device alone":
-        monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+        monkeypatch.setattr(hydra_engine.refit, "_count", lambda *_: None)
     return request.param
 
 
@@ -110,7 +113,7 @@ def test_a_batch_four_times_larger_in_mid_epoch_is_trained_on_finer_shards(warne
 def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, options, num_devices):
     model = dense(**options)
     original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
-    report = train(model, loader, "120KiB", num_devices=num_devices)
+    report = train(model, loader, "120KiB", num_devices=num_devices, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
     assert_as_plain(model, original, loader, report)
 
@@ -118,17 +121,48 @@ def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, op
 def test_layers_that_draw_get_the_streams_of_their_micro_batches():
     model = dense(draws=True)
     original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
-    report = train(model, loader, "120KiB")
+    report = train(model, loader, "120KiB", accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
     assert_as_plain(model, original, loader, report)
 
 
-def test_a_number_above_one_grows_from_there(warned_by):
-    model = dense(norm=True)
-    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
-    report = train(model, loader, "120KiB", accumulation_steps=3)
-    assert report.revisions[-1].accumulation_steps in (6, 12)
-    assert_as_plain(model, original, loader, report, start=3)
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"draws": True}, {"norm": True}], ids=str)
+def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, number, num_devices):
+    """Other micro-batches would be another loop than the one that was asked for."""
+    models = [dense(**options), dense()]
+    originals = copy.deepcopy(models)
+    large, small = batches(32, 64, 512, 32), batches(32, 32)
+    tasks = [
+        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, name=name, **each)
+        for model, loader, name, each in zip(
+            models, (large, small), "ab", ({"accumulation_steps": number}, {}), strict=True
+        )
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(80 * 1024) for _ in range(num_devices)])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    failed = report.tasks["a"]
+    assert (failed.status, failed.steps) == ("failed", 2)
+    assert isinstance(failed.exception, ShardDoesNotFit)
+    said = r"a: layer \d+ \(\d+\) needs .* \(\d+ bytes\) and does not fit a device alone at training step 2, and "
+    said += rf"accumulation_steps={number} is fixed; limit: 80 KiB \(81920 bytes\); set accumulation_steps=\"auto\","
+    assert re.match(said, str(failed.exception))
+    assert {revision.accumulation_steps for revision in failed.revisions} <= {number}
+    for model, original, loader, epochs in zip(models, originals, (large[:2], small), (1, 2), strict=True):
+        settings = {"lr": 1e-3, "epochs": epochs, "optimizer": torch.optim.AdamW, "seed": SEED}
+        steps = number if loader is not small else 1
+        result = reference.train(original, F.cross_entropy, loader, accumulation_steps=steps, **settings)
+        assert report.tasks["a" if loader is not small else "b"].losses == result.losses
+        for ours, theirs in zip(model.state_dict().values(), original.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"scan_batches": True}, {"max_retries": 2}], ids=str)
+def test_a_fixed_number_is_no_other_whatever_else_is_asked_for(options):
+    with pytest.raises(ShardDoesNotFit, match=r"accumulation_steps"):
+        train(dense(), batches(32, 64, 512, 32), "80KiB", **options)
 
 
 @pytest.mark.parametrize("partitioner", [Presharded([5, 11]), Balanced(2)], ids=repr)
@@ -174,7 +208,8 @@ def test_batches_of_any_size_are_split_as_far_as_they_go(warned_by):
     def loss_fn(output, target):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    orchestra = ModelOrchestrator([ModelTask(model, loss_fn, loader, seed=SEED)], devices=devices)
+    task = ModelTask(model, loss_fn, loader, seed=SEED, accumulation_steps="auto")
+    orchestra = ModelOrchestrator([task], devices=devices)
     orchestra.verbose = 0
     report = orchestra.train_models().tasks["task-0"]
     assert report.revisions[-1].accumulation_steps == 3
@@ -186,7 +221,7 @@ def test_an_evaluation_that_fits_says_nothing_of_a_training_batch():
     model = dense(draws=True)
     original, loader = copy.deepcopy(model), batches(32, 32, 512, 32)
     validation = batches(512)
-    report = train(model, loader, "160KiB", validation=validation)
+    report = train(model, loader, "160KiB", validation=validation, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
     plain = copy.deepcopy(original)
     options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
@@ -252,30 +287,30 @@ def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_co
 
 def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(monkeypatch):
     """The loader reads on from where layers that draw have left the random stream, which micro-batches would not."""
-    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+    monkeypatch.setattr(hydra_engine.refit, "_count", lambda *_: None)
     model = dense(draws=True)
     # Forward takes three activations of 75 KiB, backward of a lone Linear four.
     tensors = batches(600)[0]
     loader = DataLoader(TensorDataset(*tensors), batch_sampler=[range(32), range(600), range(32), range(8, 20)])
     original = copy.deepcopy(model)
-    report = train(model, loader, "260KiB")
+    report = train(model, loader, "260KiB", accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
     assert_as_plain(model, original, loader, report)
 
 
 def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
-    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda state, batch: None)
+    monkeypatch.setattr(hydra_engine.refit, "_count", lambda *_: None)
     monkeypatch.setattr(TaskState, "fits_like_another", lambda *_: True)
     with pytest.raises(ValueError, match="the next batch is read already"):
-        train(dense(draws=True), batches(32, 600, 32), "260KiB")
+        train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
 
 
 def test_no_larger_shapes_are_not_measured_again(monkeypatch):
     measured = []
-    measure = hydra_engine.refit._measure
-    monkeypatch.setattr(hydra_engine.refit, "_measure", lambda *args: measured.append(1) or measure(*args))
-    train(dense(), batches(32, 31, 1, 32, 33, 33, 20), "1MiB")
-    assert len(measured) == 1
+    count = hydra_engine.refit._count
+    monkeypatch.setattr(hydra_engine.refit, "_count", lambda *args: measured.append(1) or count(*args))
+    train(dense(), batches(32, 31, 1, 32, 33, 33, 36, 20), "1MiB")
+    assert len(measured) == 3  # for 36 samples; the first time for 35 and for 33 as well
 
 
 def test_a_layer_that_does_not_repeat_is_found_in_a_shard_that_was_never_recomputed():
@@ -301,12 +336,14 @@ def test_other_tasks_go_on_as_if_alone():
     originals = copy.deepcopy(models)
     loaders = [batches(32, 128, 32, 512, 32), batches(32, 32, 32)]
     tasks = [
-        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED)
-        for model, loader in zip(models, loaders, strict=True)
+        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, accumulation_steps=n)
+        for model, loader, n in zip(models, loaders, ("auto", 1), strict=True)
     ]
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("120KiB", chaos=1) for _ in range(2)])
     orchestra.verbose = 0
+    start = orchestra.generate().tasks["task-0"].accumulation_steps
     report = orchestra.train_models()
+    report.tasks["task-0"].start = start
     assert report.tasks["task-0"].revisions
     assert not report.tasks["task-1"].revisions
     assert "task-0: from step 1 on" in str(report)

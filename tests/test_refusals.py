@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from partitioners import Presharded
-from tests import exact, zoo
+from tests import exact, reference, zoo
 
 REFUSALS = (ValueError, TypeError, RuntimeError)
 SIZE = re.compile(r"\d[\d,_.]*\s?(?:[KMGT]i?B|B\b|bytes)")
@@ -180,6 +180,96 @@ class Net(nn.Module):
 )
 def test_forward_that_is_not_its_children_in_order(forward):
     refused(r"(?i)forward|children|order", task(Net(forward)))
+
+
+class Staged(nn.Module):
+    """A stem, stages, and a head; a forward of its own."""
+
+    def __init__(self, forward, stages=None):
+        super().__init__()
+        self.stem, tanh, linear, head = layers()
+        self.stages = nn.Sequential(tanh, nn.Sequential(linear, tanh)) if stages is None else stages
+        self.head = head
+        self.forward = lambda x: forward(self, x)
+
+
+def each_stage(net, x):
+    x = net.stem(x)
+    for stage in net.stages:
+        x = stage(x)
+    return net.head(x)
+
+
+def reversed_stages(net, x):
+    x = net.stem(x)
+    for stage in reversed(net.stages):
+        x = stage(x)
+    return net.head(x)
+
+
+def residual_stages(net, x):
+    x = net.stem(x)
+    for stage in net.stages:
+        x = x + stage(x)
+    return net.head(x)
+
+
+def doubled_in_eval(net, x):
+    x = each_stage(net, x)
+    return x if net.training else 2 * x
+
+
+def first_parameters_type(net, x):
+    return each_stage(net, x.to(next(net.parameters()).dtype))
+
+
+class Backwards(nn.Sequential):
+    def __iter__(self):
+        return reversed(list(self._modules.values()))
+
+
+def hooked():
+    stages = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    stages.register_forward_hook(lambda module, args, output: 2 * output)
+    return stages
+
+
+@pytest.mark.parametrize(
+    ("forward", "stages", "match"),
+    [
+        pytest.param(reversed_stages, None, "runs layer 'stages.1.0' .* where 'stages.0' comes next", id="reversed"),
+        pytest.param(residual_stages, None, "changes the value that enters layer 'stages.1.0'", id="skip connections"),
+        pytest.param(lambda n, x: n.head(n.stages[0](n.stem(x))), None, "where 'stages.1.0' comes next", id="left out"),
+        pytest.param(each_stage, hooked(), "runs over the children of layer 'stages'", id="hook that is not called"),
+        pytest.param(each_stage, Backwards(nn.Tanh()), "runs over the children of layer 'stages'", id="own iteration"),
+        pytest.param(first_parameters_type, None, "uses more of its children", id="looks for parameters"),
+        pytest.param(
+            lambda n, x: n.head(n.stages(n.stem(x))) * n.head.in_features, None, "in_features", id="attribute"
+        ),
+    ],
+)
+def test_forward_that_runs_over_a_child_in_another_way(forward, stages, match):
+    assert "task-0" in refused(match, task(Staged(forward, stages)))
+
+
+def test_forward_that_differs_in_eval_with_a_validation():
+    refused("changes the value that layer 'head'", task(Staged(doubled_in_eval), validation=samples()))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(each_stage, id="over the children"),
+        pytest.param(lambda n, x: n.head(n.stages[1](n.stages[0](n.stem(x)))), id="by index"),
+        pytest.param(lambda n, x: n.head(n.stages[1:](n.stages[:1](n.stem(x)))), id="by slices"),
+        pytest.param(lambda n, x: n.head(n.stages(n.stem(x))), id="whole"),
+    ],
+)
+def test_forward_that_runs_the_children_of_a_sequence_in_order_is_exact(forward):
+    net, plain = Staged(forward), Staged(forward)
+    expected = reference.train(plain, F.cross_entropy, samples(), seed=1, lr=0.1)
+    run = ModelTask(net, F.cross_entropy, samples(), 0.1, seed=1, partitioner=Presharded([1, 2, 3]))
+    exact.assert_as_expected(exact.run([run]), "task-0", net, exact.Expected(expected.losses, [], zoo.state(plain)))
 
 
 def test_module_with_a_parameter_of_its_own():

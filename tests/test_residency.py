@@ -234,7 +234,7 @@ def least_bytes(order, states, memory_bytes):
     for k, (unit, (takes, leaves)) in enumerate(zip(order, steps, strict=True)):
         state = states[unit.task]
         # Beside its shard: activations, and what it starts from and leaves.
-        held = max(b.total(1) for (kind, j, _), b in state._unit_bytes.items() if (kind, j) == (unit.kind, unit.shard))
+        held = max(b.total(1) for (kind, j, _), b in state.known.items() if (kind, j) == (unit.kind, unit.shard))
         for key, num_bytes in takes:
             loaded += 0 if key in there else num_bytes
         slab = takes[0]
@@ -377,7 +377,7 @@ def cost_of(state):
     """What a task takes, for a simulation."""
     shards = state.shards
     held = {j: [] for j in range(len(shards))}
-    for (_, j, _), unit in state._unit_bytes.items():
+    for (_, j, _), unit in state.known.items():
         held[j].append(unit.total(1))
     return TaskCost(
         name=state.name,

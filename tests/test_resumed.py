@@ -301,8 +301,11 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
     start_finish, note_failure, save_end = EngineRun._start_finish, EngineRun._note_failure, Saver.save_end
 
     def starts(run, instruction):
-        start_finish(run, instruction)
+        told = threading.Event()
+        run._tasks["task"].notifier.when_told(told.set)
         ending.set()
+        assert told.wait(PATIENCE_S)
+        start_finish(run, instruction)
 
     def notes(run, event):
         assert saved.wait(PATIENCE_S)

@@ -124,6 +124,27 @@ class TestModel:
         assert torch.equal(model(torch.ones(1, 2)), net(torch.ones(1, 2)))
         assert model.has_own_forward
 
+    def test_takes_lists_and_dicts_of_modules_that_can_be_called(self):
+        class InTurn(nn.ModuleList):
+            def forward(self, x):
+                for layer in self:
+                    x = layer(x)
+                return x
+
+        class Dense(nn.ModuleDict):
+            def __call__(self, x):
+                for layer in self.values():
+                    x = torch.cat([x, layer(x)], dim=1)
+                return x
+
+        model = Model([InTurn([nn.Linear(2, 2), nn.ReLU()]), Dense({"a": nn.Linear(2, 2), "b": nn.Linear(4, 2)})])
+        assert model(torch.ones(1, 2)).shape == (1, 6)
+
+    @pytest.mark.parametrize("layer", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.Module()])
+    def test_refuses_layers_without_a_forward(self, layer):
+        with pytest.raises(TypeError, match=f"layer 1 of the model is a {type(layer).__name__}, which has no forward"):
+            Model([nn.ReLU(), layer])
+
     def test_has_a_forward_of_its_own_only_where_the_source_has(self):
         assert not Model([nn.Linear(2, 2)]).has_own_forward
         assert not Model(nn.Sequential(nn.Linear(2, 2))).has_own_forward

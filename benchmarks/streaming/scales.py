@@ -53,7 +53,7 @@ GPU = Scale(
 )
 QUICK_GPU = Scale(
     sizes={"0.2B": Shape(width=1024, num_blocks=12, num_heads=8)},
-    memories=("2GiB",),
+    memories=("4GiB",),  # context and libraries take the better part of one
     tokens=(4096,),
     length=1024,
     micro_tokens=2048,

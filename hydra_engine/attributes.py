@@ -1,0 +1,166 @@
+"""The Python state of a copy of layers: attributes of its modules, and the containers and objects in them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from types import MethodType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Contents: TypeAlias = "dict[Any, Any] | list[Any]"
+
+# What a module keeps in dicts of its own, which its attributes are looked up in.
+TENSORS = ("_parameters", "_buffers", "_modules")
+# Every module's own, hooks above all: where empty, nobody looks into them again.
+OWN = frozenset(vars(nn.Module()))
+
+
+class _Node(NamedTuple):
+    """A container whose contents are put back: the attributes of a module or an object, a dict, a list, a set."""
+
+    container: Any
+    layer: str  # full name of the module that it belongs to
+    attribute: str  # of the module, through which it is reached; "": the module's attributes themselves
+    is_own: bool  # one of the module's dicts of parameters, buffers, children: nothing may come or go
+
+
+class Changed(NamedTuple):
+    """An attribute that is not as it was."""
+
+    layer: str
+    attribute: str
+    is_own: bool  # a parameter, buffer or child has come, gone, or is another
+
+
+class Attributes:
+    """Python state reachable from a layer's modules, as it was when this was made.
+
+    A look at what has changed costs less than a microsecond per module; only what has is worked on.
+    """
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self.tensors: list[tuple[str, str, Tensor]] = []  # (layer, attribute, tensor): neither parameter nor buffer
+        self._nodes: list[_Node] = []
+        self._known: set[int] = set()
+        self._walk(layer, name, "")
+        self._saved = [_contents(node.container) for node in self._nodes]
+        # Views are live: both are walked in C, side by side.
+        self._views: list[Any] = [_values(node.container) for node in self._nodes]
+        self._flat = tuple(chain.from_iterable(self._views))
+
+    def _walk(self, value: Any, layer: str, attribute: str) -> None:
+        todo = [(value, layer, attribute)]
+        while todo:
+            value, layer, attribute = todo.pop()
+            if isinstance(value, Tensor):
+                if not isinstance(value, nn.Parameter) and attribute:
+                    self.tensors.append((layer, attribute, value))
+                continue
+            if id(value) in self._known:
+                continue
+            if isinstance(value, nn.Module):
+                self._known.add(id(value))
+                todo.extend(self._of_module(value, layer))
+            elif isinstance(value, (dict, list, deque, set)):
+                self._add(value, layer, attribute)
+                inside = value.values() if isinstance(value, dict) else value
+                todo.extend((each, layer, attribute) for each in inside)
+            elif isinstance(value, tuple):
+                todo.extend((each, layer, attribute) for each in value)
+            elif isinstance(value, MethodType):  # of a hook
+                todo.append((value.__self__, layer, attribute))
+            elif _is_plain_object(value):
+                self._add(vars(value), layer, attribute)
+                todo.extend((each, layer, attribute) for each in vars(value).values())
+                self._known.add(id(value))
+
+    def _of_module(self, module: nn.Module, name: str) -> Iterator[tuple[Any, str, str]]:
+        own = vars(module)
+        self._add(own, name, "")
+        for key in TENSORS:
+            self._add(own[key], name, key, is_own=True)
+        for key, child in module._modules.items():
+            yield child, f"{name}.{key}", ""
+        for key, value in own.items():
+            if key in TENSORS or isinstance(value, (bool, int, float, str, type(None))) or (key in OWN and not value):
+                continue
+            yield value, name, key
+
+    def _add(self, container: Any, layer: str, attribute: str, *, is_own: bool = False) -> None:
+        self._known.add(id(container))
+        self._nodes.append(_Node(container, layer, attribute, is_own))
+
+    def is_changed(self) -> bool:
+        """Whether anything is not as it was: by identity, so that one that equals what it was may count as changed."""
+        same_size = sum([len(view) for view in self._views]) == len(self._flat)
+        return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
+
+    def changed(self) -> list[Changed]:
+        """What has changed, by the attribute of a module."""
+        if not self.is_changed():
+            return []
+        found: dict[Changed, None] = {}
+        for node, saved in zip(self._nodes, self._saved, strict=True):
+            now = _contents(node.container)
+            if _is_same(now, saved):
+                continue
+            if node.attribute and not node.is_own:
+                found[Changed(node.layer, node.attribute, False)] = None
+            elif isinstance(saved, dict) and isinstance(now, dict):
+                for key in {**saved, **now}:
+                    if key not in saved or key not in now or not _equal(now[key], saved[key]):
+                        found[Changed(node.layer, str(key), node.is_own)] = None
+        return list(found)
+
+    def put_back(self) -> None:
+        """Make everything as it was."""
+        if self.is_changed():
+            self.install(self._saved)
+
+    def capture(self) -> list[Contents] | None:
+        """Contents as they are now, for `install`; None where they are as they were."""
+        return [_contents(node.container) for node in self._nodes] if self.is_changed() else None
+
+    def install(self, captured: Sequence[Contents]) -> None:
+        """Make everything as it was captured."""
+        for node, contents in zip(self._nodes, captured, strict=True):
+            container = node.container
+            if not _is_same(_contents(container), contents):
+                container.clear()
+                container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _contents(container: Any) -> Contents:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _is_same(now: Contents, saved: Contents) -> bool:
+    """Whether the same objects are at the same places."""
+    if len(now) != len(saved) or not all(map(is_, _values(now), _values(saved))):
+        return False
+    return not isinstance(now, dict) or not isinstance(saved, dict) or all(map(is_, now, saved))
+
+
+def _equal(now: Any, saved: Any) -> bool:
+    """Whether a value says the same: numbers and words by what they are."""
+    if now is saved:
+        return True
+    return type(now) is type(saved) and isinstance(now, (bool, int, float, str)) and now == saved
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether deepcopy copies the object's attributes one by one, so that nobody else has them."""
+    kind = type(value)
+    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, (type, torch.Generator)):
+        return False
+    ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    return ordinary and not callable(getattr(value, "__deepcopy__", None)) and kind.__module__ != "builtins"

@@ -1,0 +1,119 @@
+"""Everything that a Python object holds: the tensors of a layer, wherever its attributes keep them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from partitioners.skips import Skips
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+# Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none.
+_ENDS = (*_PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips)
+_ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
+_IN_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+class Held(NamedTuple):
+    """A value, and the attributes that lead to it."""
+
+    path: str  # "blocks.0.cache[2]"
+    value: Any
+    is_copied: bool  # a deepcopy leads to a copy of it; what a closure or a weak reference holds, it shares
+
+
+def reach(*roots: tuple[str, object], copied_only: bool = False) -> Iterator[Held]:
+    """Give the roots, by these names, and everything that they hold, each once, by the shortest path.
+
+    Followed are attributes, slots, containers, partial functions, bound methods, closures, defaults and weak
+    references; what a module's class holds, if it is not torch's; and of the globals that a function names, tensors,
+    modules and functions beside it. `copied_only`: no more than a deepcopy leads to.
+    """
+    seen: dict[int, object] = {}  # with the values, so that no other takes over an id
+    copied, shared = deque(roots), deque[tuple[str, object]]()
+    while copied or shared:
+        is_copied = bool(copied)
+        where, value = (copied or shared).popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield Held(where, value, is_copied)
+        (copied if is_copied else shared).extend(_each(where, _copied_by(value)))
+        if not copied_only:
+            shared.extend(_each(where, _shared_by(value)))
+
+
+def _each(where: str, found: Iterator[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    for name, value in found:
+        if not isinstance(value, _ENDS):
+            yield (where + name).lstrip("."), value
+
+
+def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
+    """Values that a deepcopy goes on to."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]", each
+            yield ".keys()", key
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from ((f"[{k}]", each) for k, each in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield from ((".__self__", value.__self__), ("", value.__func__))
+        return
+    elif isinstance(value, np.ndarray):
+        yield ".base", value.base
+    elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
+        yield from ((f"[{k}]", each) for k, each in enumerate(gc.get_referents(value)))
+    if isinstance(value, FunctionType):
+        return
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = {}
+    is_module = isinstance(value, nn.Module)
+    for name, each in list(attributes.items()):
+        if is_module and name in _IN_MODULES and isinstance(each, dict):
+            yield from ((f".{key}", held) for key, held in list(each.items()))
+        else:
+            yield f".{name}", each
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            for name, slot in vars(kind).items():
+                if isinstance(slot, MemberDescriptorType) and hasattr(value, name):
+                    yield f".{name}", getattr(value, name)
+
+
+def _shared_by(value: Any) -> Iterator[tuple[str, object]]:
+    """Values that a copy holds as well."""
+    if isinstance(value, weakref.ref):
+        yield "()", value()
+    elif isinstance(value, nn.Module):
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+                yield from ((f".{name}", each) for name, each in list(vars(kind).items()))
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            try:
+                yield f".{name}", cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        for name in value.__code__.co_names:
+            each = value.__globals__.get(name)
+            beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
+            if beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
+                yield f".{name}", each
+        yield from ((".__defaults__", each) for each in value.__defaults__ or ())
+        yield from ((f".{name}", each) for name, each in (value.__kwdefaults__ or {}).items())
+        yield from ((f".{name}", each) for name, each in vars(value).items())

@@ -1,0 +1,313 @@
+"""`on_epoch_begin` is called once per epoch, before its iterator is opened: shuffles are those of the plain loop."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hydra_engine import Callback, CallbackTimeout, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
+from partitioners import Presharded
+from tests import exact, reference, zoo
+
+EPOCHS, STEPS, SEED = 4, 5, 7
+PATIENCE_S = 30
+
+
+class Boom(RuntimeError):
+    """What interrupts a task here."""
+
+
+def model_of(draws):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        middle = [nn.Dropout(0.3)] if draws else []
+        return nn.Sequential(nn.Linear(6, 8), *middle, nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loader_of(num_workers=0, *, fails=(), seed=11):
+    data = torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(4 * STEPS, 6, generator=data), torch.randn(4 * STEPS, 3, generator=data))
+    sampler = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True, seed=seed)
+    return Counts(samples, 4, sampler=sampler, num_workers=num_workers, fails=set(fails))
+
+
+class Counts(DataLoader):
+    """Notes with which epoch of its sampler each iterator was opened, and fails at some of these."""
+
+    def __init__(self, *arguments, fails, **options):
+        super().__init__(*arguments, **options)
+        self.opened, self.fails = [], fails
+
+    def __iter__(self):
+        self.opened.append(self.sampler.epoch)
+        if len(self.opened) in self.fails:
+            raise Boom
+        return super().__iter__()
+
+
+class SetsEpoch(Callback):
+    """What DistributedSampler asks for; and writes down all calls."""
+
+    def __init__(self, loader, at=None, action=None):
+        self.loader, self.at, self.action, self.calls = loader, at, action, []
+
+    def on_epoch_begin(self, report, epoch):
+        self.note("begin", epoch)
+        self.loader.sampler.set_epoch(epoch)
+
+    def on_step(self, report):
+        self.note("step", report.steps)
+
+    def on_validation(self, report):
+        self.note("validation", len(report.validation_losses))
+
+    def on_epoch(self, report, epoch):
+        self.note("epoch", epoch)
+
+    def on_task_end(self, report):
+        self.note("end", report.status)
+
+    def note(self, *call):
+        self.calls.append(call)
+        if call == self.at:
+            self.action()
+
+
+class PlainEpochs:
+    """The loader of the plain loop, with `set_epoch` before each `iter`."""
+
+    def __init__(self, loader):
+        self.loader, self.epoch = loader, 0
+
+    def __iter__(self):
+        self.loader.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self.loader)
+
+
+def validation_of():
+    data = torch.Generator().manual_seed(2)
+    return [(torch.randn(4, 6, generator=data), torch.randn(4, 3, generator=data)) for _ in range(2)]
+
+
+def expected_of(*, draws=False, **options):
+    model = model_of(draws)
+    with torch.random.fork_rng():
+        options = {"validation": validation_of(), **options}
+        result = reference.train(
+            model, F.mse_loss, PlainEpochs(loader_of()), lr=0.1, epochs=EPOCHS, seed=SEED, **options
+        )
+    return result, zoo.state(model)
+
+
+def task_of(*, draws=False, loader=None, callback=None, name="task", ends=(1, 3), **options):
+    layers, loader = model_of(draws), loader_of() if loader is None else loader
+    callback = SetsEpoch(loader) if callback is None else callback
+    options = {"validation": validation_of(), **options}
+    ends = [*ends, len(layers)]
+    task = ModelTask(
+        layers, F.mse_loss, loader, 0.1, EPOCHS, name=name, partitioner=Presharded(ends), seed=SEED,
+        callbacks=[callback], **options,
+    )  # fmt: skip
+    return task, callback
+
+
+def orchestra_of(*tasks, num_devices=1, **options):
+    devices = [EmulatedDevice("1MiB") for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices, **options)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def calls_of(first=0, steps=0):
+    """Of a whole training."""
+    calls = []
+    for epoch in range(first, EPOCHS):
+        begun = max(steps, STEPS * epoch)
+        calls += [("begin", epoch), *(("step", k + 1) for k in range(begun, STEPS * (epoch + 1)))]
+        calls += [("validation", epoch + 1), ("epoch", epoch)]
+    return [*calls, ("end", "finished")]
+
+
+def assert_exact(task, report, *, draws=False, **options):
+    expected, state = expected_of(draws=draws, **options)
+    assert report.status == "finished"
+    assert report.losses == expected.losses
+    assert report.validation_losses == expected.validation_losses
+    exact.assert_same_state(zoo.state(task.model), state)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["reads ahead", "draws"])
+@pytest.mark.parametrize("num_plans", [0, 1, 2])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_shuffles_are_those_of_the_plain_loop(draws, num_plans, num_devices):
+    task, callback = task_of(draws=draws)
+    orchestra = orchestra_of(task, num_devices=num_devices)
+    for _ in range(num_plans):
+        orchestra.generate()
+    assert_exact(task, orchestra.train_models().tasks["task"], draws=draws)
+    assert callback.calls == calls_of()
+    assert callback.loader.opened == list(range(EPOCHS))
+
+
+@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"early_release": True}, {"optimizer_scope": "task"}],
+                         ids=str)  # fmt: skip
+def test_however_steps_are_taken(options):
+    task, callback = task_of(**options)
+    report = orchestra_of(task, num_devices=2).train_models().tasks["task"]
+    assert_exact(task, report, accumulation_steps=options.get("accumulation_steps", 1))
+    assert callback.calls == calls_of()
+
+
+def test_workers_open_their_iterator_after_it():
+    loader = loader_of(num_workers=1)
+    task, callback = task_of(draws=True, loader=loader)
+    report = orchestra_of(task).train_models().tasks["task"]
+    assert report.status == "finished"
+    assert callback.calls == calls_of()
+    assert loader.opened == list(range(EPOCHS))
+
+
+def test_the_first_epoch_begins_where_its_first_batch_is_read():
+    task, callback = task_of()
+    orchestra = orchestra_of(task)
+    assert callback.calls == []
+    orchestra.generate()
+    assert callback.calls == [("begin", 0)]
+
+
+def test_without_validation_and_beside_others():
+    tasks = [task_of(name=name, draws=name == "b", validation=None) for name in "abc"]
+    reports = orchestra_of(*(task for task, _ in tasks), num_devices=2).train_models().tasks
+    for task, callback in tasks:
+        assert_exact(task, reports[task.name], draws=task.name == "b", validation=None)
+        assert callback.calls == [call for call in calls_of() if call[0] != "validation"]
+
+
+def test_validation_in_the_middle_of_epochs():
+    task, callback = task_of(validation_interval=3)
+    report = orchestra_of(task).train_models().tasks["task"]
+    expected, _ = expected_of(validation=None)
+    assert report.losses == expected.losses
+    assert len(report.validation_losses) == EPOCHS * STEPS // 3
+    assert [call for call in callback.calls if call[0] != "validation"] == [
+        call for call in calls_of() if call[0] != "validation"
+    ]
+
+
+@pytest.mark.parametrize("fails", [{2}, {2, 3}, {4}])
+def test_a_retry_calls_it_no_second_time(fails):
+    """A loader that fails to open an epoch's iterator is brought back to that epoch's begin."""
+    loader = loader_of(fails=fails)
+    task, callback = task_of(draws=True, loader=loader, max_retries=3)
+    report = orchestra_of(task).train_models().tasks["task"]
+    assert_exact(task, report, draws=True)
+    assert callback.calls == calls_of()
+    assert len(report.retries) == len(fails)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["reads ahead", "draws"])
+@pytest.mark.parametrize("steps", [2, STEPS, STEPS + 1, 2 * STEPS])
+def test_a_resumed_run_begins_its_epoch_again(tmp_path, draws, steps):
+    def fail():
+        raise Boom
+
+    loader = loader_of()
+    first, _ = task_of(draws=draws, loader=loader, callback=SetsEpoch(loader, ("step", steps), fail))
+    with pytest.raises(Boom):
+        orchestra_of(first, checkpoint_dir=tmp_path, checkpoint_every=1).train_models()
+    task, callback = task_of(draws=draws)
+    report = orchestra_of(task, checkpoint_dir=tmp_path, checkpoint_every=1).train_models(resume=True).tasks["task"]
+    assert_exact(task, report, draws=draws)
+    begun = [call for call in callback.calls if call[0] == "begin"]
+    assert begun == [("begin", epoch) for epoch in range((steps - 1) // STEPS, EPOCHS)]
+
+
+def test_a_task_that_joins_has_it_too():
+    later, callback = task_of(name="later", draws=True)
+
+    class Adds(Callback):
+        def on_step(self, report):
+            if report.steps == 2:
+                orchestra.add_task(later)
+
+    first, _ = task_of(callback=Adds())
+    orchestra = orchestra_of(first, num_devices=2)
+    assert_exact(later, orchestra.train_models().tasks["later"], draws=True)
+    assert callback.calls == calls_of()
+
+
+@pytest.mark.parametrize("epoch", [0, 1, EPOCHS - 1])
+def test_it_may_stop_the_task(epoch):
+    def stop():
+        raise StopTask
+
+    loader = loader_of()
+    task, callback = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", epoch), stop))
+    other, _ = task_of(name="other")
+    reports = orchestra_of(task, other).train_models().tasks
+    assert (reports["task"].status, reports["task"].steps) == ("stopped", epoch * STEPS)
+    assert callback.calls[-1] == ("end", "stopped")
+    assert_exact(other, reports["other"])
+
+
+@pytest.mark.parametrize("epoch", [1, EPOCHS - 1])
+def test_what_else_it_raises_fails_the_task(epoch):
+    def fail():
+        raise Boom
+
+    loader = loader_of()
+    task, _ = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", epoch), fail))
+    other, _ = task_of(name="other")
+    reports = orchestra_of(task, other).train_models().tasks
+    assert (reports["task"].status, reports["task"].steps) == ("failed", epoch * STEPS)
+    assert "task failed in its callback" in reports["task"].error
+    assert_exact(other, reports["other"])
+
+
+def test_what_it_raises_in_planning_is_raised_there():
+    def fail():
+        raise Boom
+
+    loader = loader_of()
+    task, _ = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", 0), fail))
+    with pytest.raises(Boom):
+        orchestra_of(task).generate()
+    assert loader.opened == []
+
+
+def test_one_that_does_not_return_fails_the_task():
+    loader, go_on = loader_of(), threading.Event()
+    blocked = SetsEpoch(loader, ("begin", 2), lambda: go_on.wait(PATIENCE_S))
+    task, _ = task_of(loader=loader, callback=blocked, callback_timeout_s=0.5)
+    other, _ = task_of(name="other")
+    reports = orchestra_of(task, other).train_models().tasks
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "task-callbacks":
+            thread.join(PATIENCE_S)
+    assert isinstance(reports["task"].exception, CallbackTimeout)
+    assert reports["task"].steps == 2 * STEPS
+    assert_exact(other, reports["other"])
+
+
+def test_batches_are_scanned_after_it():
+    task, callback = task_of(scan_batches=True)
+    report = orchestra_of(task).train_models().tasks["task"]
+    assert_exact(task, report)
+    assert callback.calls == calls_of()
+    assert callback.loader.opened == [0, *range(EPOCHS)]
+
+
+def test_tasks_whose_callbacks_do_without_it_read_ahead_as_before():
+    class OnSteps(Callback):
+        def on_step(self, report):
+            pass
+
+    task, _ = task_of(callback=OnSteps())
+    assert task.callbacks
+    report = orchestra_of(task).train_models().tasks["task"]
+    assert report.status == "finished"

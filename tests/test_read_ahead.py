@@ -1,0 +1,116 @@
+"""With read_ahead=False a loader may read the model: it is asked when the step before is in all of its weights."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+from tests import reference, zoo
+
+NUM_LAYERS = 6
+
+
+def build():
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+        )
+
+
+class ReadsWeights:
+    """Its inputs depend on every parameter and buffer of the model, as they are when a batch is asked for."""
+
+    def __init__(self, model, num_batches=5):
+        self.model, self.num_batches = model, num_batches
+
+    def __len__(self):
+        return self.num_batches
+
+    def __iter__(self):
+        for _ in range(self.num_batches):
+            with torch.no_grad():
+                state = self.model.state_dict().values()
+                seen = sum(tensor.double().mean() for tensor in state).float()
+            yield torch.randn(6, 4) + seen, torch.randn(6, 3)
+
+
+CASES = {
+    "plain": {},
+    "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
+    "adam": {"optimizer": torch.optim.AdamW},
+    "clipped": {"max_grad_norm": 0.1},
+    "micro-batches": {"accumulation_steps": 3},
+    "schedule": {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)},
+    "narrow": {"precision": "bfloat16"},
+}
+OWN = {
+    "one step for all": {"optimizer_scope": "task"},
+    "released early": {"early_release": True},
+    "on the device": {"optimizer_device": "device"},
+}
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize(("ends", "num_devices"), [([NUM_LAYERS], 1), ([1, 4, NUM_LAYERS], 2)])
+@pytest.mark.parametrize("case", [*CASES, *OWN])
+def test_loader_sees_every_step(case, ends, num_devices, validates):
+    options = CASES.get(case, {})
+    expected = build()
+    validation = ReadsWeights(expected, 2) if validates else None
+    loss_fn = nn.MSELoss()
+    before = torch.get_rng_state()
+    result = reference.train(
+        expected, loss_fn, ReadsWeights(expected), seed=3, lr=0.05, epochs=2, validation=validation, **options
+    )
+    torch.set_rng_state(before)
+    model = build()
+    task = ModelTask(
+        model,
+        loss_fn,
+        ReadsWeights(model),
+        0.05,
+        2,
+        name="reads",
+        seed=3,
+        read_ahead=False,
+        validation=ReadsWeights(model, 2) if validates else None,
+        partitioner=Presharded(ends),
+        **options,
+        **OWN.get(case, {}),
+    )
+    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
+    orchestra = ModelOrchestrator([task, ModelTask(build(), loss_fn, ReadsWeights(build()), seed=4)], devices=devices)
+    orchestra.verbose = 0
+    outcome = orchestra.train_models().tasks["reads"]
+    assert outcome.status == "finished", outcome.error
+    assert outcome.losses == result.losses
+    assert outcome.validation_losses == result.validation_losses
+    state, wanted = zoo.state(model), zoo.state(expected)
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+def test_batches_that_grow_are_fitted_and_read_last():
+    class Grows(ReadsWeights):
+        def __iter__(self):
+            for k, (x, y) in enumerate(super().__iter__(), 1):
+                yield x.repeat(k, 1), y.repeat(k, 1)
+
+    expected, model = build(), build()
+    before = torch.get_rng_state()
+    result = reference.train(expected, nn.MSELoss(), Grows(expected), seed=3, lr=0.05, epochs=2)
+    torch.set_rng_state(before)
+    task = ModelTask(model, nn.MSELoss(), Grows(model), 0.05, 2, name="reads", seed=3, read_ahead=False)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(memory="8MiB")])
+    orchestra.verbose = 0
+    outcome = orchestra.train_models().tasks["reads"]
+    assert outcome.losses == result.losses
+
+
+@pytest.mark.parametrize("field", ["read_ahead", "loader_alone"])
+def test_flags_are_flags(field):
+    with pytest.raises(TypeError, match=f"{field}: 1 is not a bool"):
+        ModelTask(build(), nn.MSELoss(), [], **{field: 1})

@@ -1,0 +1,743 @@
+"""A model that hides something from a copy of itself is trained exactly, or refused by `generate()` with its name."""
+
+import copy
+import functools
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from partitioners import Presharded
+from tests import reference, zoo
+
+SEED, LR = 3, 0.05
+
+
+def data(num=3):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 8, generator=generator), torch.randint(4, (4,), generator=generator)) for _ in range(num)]
+
+
+def model_with(*layers):
+    """The layers between others, in the middle of five or more."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), *layers, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def task_for(model, loss_fn=F.cross_entropy, shards="each", **options):
+    number = len(model)
+    ends = {"one": [number], "each": list(range(1, number + 1)), "two": [2, number], "late": [number - 1, number]}
+    options = {"seed": SEED, "partitioner": Presharded(ends[shards]), **options}
+    return ModelTask(model, loss_fn, data(), LR, 2, name="net", **options)
+
+
+def orchestrator(*tasks, num_devices=1, memory="1MiB"):
+    devices = [EmulatedDevice(memory, meter_every_unit=True) for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def assert_exact(build, loss_of=lambda model: F.cross_entropy, **options):
+    """Trained as by the plain loop: in one shard, in one for each layer, and on two devices."""
+    validation = options.pop("validation", None)
+    torch.manual_seed(0)
+    expected = build()
+    result = reference.train(
+        expected, loss_of(expected), data(), seed=SEED, lr=LR, epochs=2, validation=validation, **options
+    )
+    for shards, num_devices in (("one", 1), ("one", 2), ("each", 1), ("each", 2)):
+        torch.manual_seed(0)
+        model = build()
+        task = task_for(model, loss_of(model), shards, validation=validation, **options)
+        report = orchestrator(task, num_devices=num_devices).train_models()
+        report.raise_failures()
+        assert report.tasks["net"].losses == result.losses
+        assert report.tasks["net"].validation_losses == result.validation_losses
+        pairs = zip(zoo.state(model).values(), zoo.state(expected).values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class Before:
+    """What a model and the process had before; the same must be there after."""
+
+    def __init__(self, model):
+        self.model = model
+        self.state = {name: value.clone() for name, value in zoo.state(model).items()}
+        self.attributes = {
+            name: {key: _frozen(value) for key, value in vars(module).items()} for name, module in model.named_modules()
+        }
+        self.flags = [module.training for module in model.modules()]
+        self.generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+
+    def assert_same(self):
+        now = Before(self.model)
+        assert now.state.keys() == self.state.keys()
+        assert all(torch.equal(now.state[name], self.state[name]) for name in self.state)
+        assert now.attributes == self.attributes
+        assert now.flags == self.flags
+        assert torch.equal(now.generators[0], self.generators[0])
+        assert now.generators[1:] == self.generators[1:]
+
+
+def _frozen(value):
+    """To be compared: containers by what is in them, all else by what it is."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return id(value)
+
+
+def assert_refused(match, build, loss_of=lambda model: F.cross_entropy, shards=("one", "each"), **options):
+    """Refused with task and reason, in every partition; nothing of the user's is changed by it."""
+    for each in shards:
+        model = build()
+        loss_fn = loss_of(model)
+        before = Before(model)
+        for _ in range(2):
+            with pytest.raises((ValueError, TypeError), match=f"net.*{match}"):
+                orchestrator(task_for(model, loss_fn, each, **options)).generate()
+            before.assert_same()
+
+
+class Counts(nn.Module):
+    """Its n-th call differs from the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, source="torch"):
+        super().__init__()
+        make = {"torch": lambda: torch.Generator().manual_seed(1), "numpy": lambda: np.random.default_rng(1)}
+        self.generator = make.get(source, lambda: random.Random(1))()
+
+    def forward(self, x):
+        if isinstance(self.generator, torch.Generator):
+            return x + torch.randn(x.shape, generator=self.generator)
+        return x + self.generator.random()
+
+
+HIDDEN = {
+    "counter": Counts,
+    "torch": OwnGenerator,
+    "numpy": lambda: OwnGenerator("numpy"),
+    "random": lambda: OwnGenerator("random"),
+}
+
+
+@pytest.mark.parametrize("layer", HIDDEN)
+@pytest.mark.parametrize("beside", [nn.Identity, lambda: nn.Dropout(0.3)], ids=["alone", "dropout"])
+def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
+    assert_refused("another", lambda: model_with(beside(), HIDDEN[layer]()), shards=("one", "each", "two"))
+    assert_refused("another", lambda: model_with(HIDDEN[layer](), beside()))
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("layer", HIDDEN)
+def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
+    def build():
+        layers = [*model_with(), HIDDEN[layer]()]
+        return nn.Sequential(*(layers if place == "last" else reversed(layers[-1:] + layers[-2::-1])))
+
+    def first():
+        return nn.Sequential(HIDDEN[layer](), *model_with())
+
+    assert_refused("another", build if place == "last" else first)
+
+
+class Loss:
+    """A loss that weighs its calls, each otherwise."""
+
+    def __init__(self, kind):
+        self.kind, self.calls = kind, 0
+        self.generator = np.random.default_rng(0)
+        self.seen = []
+
+    def __call__(self, output, target):
+        if self.kind == "counter":
+            self.calls += 1
+            weight = self.calls
+        elif self.kind == "numpy":
+            weight = float(self.generator.random())
+        elif self.kind == "list":
+            self.seen.append(1)
+            weight = len(self.seen)
+        else:
+            self.seen.append(output.detach().mean().item())  # which it never looks at
+            weight = 1.0
+        return F.cross_entropy(output, target) * weight
+
+    def call(self, output, target):
+        return self(output, target)
+
+
+class ModuleLoss(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.loss = Loss(kind)
+
+    def forward(self, output, target):
+        return self.loss(output, target)
+
+
+def closure(kind):
+    calls, loss = 0, Loss(kind)
+
+    def loss_fn(output, target):
+        nonlocal calls
+        calls += 1
+        return loss(output, target) * (calls if kind == "counter" else 1)
+
+    return loss_fn
+
+
+LOSSES = {
+    "object": Loss,
+    "module": ModuleLoss,
+    "method": lambda kind: Loss(kind).call,
+    "partial": lambda kind: functools.partial(Loss.call, Loss(kind)),
+    "closure": closure,
+}
+
+
+def state_of(loss_fn):
+    """Everything that a loss of these may have kept."""
+    if isinstance(loss_fn, functools.partial):
+        return state_of(loss_fn.args[0])
+    if hasattr(loss_fn, "__self__"):
+        return state_of(loss_fn.__self__)
+    if hasattr(loss_fn, "__closure__"):
+        return [state_of(cell.cell_contents) for cell in loss_fn.__closure__]
+    if isinstance(loss_fn, ModuleLoss):
+        return state_of(loss_fn.loss)
+    if isinstance(loss_fn, Loss):
+        return loss_fn.calls, list(loss_fn.seen), str(loss_fn.generator.bit_generator.state)
+    return loss_fn
+
+
+@pytest.mark.parametrize("shape", LOSSES)
+@pytest.mark.parametrize("kind", ["counter", "numpy", "list"])
+def test_loss_with_a_state_that_matters_is_refused_and_not_advanced(shape, kind):
+    losses = []
+
+    def loss_of(model):
+        losses.append((LOSSES[shape](kind),))
+        losses[-1] += (copy.deepcopy(state_of(losses[-1][0])),)
+        return losses[-1][0]
+
+    assert_refused("loss_fn.*another", model_with, loss_of, shards=("one", "each", "two"))
+    assert all(state_of(loss_fn) == before for loss_fn, before in losses)
+
+
+@pytest.mark.parametrize("shape", LOSSES)
+def test_loss_that_only_keeps_a_record_trains_and_generate_adds_nothing_to_it(shape):
+    loss_fn = LOSSES[shape]("record")
+    before = copy.deepcopy(state_of(loss_fn))
+    orchestrator(task_for(model_with(), loss_fn), num_devices=2).generate()
+    assert state_of(loss_fn) == before
+    assert_exact(model_with, lambda model: LOSSES[shape]("record"))
+
+
+def test_metric_with_a_state_is_not_advanced_by_generate():
+    metric = Loss("record")
+    task = task_for(model_with(), validation=data(1), metrics={"loss": metric})
+    orchestrator(task).generate()
+    assert metric.seen == []
+
+
+def test_metric_with_a_state_that_matters_is_refused():
+    assert_refused("metric.*another", model_with, validation=data(1), metrics={"loss": Loss("counter")})
+
+
+class Adapter(nn.Module):
+    """Merges what it learns into its frozen weight on eval(), as LoRA layers did."""
+
+    def __init__(self, base, delta):
+        super().__init__()
+        self.base, self.merged = base, False
+        base.requires_grad_(False)
+        self.delta = nn.Parameter(torch.full_like(base.weight, delta))
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode == self.merged:
+            self.base.weight.data += self.delta.data * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        return self.base(x) if self.merged else F.linear(x, self.base.weight + self.delta, self.base.bias)
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.1])
+def test_layer_that_merges_on_eval_is_refused_where_that_is_called(delta):
+    def build():
+        return model_with(Adapter(nn.Linear(8, 8), delta))
+
+    assert_refused("writes to its parameter.*eval", build, validation=data(1))
+    assert_exact(build)
+    model = build()
+    before = Before(model)
+    orchestra = orchestrator(task_for(model))
+    with pytest.raises(ValueError, match=r"net.*writes to its parameter"):
+        orchestra.evaluate("net", data(1))
+    with pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+        orchestra.predict(model, [x for x, _ in data(1)])
+    before.assert_same()
+
+
+def test_base_that_another_task_shares_is_not_changed():
+    torch.manual_seed(0)
+    base = nn.Linear(8, 8)
+    plain = nn.Sequential(base, nn.Linear(8, 4))
+    adapted = nn.Sequential(Adapter(base, 0.1), nn.Linear(8, 4))
+    before = Before(nn.Sequential(plain, adapted))
+    tasks = [
+        ModelTask(plain, F.cross_entropy, data(), LR, name="plain", seed=1),
+        ModelTask(adapted, F.cross_entropy, data(), LR, name="adapted", seed=1, validation=data(1)),
+    ]
+    with pytest.raises(ValueError, match=r"adapted.*writes to its parameter"):
+        orchestrator(*tasks).generate()
+    before.assert_same()
+
+
+class Writes(nn.Module):
+    """Changes its weight in its forward, or in a hook."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.5))
+        self.how = how
+        if how == "backward hook":
+            self.register_full_backward_hook(lambda module, *_: module._write())
+        if how == "forward hook":
+            self.register_forward_hook(lambda module, *_: module._write())
+        if how == "tensor hook":
+            self.register_forward_hook(lambda m, _, out: out.register_hook(lambda g: m._write()) and None)
+
+    def _write(self):
+        self.weight.data.mul_(0.9)
+
+    def forward(self, x):
+        if self.how == "clamp that changes nothing":
+            self.weight.data.clamp_(-10, 10)
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        elif self.how == "normalize":
+            self.weight.data = F.normalize(self.weight.data, dim=0)
+        elif self.how == "rebinds to the same":
+            self.weight.data = self.weight.data.clamp(-10, 10)
+        elif self.how == "numpy":
+            self.weight.detach().numpy()[:] *= 0.9
+        elif self.how == "new parameter":
+            self.weight = nn.Parameter(self.weight.detach() * 0.9)
+        elif "hook" not in self.how:
+            self._write()
+        return x * self.weight
+
+
+WRITES = [
+    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "numpy", "new parameter",
+    "backward hook", "forward hook", "tensor hook",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("how", WRITES)
+def test_layer_that_writes_to_its_parameters_is_refused(how):
+    assert_refused("parameter", lambda: model_with(Writes(how)))
+    assert_refused("parameter", lambda: nn.Sequential(Writes(how), *model_with()), shards=("each",))
+
+
+def test_frozen_parameter_that_a_forward_writes_to_is_refused():
+    assert_refused("parameter", lambda: model_with(Writes("mul").requires_grad_(False)))
+
+
+class Leaves(nn.Module):
+    """Leaves a term of the loss on itself."""
+
+    def __init__(self, start, nested=False):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.nested = nested
+        if start is not ...:
+            self.aux = copy.copy(start)
+
+    def forward(self, x):
+        x = self.linear(x)
+        if isinstance(getattr(self, "aux", None), list):
+            self.aux[:] = [x.square().mean()]
+        else:
+            self.aux = x.square().mean()
+        return x
+
+
+@pytest.mark.parametrize("start", [..., None, 0.0, []], ids=["absent", "none", "number", "list"])
+def test_loss_that_reads_what_a_layer_left_is_refused(start):
+    def loss_of(model):
+        def loss_fn(output, target):
+            aux = model[2].aux
+            aux = sum(aux) if isinstance(aux, list) else aux
+            return F.cross_entropy(output, target) + 0.1 * (0.0 if aux is None else aux)
+
+        return loss_fn
+
+    assert_refused("loss_fn.*aux", lambda: model_with(Leaves(start)), loss_of)
+
+
+class LossOfModel:
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, output, target):
+        return F.cross_entropy(output, target) + sum(m.aux for m in self.model.modules() if isinstance(m, Leaves))
+
+
+def test_loss_object_that_reads_what_a_layer_left_is_refused():
+    assert_refused("loss_fn.*aux", lambda: model_with(Leaves(0.0)), LossOfModel)
+    assert_refused("loss_fn.*aux", lambda: model_with(nn.Sequential(Leaves(0.0))), LossOfModel)
+
+
+def test_metric_that_reads_what_a_layer_left_is_refused():
+    def build():
+        return model_with(Leaves(0.0))
+
+    for shards in ("one", "each"):
+        model = build()
+        task = task_for(
+            model, shards=shards, validation=data(1), metrics={"aux": lambda out, y, model=model: float(model[2].aux)}
+        )
+        with pytest.raises(ValueError, match=r"net.*metric.*aux"):
+            orchestrator(task).generate()
+
+
+def test_loss_that_reads_a_number_or_a_flag_of_the_model_is_exact():
+    def loss_of(model):
+        return lambda output, target: F.cross_entropy(output, target) * (2 if model.training else 1) * model[2].scale
+
+    class Scaled(Leaves):
+        scale = 0.5
+
+    assert_exact(lambda: model_with(Scaled(None)), loss_of)
+
+
+class Reads(nn.Module):
+    """Uses what another layer has left on itself."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = [other]  # a list hides it from the model
+
+    def forward(self, x):
+        return x * (1 + self.other[0].aux)
+
+
+@pytest.mark.parametrize("start", [..., 0.0], ids=["absent", "number"])
+def test_layer_that_reads_what_a_layer_of_another_shard_left_is_refused(start):
+    def build():
+        layer = Leaves(start)
+        return model_with(layer, Reads(layer))
+
+    assert_refused("aux", build, shards=("each",))
+
+
+def test_activation_that_a_hook_hands_to_another_shard_is_refused():
+    def build(detaches=False):
+        kept = {}
+        model = model_with()
+        model[0].register_forward_hook(lambda m, x, out: kept.__setitem__("out", out.detach() if detaches else out))
+        model[3].register_forward_hook(lambda m, x, out: out + 0.1 * kept["out"])
+        return model
+
+    assert_refused("left", build, shards=("each", "two"))
+    assert_refused("left", lambda: build(detaches=True), shards=("each", "two"))
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, source):
+        ctx.source = source
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.source == "torch":
+            return grad + 0.1 * torch.randn(grad.shape), None
+        if ctx.source == "forked":
+            with torch.random.fork_rng(devices=[]):
+                return grad + 0.1 * torch.randn(grad.shape), None
+        if ctx.source == "dropped":  # drawn, and of no use
+            torch.randn(grad.shape)
+            return grad.clone(), None
+        return grad + (random.random() if ctx.source == "random" else np.random.rand()), None
+
+
+class Draws(nn.Module):
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+        self.linear = nn.Linear(8, 8)
+        if source == "module hook":
+            self.linear.register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] + torch.randn(4, 8),))
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.source == "tensor hook":
+            x.register_hook(lambda grad: grad + torch.randn_like(grad))
+        return x if "hook" in self.source else DrawsInBackward.apply(x, self.source)
+
+
+SOURCES = ["torch", "forked", "dropped", "random", "numpy", "module hook", "tensor hook"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_draw_in_a_backward_is_refused(source):
+    assert_refused("backward", lambda: model_with(Draws(source)))
+    assert_refused("backward", lambda: model_with(nn.Dropout(0.2), Draws(source)), shards=("one", "two"))
+
+
+def test_draw_in_the_backward_of_the_last_layer_is_refused():
+    assert_refused("backward", lambda: nn.Sequential(*model_with()[:-1], Draws("torch"), nn.Linear(8, 4)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, dropout, **options):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh())
+        self.options = options
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False, **self.options)
+
+
+def test_checkpoint_in_a_layer_is_exact():
+    assert_exact(lambda: model_with(Checkpointed(0.3), nn.Dropout(0.2)))
+    assert_exact(lambda: model_with(Checkpointed(0.0, preserve_rng_state=False), nn.Dropout(0.2)))
+
+
+def test_checkpoint_that_draws_anew_is_refused():
+    assert_refused("backward", lambda: model_with(Checkpointed(0.3, preserve_rng_state=False)))
+
+
+class LateBuffer(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(8) if how == "to none" else None)
+
+    def forward(self, x):
+        if self.how == "in forward":
+            self.mean = x.detach().mean(0)
+        elif self.how == "to none":
+            self.mean = None
+        elif self.how == "registered":
+            self.register_buffer("new", torch.ones(8))
+        elif self.how == "in backward":
+            x = x * 1.0
+            x.register_hook(lambda grad: setattr(self, "mean", grad.mean(0)))
+        return x * 1.0
+
+
+@pytest.mark.parametrize("how", ["in forward", "to none", "registered", "in backward"])
+def test_buffer_that_comes_or_goes_is_refused(how):
+    assert_refused("(mean|new)", lambda: model_with(LateBuffer(how)))
+
+
+def test_buffer_that_stays_none_is_exact():
+    assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
+
+
+class SeedsAll(nn.Module):
+    def forward(self, x):
+        torch.manual_seed(11)
+        return x + torch.randn(x.shape)
+
+
+def test_layer_that_seeds_the_global_generator_leaves_it_alone():
+    model = model_with(SeedsAll(), nn.Dropout(0.2))
+    before = Before(model)
+    orchestrator(task_for(model)).generate()
+    before.assert_same()
+    assert_exact(lambda: model_with(SeedsAll(), nn.Dropout(0.2)))
+
+
+class Statistics(nn.Module):
+    """Counts its calls and keeps averages that nothing depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.average, self.history, self.attn = 0, 0.0, [], None
+
+    def forward(self, x):
+        self.calls += 1
+        self.average = 0.9 * self.average + 0.1 * float(x.detach().mean())
+        self.history.append(float(x.detach().mean()))
+        self.attn = x.detach()
+        return torch.tanh(x)
+
+
+def test_layer_that_keeps_statistics_is_exact():
+    assert_exact(lambda: model_with(Statistics(), nn.Dropout(0.1)))
+
+
+class Later(nn.Module):
+    """Does something else after some steps, which a rehearsal does not reach."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.calls, self.how = 0, how
+        self.average = 0.0
+        self.number = torch.tensor(0)
+
+    def forward(self, x):
+        self.calls += 1
+        self.number += 1
+        self.average = 0.5 * self.average + 1.0
+        late = {
+            "greater": lambda: self.calls > 3,
+            "swapped": lambda: 3 < self.calls,  # noqa: SIM300
+            "modulo": lambda: self.calls % 4 == 0,
+            "equal": lambda: self.calls == 4,
+            "min": lambda: min(self.calls / 1000, 1.0) > 0.004,
+            "average": lambda: self.average > 1.9,
+            "tensor": lambda: bool(self.number > 3),
+            "tensor of number": lambda: bool(torch.tensor(self.calls) > 3),
+        }[self.how]()
+        return x * 2 if late else x * 1
+
+
+LATER = ["greater", "swapped", "modulo", "equal", "min", "average", "tensor", "tensor of number"]
+
+
+@pytest.mark.parametrize("how", LATER)
+def test_counter_that_matters_only_later_is_refused(how):
+    assert_refused("(calls|average|number)", lambda: model_with(Later(how)))
+
+
+class Cached(nn.Module):
+    """Makes a mask once for each length, as many attention layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask, self.length, self.masks = None, 0, {}
+
+    def forward(self, x):
+        if self.mask is None or self.length != x.shape[0]:
+            self.length = x.shape[0]
+            self.mask = torch.ones(x.shape[0], 1)
+        if x.shape[0] not in self.masks:
+            self.masks[x.shape[0]] = torch.ones(x.shape[0], 1)
+        return x * self.mask * self.masks[x.shape[0]]
+
+
+def test_layer_that_caches_what_depends_on_shapes_is_exact():
+    assert_exact(lambda: model_with(Cached()))
+    assert_exact(lambda: model_with(Cached()), accumulation_steps=3)
+
+
+class RemembersInput(nn.Module):
+    def forward(self, x):
+        last = getattr(self, "last", x.detach())
+        self.last = x.detach()
+        return x + 0.1 * last
+
+
+def test_layer_that_uses_the_last_batch_is_refused():
+    assert_refused("last", lambda: model_with(RemembersInput()))
+
+
+KEPT = []  # weak references to all that was made
+
+
+class KeepsActivations(nn.Module):
+    """Leaves activations on itself, in its attributes' depths."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.inner = where, nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.kept, self.store, self.bag = [None], {}, Bag()
+
+    def forward(self, x):
+        wide = torch.tanh(x[:, :, None].expand(*x.shape, 64) * 1.0)
+        KEPT.append(weakref.ref(wide))
+        if self.where == "attribute":
+            self.attn = wide
+        elif self.where == "list":
+            self.kept[0] = wide
+        elif self.where == "growing list":
+            self.kept.append(wide)
+        elif self.where == "dict":
+            self.store.setdefault("all", []).append(wide)
+        elif self.where == "child":
+            self.inner[0].attn = wide
+        else:
+            self.bag.attn = wide
+        return self.inner(x) + wide.mean(-1)
+
+
+class Bag:
+    pass
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "growing list", "dict", "child", "object"])
+def test_activations_that_a_layer_keeps_do_not_stay_on_the_device(where):
+    def build():
+        return model_with(*(KeepsActivations(where) for _ in range(6)))
+
+    assert_exact(build)
+    most = []
+
+    class Counting(nn.Module):
+        def forward(self, x):
+            most.append(sum(each() is not None for each in KEPT))
+            return x * 1.0
+
+    orchestra = orchestrator(task_for(model_with(*(KeepsActivations(where) for _ in range(6)), Counting())))
+    orchestra.generate()
+    KEPT.clear()
+    most.clear()
+    orchestra.train_models().raise_failures()
+    assert len(KEPT) > 12
+    assert max(most) == 0
+
+
+class OwnForward(nn.Module):
+    """Runs its children in order, one of which writes to its weight in eval()."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.first, self.adapter, self.last = nn.Linear(8, 8), Adapter(nn.Linear(8, 8), 0.1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.adapter(self.first(x)))
+
+
+def test_check_of_an_own_forward_changes_nothing():
+    torch.manual_seed(0)
+    model = OwnForward()
+    orchestra = orchestrator(task_for(nn.Sequential(nn.Linear(8, 4))))
+    before = Before(model)
+    with pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+        orchestra.predict(model, [x for x, _ in data(1)])
+    before.assert_same()
+    orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
+    before.assert_same()
