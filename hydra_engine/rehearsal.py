@@ -37,7 +37,7 @@ from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.promise import Promise
-from hydra_engine.randomness import RandomState, Stream, capture, installed, seeded
+from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed, seeded
 from hydra_engine.reader import Batch
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
@@ -329,8 +329,10 @@ class _Stage:
             guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
-            metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
-            self._worker.admit(state, lambda: guard, (copy_of_function(task.loss_fn, model), metrics))
+            with TaskGenerator(seeded(0)):  # what copies itself may draw
+                loss_fn = copy_of_function(task.loss_fn, model)
+                metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
+            self._worker.admit(state, lambda: guard, (loss_fn, metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
             guard.names = [slot.name for slot in state.layout.slots]

@@ -600,6 +600,41 @@ def test_buffer_that_stays_none_is_exact():
     assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
 
 
+class MakesAnew(nn.Module):
+    """Copies itself by making a new one, which draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def __deepcopy__(self, memo):
+        made = MakesAnew()
+        for name, parameter in self.linear._parameters.items():
+            made.linear._parameters[name] = copy.deepcopy(parameter, memo)
+        return made
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class LossThatMakesAnew(MakesAnew):
+    def __deepcopy__(self, memo):
+        nn.Linear(8, 8)
+        return self
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target)
+
+
+def test_layer_that_draws_as_it_is_copied_leaves_the_generators_alone():
+    for shards in ("one", "each"):
+        model, loss = model_with(MakesAnew(), nn.Dropout(0.2)), LossThatMakesAnew()
+        before = Before(model)
+        orchestrator(task_for(model, loss.forward, shards)).generate()
+        before.assert_same()
+    assert_exact(lambda: model_with(MakesAnew(), nn.Dropout(0.2)))
+
+
 class SeedsAll(nn.Module):
     def forward(self, x):
         torch.manual_seed(11)
