@@ -46,6 +46,7 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
+from partitioners.profile import noted
 from partitioners.reach import CLASS, GLOBALS, PLAIN, reach
 from partitioners.skips import Frame
 
@@ -273,6 +274,10 @@ class _Inspector:
             last = shard.last if shard.last < self._state.layout.num_layers else len(self._state.layout.layers)
             for k in range(shard.first, last):
                 self.left.pop(k, None)
+
+    def is_bound(self, tensor: Tensor) -> bool:
+        """Whether it lies where parameters do."""
+        return tensor.layout == torch.strided and _address(tensor) in self.places
 
     def enters(self, tensors: Iterable[Tensor]) -> None:
         self._guard.enter(tensors)
@@ -523,9 +528,10 @@ class _Stage:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
+        besides |= {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
         found: PlainState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
-            if isinstance(value, Stale) or (isinstance(value, Tensor) and _address(value) in self._inspector.places):
+            if isinstance(value, Stale) or (isinstance(value, Tensor) and self._inspector.is_bound(value)):
                 continue  # out of date as soon as its unit is over
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
@@ -549,8 +555,9 @@ class _Stage:
             layer = max((name for name in self._known_modules() if path.startswith(f"{name}.")), key=len, default=LOSS)
             where = LOSS if layer == LOSS else f"layer {layer}"
             how = "to another value" if has_bits else f"from {a} to {b}"
+            attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
             raise ValueError(
-                f"{self._state.name}: {where}: forward changes its attribute {path[len(layer) :].lstrip('.')!r} {how} "
+                f"{self._state.name}: {where}: forward changes its attribute {attribute!r} {how} "
                 f"when it runs again on the same input, limit: what is the same after each such run; "
                 + (KEEP_OUTSIDE if where == LOSS else KEEP_IN_BUFFERS)
             )
@@ -624,7 +631,7 @@ class _Stage:
                 f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
                 f"{error}{self._because()}; {REMEDY}"
             ) from error
-        raise error
+        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
 
 
 def _turned(value: Boundary) -> Boundary:
