@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_engine.boundary import ALIGNMENT_BYTES, extent_bytes
+from hydra_engine.randomness import TaskGenerator, seeded
 from partitioners.reach import reach
 
 _COMPARED = (bool, int, float, str, bytes)
@@ -167,7 +168,8 @@ class Layers:
     def _deepcopy(self, memo: dict[Any, Any]) -> dict[str, nn.Module]:
         known = dict(memo)
         try:
-            return copy.deepcopy(self._named, memo)
+            with TaskGenerator(seeded(0)):  # a layer may copy itself by making a new one, which draws its weights
+                return copy.deepcopy(self._named, memo)
         except Exception as error:
             cause, where = error, next(iter(self._named))
             for path, value in self._attributes():

@@ -89,7 +89,7 @@ class Executor:
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
         self._is_narrow = structure.narrow is not None
-        self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
+        self.loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
         self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
         # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
@@ -408,7 +408,7 @@ class Executor:
         self.current = "loss_fn"
         if self.inspector is not None:
             self.inspector.enters_layer(value, Frame({}))
-        loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
+        loss = self.loss_fn(value, micro.target.build(micro.target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")

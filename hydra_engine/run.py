@@ -97,6 +97,8 @@ class _SetUp(NamedTuple):
     optimizer: TaskOptimizer | None = None
     num_steps: int | None = None
     error: BaseException | None = None
+
+
 class _Told(NamedTuple):
     """A task's callbacks have returned, for which this had to wait; Read: what is read begins an epoch."""
 
@@ -133,9 +135,9 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[
-            Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended
-        ] = Inbox()
+        self._events: Inbox[Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended] = (
+            Inbox()
+        )
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals

@@ -370,9 +370,9 @@ class Structure:
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self.layers: list[nn.Module]
-        self._stale: list[StalePlace]
+        self.stale: list[StalePlace]
         self._registered = layout.originals.registered
-        self.layers, self._stale = layout.originals.copy([*self.parameters, *self.buffers])
+        self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
         if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, narrow)
@@ -429,5 +429,5 @@ class Structure:
         for index in shard.buffers:
             buffer = self.buffers[index]
             buffer.data = self._placeholder(buffer.dtype)
-        for module, attribute, stale in self._stale:  # made by this unit: another one cannot go on from it
+        for module, attribute, stale in self.stale:  # made by this unit: another one cannot go on from it
             vars(module)[attribute] = stale
