@@ -184,9 +184,6 @@ class ModelTask:
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
             each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
-            does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
-            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
-            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
         callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
             `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
             a call has 10 s at most, whatever is given here.
