@@ -21,6 +21,7 @@ from hydra_engine.randomness import (
     RandomState,
     Stream,
     capture,
+    draw_from,
     install,
     installed,
     is_elsewhere,
@@ -163,17 +164,7 @@ class _Own:
         """Draw as the operation does."""
         if is_elsewhere((*args, *kwargs.values())):
             return op(*args, **kwargs)
-        overload = with_generator(op)
-        if overload is not None:
-            return overload(*args, **{**kwargs, "generator": self.generator})
-        with GLOBAL_GENERATORS.held():  # it takes no generator
-            outside = _GLOBAL.get_state()
-            _GLOBAL.set_state(self.generator.get_state())
-            try:
-                return op(*args, **kwargs)
-            finally:
-                self.generator.set_state(_GLOBAL.get_state())
-                _GLOBAL.set_state(outside)
+        return draw_from(self.generator, op, args, kwargs)
 
     def attribute(self, name: str) -> Any:
         """Get what one of torch's functions asks the global generator for."""
