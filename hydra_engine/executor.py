@@ -201,8 +201,8 @@ class Executor:
             if own is not None:
                 raise ValueError(
                     f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
-                    f"while it ran, which only this device's copy would have; register buffers with a tensor of their "
-                    f"final shape, write to that, and leave parameters in place"
+                    f"while it ran, which only this device's copy would have; register it in __init__, or run one batch "
+                    f"through the model first; write to buffers of their final shape, and leave parameters in place"
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)

@@ -73,10 +73,13 @@ class Copies:
 
     def check_unchanged(self, part: nn.Module, copied: nn.Module) -> None:
         """Refuse a layer whose copy has other parameters than it began with."""
-        pairs = zip(part.named_parameters(), copied.parameters(), strict=False)
-        for (name, original), parameter in pairs:
-            before = original if original.dtype == parameter.dtype else self._parameter(original, parameter.dtype)
-            if not _same_values(before.detach(), parameter.detach().to(before.device)):
+        found = dict(copied.named_parameters())
+        for name, original in part.named_parameters():
+            now = found.get(name)
+            if now is None:
+                raise ChangesParameters(name)
+            before = original if original.dtype == now.dtype else self._parameter(original, now.dtype)
+            if not _same_values(before.detach(), now.detach().to(before.device)):
                 raise ChangesParameters(name)
 
     def inputs(self, value: Any) -> Any:
