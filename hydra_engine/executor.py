@@ -201,7 +201,7 @@ class Executor:
             if own is not None:
                 raise ValueError(
                     f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
-                    f"while it ran, which only this device's copy would have; register it in __init__, or run one batch "
+                    f"while it ran, which only this device's copy would have; register it in __init__, or run a batch "
                     f"through the model first; write to buffers of their final shape, and leave parameters in place"
                 )
             if changed and self.inspector is not None:
