@@ -96,8 +96,7 @@ class Spiller:
 
     def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
         """Bytes that the same take on the device."""
-        sources = self._buffers(state, shard, part, after=after)
-        return sum(state.layout.aligned(extent_bytes(tensor)) for tensor in sources.values())
+        return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
 
     @staticmethod
     def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, flat, memory_of, residue, same_bits
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -169,7 +169,7 @@ class TaskState:
             return shard.buffer_bytes
         committed, staged = self.pool.buffers or self.layout.buffers, self.staging.buffers
         both = [(committed[index], staged.get(index, committed[index])) for index in shard.buffers]
-        return sum(self.layout.aligned(max(residue(t) + extent_bytes(t) for t in each)) for each in both)
+        return sum(max(map(self.layout.buffer_bytes, each)) for each in both)
 
     def _is_sized_by_batch(self, shard: Shard) -> bool:
         """Whether the sizes in a batch decide what a shard's units take: no layer up to there resizes a buffer."""
