@@ -218,7 +218,7 @@ def _shares_with(name: str) -> str:
 
 
 def _copies_itself(module: nn.Module) -> bool:
-    """Whether a class that is not torch's own says how its objects are copied."""
+    """Return True if a class that is not torch's own says how its objects are copied."""
     for name in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"):
         definer = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
         if definer is None and getattr(module, name, None) is not None:  # of what it wraps, by __getattr__
@@ -250,7 +250,7 @@ def _storages(layers: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> dict[
 
 
 class _Memory:
-    """Where the tensors that change in training lie."""
+    """Memory of the tensors that change in training."""
 
     def __init__(self, registered: Sequence[Registered]) -> None:
         pairs = [(array, each) for each in registered if (array := _array(each.tensor)) is not None]

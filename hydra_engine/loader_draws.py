@@ -62,7 +62,7 @@ class LoaderDraws:
 
     @property
     def message(self) -> str | None:
-        """What there is to say of it at the end of a run."""
+        """Doubts about it, for the end of a run."""
         if self._doubt is None:
             return None
         return (
@@ -141,7 +141,7 @@ def _outside() -> RandomState:
 
 
 def _moved(before: RandomState, after: RandomState) -> str | None:
-    """Which of the generators were drawn from between the two, as an error says it."""
+    """Name the generators that were drawn from between the two, as an error says it."""
     if not before.same_outside_torch(after):
         return "`random` or `numpy.random`"
     is_known = before.torch.numel() and after.torch.numel()
@@ -184,7 +184,7 @@ class _Watch:
 
     @property
     def is_passed_by(self) -> bool:
-        """Whether somebody drew so, until now."""
+        """True if somebody drew so, until now."""
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -37,7 +37,7 @@ class Copies(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """What one micro-batch starts from, and what is still to be copied there."""
+    """An input of one micro-batch, and the copies that are still to be made into it."""
 
     micro: MicroInput
     copies: Copies
@@ -350,7 +350,7 @@ class Spiller:
 
 
 def _is_compact(tensor: Tensor) -> bool:
-    """Whether it lies in a storage of its own, which takes no more bytes than a copy would."""
+    """Return True if it lies in a storage of its own, which takes no more bytes than a copy would."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
 
 

@@ -431,7 +431,7 @@ def _check_grad_scaler(scaler: object, precision: str) -> None:
 
 
 def _is_used_up(loader: object) -> bool:
-    """Whether a loader can be read only once: a generator, a map, a zip; a class of the user's may start anew."""
+    """Return True for a loader that can be read only once: a generator, a map, a zip. A user's class may start anew."""
     is_ours_to_ask = isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
     return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
 

@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
 
 def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
-    """Where the task's parameters and buffers lie, each in a place at a multiple of `alignment_bytes`."""
+    """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
@@ -172,7 +172,7 @@ class TaskState:
         return sum(max(map(self.layout.buffer_bytes, each)) for each in both)
 
     def _is_sized_by_batch(self, shard: Shard) -> bool:
-        """Whether the sizes in a batch decide what a shard's units take: no layer up to there resizes a buffer."""
+        """Return True if a batch's sizes decide what a shard's units take: no layer up to there resizes a buffer."""
         return not self.resized or all(self.resized.isdisjoint(s.buffers) for s in self.shards[: shard.index + 1])
 
     def step_bytes(self, shard: Shard) -> int:
@@ -273,7 +273,7 @@ class TaskState:
         return forward_unit_bytes if kind == FORWARD and shard.index not in self.keep_saved else unit_bytes
 
     def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
-        """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""
+        """Bytes that a forward's graphs take at most beside the slab; None: they have to be counted."""
         found = self.graph_bytes.get((shard.index, signature))
         if found is not None:
             return found

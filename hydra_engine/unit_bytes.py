@@ -23,7 +23,7 @@ Count: TypeAlias = "Callable[[Costs, int, int, int], int]"  # of layers [first, 
 
 
 class UnitBytes(NamedTuple):
-    """What a unit takes beside its slab."""
+    """Bytes that a unit takes beside its slab."""
 
     work: int  # peak of what it creates: activations, gradients, outputs
     input: int  # of one micro-batch, the largest
@@ -36,7 +36,7 @@ class UnitBytes(NamedTuple):
 
 
 class KnownUnits:
-    """What is known of a task's units and batches. Asked by the deciding thread, told by lanes and by fits."""
+    """Bytes of a task's units, and batches that fit. Asked by the deciding thread, told by lanes and by fits."""
 
     def __init__(self) -> None:
         # Batches that fit, by whether they train; with costs of their layers where all shards fit by these, too.
@@ -70,7 +70,7 @@ class KnownUnits:
         self._batches = found | {(training, signature.of_batch): costs}
 
     def fits(self, training: bool, signature: Signature) -> bool:
-        """Whether a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
+        """Return True if a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
         batch, known = signature.of_batch, self._batches
         if (training, batch) in known:
             return True
@@ -139,7 +139,7 @@ class KnownUnits:
             self.distrust_sizes()
 
     def _above(self, kind: str, shard: Shard, signature: Signature) -> list[UnitBytes]:
-        """What the unit took with the same plain values, at sizes that are no smaller."""
+        """Bytes that the unit took with the same plain values, at sizes that are no smaller."""
         return [
             found
             for other, found in list(self._table(kind, shard, signature).items())

@@ -45,7 +45,7 @@ def given_generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[i
 
 
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws from the generator of its device, as it was called.
+    """Return True if an operation, as it was called, draws from the generator of its device.
 
     The tag alone tells that it may: of attention for the dropout that it could do, of some activations in training.
     """
