@@ -13,14 +13,13 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hydra_engine.boundary import ALIGNMENT_BYTES, extent_bytes
 from hydra_engine.randomness import TaskGenerator, seeded
@@ -130,7 +129,7 @@ class Layers:
         memo: dict[Any, Any] = {id(r.tensor): place for r, place in zip(self.registered, places, strict=True)}
         # Nothing of the originals goes away meanwhile, so no id in the memo is taken over by another object.
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
-        memo["torch"] = _storages(self._named.values(), memo)  # by which torch's deepcopy knows what it has copied
+        memo["torch"] = _storages(self._named, memo)  # by which torch's deepcopy knows what it has copied
         copies = self._deepcopy(memo)
         for each, place in zip(self.registered, places, strict=True):
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
@@ -172,7 +171,7 @@ class Layers:
                 return copy.deepcopy(self._named, memo)
         except Exception as error:
             cause, where = error, next(iter(self._named))
-            for path, value in self._attributes():
+            for path, value, _ in reach(*self._named.items(), copied_only=True):
                 try:
                     copy.deepcopy(value, dict(known))
                 except Exception as found:
@@ -183,15 +182,6 @@ class Layers:
                 f"{self._layer(where)}: {where} cannot be copied for a device: {type(cause).__name__}: {cause}; make "
                 f"it in forward, keep it outside the layer, or give its class a __deepcopy__"
             ) from error
-
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """All modules, and the plain attributes of each after it, by path."""
-        for layer, root in self._named.items():
-            for path, module in root.named_modules(prefix=layer):
-                yield path, module
-                for name, value in vars(module).items():
-                    if name not in ("_parameters", "_buffers", "_modules"):
-                        yield f"{path}.{name}", value
 
     def _check_bound(self, copies: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> None:
         """Check that the copies are built as the layers, around the places."""
@@ -230,7 +220,7 @@ def _shares_with(name: str) -> str:
 
 
 def _copies_itself(module: nn.Module) -> bool:
-    """Whether a class that is not torch's own says how its objects are copied."""
+    """Return True if a class that is not torch's own says how its objects are copied."""
     for name in ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"):
         definer = next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
         if definer is None and getattr(module, name, None) is not None:  # of what it wraps, by __getattr__
@@ -244,26 +234,25 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and a == b)
 
 
-def _storages(layers: Iterable[nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
-    """Copies of storages that begin beside a multiple of 64, as an array of numpy does, at the same address modulo 64.
+def _storages(layers: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
+    """Copy the storages that begin beside a multiple of 64, as an array of numpy does, to the same address modulo 64.
 
-    Of tensors that are plain attributes of modules, or in lists, tuples and dicts there; not of those in `memo`.
+    Those of tensors in `memo` are not looked at.
     """
     found: dict[int, torch.UntypedStorage] = {}
-    for module in nn.ModuleList(layers).modules():
-        for value in pytree.tree_leaves(vars(module)):
-            if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
-                continue
-            storage = value.untyped_storage()
-            start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
-            if start and storage._cdata not in found:
-                place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]
-                found[storage._cdata] = place.copy_(storage)
+    for _, value, _ in reach(*layers.items(), copied_only=True):
+        if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
+            continue
+        storage = value.untyped_storage()
+        start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
+        if start and storage._cdata not in found:
+            place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]
+            found[storage._cdata] = place.copy_(storage)
     return found
 
 
 class _Memory:
-    """Where the tensors that change in training lie."""
+    """Memory of the tensors that change in training."""
 
     def __init__(self, registered: Sequence[Registered]) -> None:
         pairs = [(array, each) for each in registered if (array := _array(each.tensor)) is not None]

@@ -27,7 +27,7 @@ Form: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
 
 class Sizes(NamedTuple):
-    """What of a value decides how much memory a unit takes on it."""
+    """The sizes of a value, which decide the memory that a unit takes on it."""
 
     form: Form
     sizes: tuple[int, ...]  # every dimension of its tensors
@@ -108,7 +108,7 @@ class Boundary:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether a tensor may be cut by it."""
+    """Return True for a number that a tensor may be cut by."""
     return type(leaf) is int and leaf >= 0
 
 
@@ -121,9 +121,7 @@ def _value(leaf: Any) -> Any:
 
 
 def _order(tensor: Tensor) -> tuple[int, ...] | None:
-    """How a tensor's dimensions lie in memory, where not one after the other: their order, or strides if gaps lie
-    between.
-    """
+    """Order of a tensor's dimensions in memory; its strides if gaps lie between. None: one after the other."""
     shape, stride = tensor.shape, tensor.stride()
     if tensor.is_contiguous() and 1 not in shape:
         return None
@@ -220,7 +218,7 @@ def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory of both is read alike."""
+    """Return True if the memory of both is read alike."""
     return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 

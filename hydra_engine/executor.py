@@ -47,10 +47,10 @@ class Inspector(Protocol):
         """A unit begins, with these parameters."""
 
     def enters(self, tensors: Iterable[Tensor]) -> None:
-        """What a micro-batch starts from."""
+        """See the tensors that a micro-batch starts from."""
 
     def enters_layer(self, value: Any, frame: Frame) -> None:
-        """What a layer starts from."""
+        """See the value that a layer starts from."""
 
     def drew_in_backward(self) -> None:
         """A backward left the generators otherwise than it found them."""
@@ -201,8 +201,8 @@ class Executor:
             if own is not None:
                 raise ValueError(
                     f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
-                    f"while it ran, which only this device's copy would have; register buffers with a tensor of their "
-                    f"final shape, write to that, and leave parameters in place"
+                    f"while it ran, which only this device's copy would have; register it in __init__, or run a batch "
+                    f"through the model first; write to buffers of their final shape, and leave parameters in place"
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
@@ -517,7 +517,7 @@ class _Drawing:
             inspector.drew_in_backward()
 
     def _drew_in_backward(self, before: RandomState | None) -> bool:
-        """Whether the states are others than a backward found; a checkpoint in a layer puts them back."""
+        """Return True if the states are others than a backward found; a checkpoint in a layer puts them back."""
         if self._installed is None or before is None:
             return False
         drew_there = self._generator is not None and self._generator.state() != self._after

@@ -21,6 +21,7 @@ from hydra_engine.randomness import (
     RandomState,
     Stream,
     capture,
+    draw_from,
     install,
     installed,
     is_elsewhere,
@@ -61,7 +62,7 @@ class LoaderDraws:
 
     @property
     def message(self) -> str | None:
-        """What there is to say of it at the end of a run."""
+        """Doubts about it, for the end of a run."""
         if self._doubt is None:
             return None
         return (
@@ -140,7 +141,7 @@ def _outside() -> RandomState:
 
 
 def _moved(before: RandomState, after: RandomState) -> str | None:
-    """Which of the generators were drawn from between the two, as an error says it."""
+    """Name the generators that were drawn from between the two, as an error says it."""
     if not before.same_outside_torch(after):
         return "`random` or `numpy.random`"
     is_known = before.torch.numel() and after.torch.numel()
@@ -163,17 +164,7 @@ class _Own:
         """Draw as the operation does."""
         if is_elsewhere((*args, *kwargs.values())):
             return op(*args, **kwargs)
-        overload = with_generator(op)
-        if overload is not None:
-            return overload(*args, **{**kwargs, "generator": self.generator})
-        with GLOBAL_GENERATORS.held():  # it takes no generator
-            outside = _GLOBAL.get_state()
-            _GLOBAL.set_state(self.generator.get_state())
-            try:
-                return op(*args, **kwargs)
-            finally:
-                self.generator.set_state(_GLOBAL.get_state())
-                _GLOBAL.set_state(outside)
+        return draw_from(self.generator, op, args, kwargs)
 
     def attribute(self, name: str) -> Any:
         """Get what one of torch's functions asks the global generator for."""
@@ -193,7 +184,7 @@ class _Watch:
 
     @property
     def is_passed_by(self) -> bool:
-        """Whether somebody drew so, until now."""
+        """True if somebody drew so, until now."""
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

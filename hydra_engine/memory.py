@@ -136,7 +136,7 @@ class HostPool:
         self._free_loans.put(self._lent.pop(shard.index))
 
     def _gradient_place(self, slot: Slot) -> Tensor:
-        """Where a gradient lies for good, unless it is lent a place; it begins where autograd's own would."""
+        """Place of a gradient for good, unless it is lent one. It begins where autograd's own would."""
         return slot.gradient_view(self._gradients, slot.link_offset - slot.link_residue)
 
     def gradient(self, slot: Slot) -> Tensor:
@@ -146,7 +146,7 @@ class HostPool:
         return gradient
 
     def place_gradient(self, slot: Slot, gradient: Tensor) -> Tensor:
-        """Where a gradient that arrives goes: autograd may have left it as a view, whose address modulo 64 it keeps."""
+        """Place for a gradient that arrives. Of one that autograd left as a view it keeps the address modulo 64."""
         place = self.gradient(slot)
         if gradient.device.type == "cpu" and residue(place) != residue(gradient):
             is_lent = self.early_release  # its place is made anew for each step

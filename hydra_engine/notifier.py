@@ -109,7 +109,7 @@ class Notifier:
 
     @property
     def is_told(self) -> bool:
-        """Whether the callbacks have seen everything so far, or never will."""
+        """True once the callbacks have seen everything so far, or if they never will."""
         with self._lock:
             return self._is_left or self._num_told == self._num_asked
 
@@ -164,7 +164,7 @@ class Notifier:
 
     @property
     def thread_name(self) -> str:
-        """Of the thread that calls."""
+        """Name of the thread that calls."""
         return f"{self._report.name}-callbacks"
 
     def close(self) -> str | None:

@@ -500,12 +500,12 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step runs nothing but torch's own code, which draws no random numbers."""
+    """Return True if a step runs nothing but torch's own code, which draws no random numbers."""
     return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called before or after each of its steps."""
+    """Return True if something is called before or after each of its steps."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
     own = [getattr(optimizer, name, None) for name in names]
     return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))

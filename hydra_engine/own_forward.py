@@ -27,7 +27,7 @@ class _Trail:
         self.position = 0
 
     def stub(self, name: str, layer: nn.Module) -> nn.Module:
-        """What stands for a layer, which comes after all that a stub was made for so far."""
+        """Return a module that stands for a layer. Layers run in the order in which this is called."""
         if _is_plain_sequence(layer):  # a forward may run it, or iterate over it, and the one is the other
             named = [(key, each) for key, each in layer._modules.items() if each is not None]
             return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
@@ -86,7 +86,7 @@ class _Stub(nn.Module):
 
 
 def _is_plain_sequence(layer: nn.Module) -> bool:
-    """Whether a layer is no more than its children in order, also to who calls them one by one."""
+    """Return True if a layer is no more than its children in order, also to who calls them one by one."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     own = ("forward", "__call__", "__iter__", "__len__", "__getitem__")
     plain = all(getattr(type(layer), name) is getattr(nn.Sequential, name, None) for name in own)

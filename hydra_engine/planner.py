@@ -137,7 +137,7 @@ class PlannedTask:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a callback has ended the task before it is begun."""
+        """True if a callback has ended the task before it is begun."""
         return bool(self._stopping)
 
     def make_plan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -135,6 +135,21 @@ def with_generator(func: Any) -> Any | None:
     return None
 
 
+def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a seeded op of the CPU with draws from this generator instead of the process's."""
+    overload = with_generator(func)
+    if overload is not None:
+        return overload(*args, **{**kwargs, "generator": generator})
+    with GLOBAL_GENERATORS.held():  # it takes no generator
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(outside)
+
+
 def is_elsewhere(values: Iterable[Any]) -> bool:
     """Whether an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
@@ -203,17 +218,4 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if is_elsewhere((*args, *kwargs.values())):
             self.drew_elsewhere = True
             return func(*args, **kwargs)
-        overload = with_generator(func)
-        if overload is not None:
-            return overload(*args, **{**kwargs, "generator": self.generator})
-        return self._run_with_global(lambda: func(*args, **kwargs))
-
-    def _run_with_global(self, op: Callable[[], Any]) -> Any:
-        with GLOBAL_GENERATORS.held():
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.generator.get_state())
-            try:
-                return op()
-            finally:
-                self.generator.set_state(torch.get_rng_state())
-                torch.set_rng_state(outside)
+        return draw_from(self.generator, func, args, kwargs)

@@ -80,7 +80,7 @@ def refit(
 
 
 def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
-    """Whether this batch and others a little larger fit as the task is cut, so that those are not measured again."""
+    """See if this batch and others a little larger fit as the task is cut. Those are then not measured again."""
     found = state.known.wider(batch.training, batch.signature)
     if found is None or found[0] == batch.signature.of_batch or len(set(batch.signature.forms)) > 1:
         return False

@@ -162,7 +162,7 @@ class TaskReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a model does on a loader.
+    """Figures of a model on a loader.
 
     num_parts: the most that a batch was computed in, since it was too large for one layer alone. Where it is above 1,
     figures may differ from the plain loop's: in their last bits, or more if a layer, the loss or a metric does not

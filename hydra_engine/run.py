@@ -106,7 +106,7 @@ class _Told(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What there is to save of a task's end is saved, and its callbacks were told all but that."""
+    """A task's end is saved, and its callbacks have been told all but that."""
 
     task: str
 

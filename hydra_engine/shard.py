@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.bound_copy import Layers, Registered, StalePlace
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, residue
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, residue
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
@@ -261,8 +261,9 @@ class ModelLayout:
         """Rounded up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)
 
-    def _buffer_bytes(self, buffer: Tensor) -> int:
-        return self.aligned((residue(buffer) if self._keeps_residues else 0) + buffer.nbytes)
+    def buffer_bytes(self, buffer: Tensor) -> int:
+        """Bytes that a buffer takes on a device."""
+        return self.aligned((residue(buffer) if self._keeps_residues else 0) + extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:
         """In the order of `model.parameters()`."""
@@ -328,7 +329,7 @@ class ModelLayout:
             borrowed=tuple(index for index in trainable if owner_shard[index] != j),
             upper=upper,
             buffers=tuple(buffers),
-            buffer_bytes=sum(self._buffer_bytes(self.buffers[index]) for index in buffers),
+            buffer_bytes=sum(self.buffer_bytes(self.buffers[index]) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
             arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),

@@ -60,7 +60,7 @@ class Signature(NamedTuple):
 
 
 def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -> bool:
-    """Whether it has no more micro-batches than a known one, of the same forms and role, in no size larger.
+    """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
 
     numbers: whole numbers among the values are sizes, too.
     """

@@ -37,7 +37,7 @@ class Copies(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """What one micro-batch starts from, and what is still to be copied there."""
+    """An input of one micro-batch, and the copies that are still to be made into it."""
 
     micro: MicroInput
     copies: Copies
@@ -96,8 +96,7 @@ class Spiller:
 
     def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
         """Bytes that the same take on the device."""
-        sources = self._buffers(state, shard, part, after=after)
-        return sum(state.layout.aligned(extent_bytes(tensor)) for tensor in sources.values())
+        return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
 
     @staticmethod
     def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
@@ -351,7 +350,7 @@ class Spiller:
 
 
 def _is_compact(tensor: Tensor) -> bool:
-    """Whether it lies in a storage of its own, which takes no more bytes than a copy would."""
+    """Return True if it lies in a storage of its own, which takes no more bytes than a copy would."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
 
 

@@ -184,9 +184,6 @@ class ModelTask:
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
             each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
-            does not count; a retry's way back to its batch does. `generate()`, which reads the first batch in your own
-            thread, also that of a resume, waits for ever. The default of half an hour is what collectives of
-            torch.distributed commonly wait: no batch takes as long, and a run of days loses little.
         callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
             `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
             a call has 10 s at most, whatever is given here.
@@ -434,7 +431,7 @@ def _check_grad_scaler(scaler: object, precision: str) -> None:
 
 
 def _is_used_up(loader: object) -> bool:
-    """Whether a loader can be read only once: a generator, a map, a zip; a class of the user's may start anew."""
+    """Return True for a loader that can be read only once: a generator, a map, a zip. A user's class may start anew."""
     is_ours_to_ask = isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
     return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
 

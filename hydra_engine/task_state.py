@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, flat, memory_of, residue, same_bits
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, memory_of, residue, same_bits
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.opened import Timing
 from hydra_engine.randomness import RandomState
-from hydra_engine.schedule import BACKWARD, EVALUATE, FUSED, Flow, Unit, evaluation_chain, training_chain
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Flow, Unit, evaluation_chain, training_chain
 from hydra_engine.shard import ModelLayout, Shard
 from hydra_engine.signature import Signature, no_larger
 from hydra_engine.stepping import DeviceStepper
 from hydra_engine.task import ModelTask
-from hydra_engine.unit_bytes import MOST_KNOWN, KnownUnits, UnitBytes
-from partitioners import LayerCost
+from hydra_engine.unit_bytes import MOST_KNOWN, Count, KnownUnits, UnitBytes
+from partitioners import LayerCost, forward_unit_bytes, unit_bytes
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
 
 def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
-    """Where the task's parameters and buffers lie, each in a place at a multiple of `alignment_bytes`."""
+    """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
@@ -169,10 +169,10 @@ class TaskState:
             return shard.buffer_bytes
         committed, staged = self.pool.buffers or self.layout.buffers, self.staging.buffers
         both = [(committed[index], staged.get(index, committed[index])) for index in shard.buffers]
-        return sum(self.layout.aligned(max(residue(t) + extent_bytes(t) for t in each)) for each in both)
+        return sum(max(map(self.layout.buffer_bytes, each)) for each in both)
 
     def _is_sized_by_batch(self, shard: Shard) -> bool:
-        """Whether the sizes in a batch decide what a shard's units take: no layer up to there resizes a buffer."""
+        """Return True if a batch's sizes decide what a shard's units take: no layer up to there resizes a buffer."""
         return not self.resized or all(self.resized.isdisjoint(s.buffers) for s in self.shards[: shard.index + 1])
 
     def step_bytes(self, shard: Shard) -> int:
@@ -257,24 +257,23 @@ class TaskState:
         return shard.index == len(self.shards) - 1
 
     def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
-        """What a unit takes at most beside its slab for a step of this signature; None: it has to be metered."""
+        """Bytes that a unit takes at most beside its slab in a step of this signature; None: it has to be metered."""
         if not self._is_sized_by_batch(shard):
             return None
-        keeps_saved, may_count = self._how_counted(kind, shard)
-        return self.known.get(kind, shard, signature, keeps_saved=keeps_saved, may_count=may_count)
+        return self.known.get(kind, shard, signature, self._count(kind, shard))
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""
         if self._is_sized_by_batch(shard):
-            keeps_saved, may_count = self._how_counted(kind, shard)
-            self.known.learn(kind, shard, signature, measured, keeps_saved=keeps_saved, may_count=may_count)
+            self.known.learn(kind, shard, signature, measured, self._count(kind, shard))
 
-    def _how_counted(self, kind: str, shard: Shard) -> tuple[bool, bool]:
-        is_stepped = self.steps_on_device and kind in (FUSED, BACKWARD)  # with what the optimizer creates there
-        return shard.index in self.keep_saved, not is_stepped
+    def _count(self, kind: str, shard: Shard) -> Count | None:
+        if self.steps_on_device and kind in (FUSED, BACKWARD):
+            return None  # with what the optimizer creates there
+        return forward_unit_bytes if kind == FORWARD and shard.index not in self.keep_saved else unit_bytes
 
     def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
-        """What keeping a forward's graphs takes at most beside the slab; None: it has to be counted."""
+        """Bytes that a forward's graphs take at most beside the slab; None: they have to be counted."""
         found = self.graph_bytes.get((shard.index, signature))
         if found is not None:
             return found

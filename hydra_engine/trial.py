@@ -107,7 +107,7 @@ class _Copy(NamedTuple):
     scheduler: LRScheduler | None
 
     def same_as(self, other: _Copy) -> bool:
-        """Whether weights and states are those of another copy, bit by bit."""
+        """Return True if weights and states are those of another copy, bit by bit."""
         mine, others = _numbers(self.parameters), _numbers(other.parameters)
         for own, its in zip(self.parameters, other.parameters, strict=True):
             if not _same(own, its):
@@ -393,7 +393,7 @@ def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
 
 
 def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """What an optimizer keeps beside the states of its parameters, by name, as values that can be compared."""
+    """Return what an optimizer keeps beside the states of its parameters, by name, as values that can be compared."""
     found: dict[str, Any] = {}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from hydra_engine.schedule import EVALUATE, FORWARD
+from hydra_engine.schedule import EVALUATE
 from hydra_engine.shard import Shard
 from hydra_engine.signature import Signature, narrower, no_larger, wider
-from partitioners import LayerCost, forward_unit_bytes, unit_bytes
+from partitioners import LayerCost
 
 # A unit is metered at so many signatures, each at its first sight. Of those after them, one that is no larger than a
 # known one is granted what that takes: names and numbers that differ in every batch are not metered for ever. One that
@@ -19,10 +19,11 @@ NUM_METERED = 8
 MOST_KNOWN = 64
 
 Costs: TypeAlias = "Sequence[LayerCost]"
+Count: TypeAlias = "Callable[[Costs, int, int, int], int]"  # of layers [first, last), in so many micro-batches
 
 
 class UnitBytes(NamedTuple):
-    """What a unit takes beside its slab."""
+    """Bytes that a unit takes beside its slab."""
 
     work: int  # peak of what it creates: activations, gradients, outputs
     input: int  # of one micro-batch, the largest
@@ -35,7 +36,7 @@ class UnitBytes(NamedTuple):
 
 
 class KnownUnits:
-    """What is known of a task's units and batches. Asked by the deciding thread, told by lanes and by fits."""
+    """Bytes of a task's units, and batches that fit. Asked by the deciding thread, told by lanes and by fits."""
 
     def __init__(self) -> None:
         # Batches that fit, by whether they train; with costs of their layers where all shards fit by these, too.
@@ -69,7 +70,7 @@ class KnownUnits:
         self._batches = found | {(training, signature.of_batch): costs}
 
     def fits(self, training: bool, signature: Signature) -> bool:
-        """Whether a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
+        """Return True if a batch is no larger, in any dimension, than one of its kind that was seen to fit."""
         batch, known = signature.of_batch, self._batches
         if (training, batch) in known:
             return True
@@ -95,34 +96,23 @@ class KnownUnits:
         """Remember that units may take more at smaller sizes."""
         self._is_monotone = False
 
-    def get(
-        self, kind: str, shard: Shard, signature: Signature, *, keeps_saved: bool = False, may_count: bool = True
-    ) -> UnitBytes | None:
+    def get(self, kind: str, shard: Shard, signature: Signature, count: Count | None) -> UnitBytes | None:
         """Bytes that a unit takes, or at most takes; None: it has to be metered.
 
-        keeps_saved: a layer needs what autograd saves in a forward. may_count: layers' costs are all that it takes.
+        count: its bytes by the costs of its layers; None: it takes more than these.
         """
-        table = self._units.get((kind, shard.index, signature.role), {})
+        table = self._table(kind, shard, signature)
         found = table.get(signature)
         if found is None and len(table) >= NUM_METERED and self._is_monotone:
-            found = self._at_most(kind, shard, signature, keeps_saved, may_count)
+            found = self._at_most(kind, shard, signature, count)
         return found
 
-    def learn(
-        self,
-        kind: str,
-        shard: Shard,
-        signature: Signature,
-        measured: UnitBytes,
-        *,
-        keeps_saved: bool = False,
-        may_count: bool = True,
-    ) -> None:
+    def learn(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes, count: Count | None) -> None:
         """Remember what a metered run took; the others as in `get`."""
-        table = self._units.setdefault((kind, shard.index, signature.role), {})
+        table = self._table(kind, shard, signature)
         known = table.get(signature)
         if known is None:
-            self._check(kind, shard, signature, measured, keeps_saved, may_count)
+            self._check(kind, shard, signature, measured, count)
             if len(table) >= MOST_KNOWN:
                 del table[next(iter(table))]
             known = measured
@@ -134,13 +124,14 @@ class KnownUnits:
             for signature, found in list(table.items()):
                 yield (kind, shard, signature), found
 
-    def _check(
-        self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes, keeps_saved: bool, may_count: bool
-    ) -> None:
+    def _table(self, kind: str, shard: Shard, signature: Signature) -> dict[Signature, UnitBytes]:
+        return self._units.setdefault((kind, shard.index, signature.role), {})
+
+    def _check(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes, count: Count | None) -> None:
         """See whether sizes decide: with the same plain values, smaller ones take no more, none more than counted."""
         number = signature.num_micro_batches
         limits = [found.total(number) for found in self._above(kind, shard, signature)]
-        counted = self._counted(kind, shard, signature, keeps_saved) if may_count else None
+        counted = self._counted(kind, shard, signature, count)
         if counted is not None:
             limits.append(counted[0])
             self._proven.add((kind, shard.index, signature.role, counted[1]))
@@ -148,40 +139,40 @@ class KnownUnits:
             self.distrust_sizes()
 
     def _above(self, kind: str, shard: Shard, signature: Signature) -> list[UnitBytes]:
-        """What the unit took with the same plain values, at sizes that are no smaller."""
-        table = self._units.get((kind, shard.index, signature.role), {})
+        """Bytes that the unit took with the same plain values, at sizes that are no smaller."""
         return [
             found
-            for other, found in list(table.items())
+            for other, found in list(self._table(kind, shard, signature).items())
             if self._same_values(signature, other) and self._no_larger(signature, other)
         ]
 
-    def _at_most(
-        self, kind: str, shard: Shard, signature: Signature, keeps_saved: bool, may_count: bool
-    ) -> UnitBytes | None:
+    def _at_most(self, kind: str, shard: Shard, signature: Signature, count: Count | None) -> UnitBytes | None:
         above, number = self._above(kind, shard, signature), signature.num_micro_batches
         if above:
             return min(above, key=lambda found: found.total(number))
-        table = list(self._units[kind, shard.index, signature.role].items())
+        table = list(self._table(kind, shard, signature).items())
         most = UnitBytes(*map(max, *(found for _, found in table)))
         is_inside = any(self._no_larger(signature, other) for other, _ in table)
         if is_inside:  # with values that were not seen yet
             return most
-        counted = self._counted(kind, shard, signature, keeps_saved) if may_count else None
+        counted = self._counted(kind, shard, signature, count)
         if counted is None or (kind, shard.index, signature.role, counted[1]) not in self._proven:
             return None
         is_new = not any(self._same_values(signature, other) for other, _ in table)
         return UnitBytes(max(counted[0], most.total(number)) if is_new else counted[0], 0, 0)
 
     def _counted(
-        self, kind: str, shard: Shard, signature: Signature, keeps_saved: bool
+        self, kind: str, shard: Shard, signature: Signature, count: Count | None
     ) -> tuple[int, Signature] | None:
         """The least by the costs of layers at sizes that are no smaller, all in all, and these sizes."""
-        found = []
-        for (training, other), costs in self._batches.items():
-            if costs is not None and training == (kind != EVALUATE) and self._no_larger(signature.of_batch, other):
-                count = forward_unit_bytes if kind == FORWARD and not keeps_saved else unit_bytes
-                found.append((count(costs, shard.first, shard.last, other.num_micro_batches), other))
+        found = [
+            (count(costs, shard.first, shard.last, other.num_micro_batches), other)
+            for (training, other), costs in self._batches.items()
+            if count is not None
+            and costs is not None
+            and training == (kind != EVALUATE)
+            and self._no_larger(signature.of_batch, other)
+        ]
         return min(found, default=None, key=itemgetter(0))
 
     def saved_bytes(self, shard: Shard, signature: Signature) -> int | None:

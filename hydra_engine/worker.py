@@ -85,7 +85,7 @@ class Worker:
         )
 
     def executor(self, name: str) -> Executor:
-        """What runs a task's units here, on this device's copy of its structure."""
+        """Return the executor of a task's units, on this device's copy of its structure."""
         return self._executors[name]
 
     def dismiss(self, name: str) -> None:

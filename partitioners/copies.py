@@ -76,10 +76,13 @@ class Copies:
 
     def check_unchanged(self, part: nn.Module, copied: nn.Module) -> None:
         """Refuse a layer whose copy has other parameters than it began with."""
-        pairs = zip(part.named_parameters(), copied.parameters(), strict=False)
-        for (name, original), parameter in pairs:
-            before = original if original.dtype == parameter.dtype else self._parameter(original, parameter.dtype)
-            if not _same_values(before.detach(), parameter.detach().to(before.device)):
+        found = dict(copied.named_parameters())
+        for name, original in part.named_parameters():
+            now = found.get(name)
+            if now is None:
+                raise ChangesParameters(name)
+            before = original if original.dtype == now.dtype else self._parameter(original, now.dtype)
+            if not _same_values(before.detach(), now.detach().to(before.device)):
                 raise ChangesParameters(name)
 
     def inputs(self, value: Any) -> Any:
@@ -157,7 +160,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         args = [_copied(each, memo) for each in value.args]
         keywords = {key: _copied(each, memo) for key, each in value.keywords.items()}
         return partial(_copied(value.func, memo), *args, **keywords)
-    _share_parameters(value, memo)
+    for _, held, _ in reach(("", value), copied_only=True):  # a network that a loss compares features with
+        if isinstance(held, nn.Module):
+            memo.update((id(parameter), parameter) for parameter in held.parameters())
     # Into a memo of its own, which becomes everybody's only if all went well.
     found = dict(memo)
     try:
@@ -189,21 +194,3 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> Any:
             continue
         cell.cell_contents = _copied(held, memo)
     return copied
-
-
-def _share_parameters(value: Any, memo: dict[int, Any]) -> None:
-    """Let a copy of a value have the parameters of modules in it: a network that a loss compares features with."""
-    todo, seen = [value], set()
-    while todo:
-        each = todo.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module):
-            memo.update((id(parameter), parameter) for parameter in each.parameters())
-        elif isinstance(each, dict):
-            todo.extend(each.values())
-        elif isinstance(each, (list, tuple, set)):
-            todo.extend(each)
-        elif isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, type):
-            todo.extend(vars(each).values())

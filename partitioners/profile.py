@@ -249,7 +249,7 @@ class _Profiler:
         return fields, output
 
     def residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
-        """What a slab takes more where the user's tensors begin beside a multiple of 64, as views and mapped files do.
+        """Bytes that a slab takes more where tensors begin beside a multiple of 64, as views and mapped files do.
 
         On the CPU they keep their addresses modulo 64, by which its kernels choose; casts are new tensors.
         """

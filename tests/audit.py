@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 from unittest import mock
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from hydra_engine.executor import Executor
 from hydra_engine.task_state import UnitBytes
 from hydra_engine.worker import Worker
@@ -30,6 +32,7 @@ def audited():
     """Within, every unit of every device is counted."""
     audit = Audit()
     run, settle_graphs, metered = Executor.run, Worker._settle_graphs, Worker._metered
+    place_input = Worker._place_input
 
     def counted(executor, *args, **options):
         with MemoryMeter() as meter:
@@ -37,6 +40,10 @@ def audited():
                 return run(executor, *args, **options)
             finally:
                 audit._peaks[id(executor)] = meter.peak_bytes
+
+    def placed(worker, work, m):
+        with _disable_current_modes():  # in the middle of the unit; inputs are counted apart
+            return place_input(worker, work, m)
 
     def settled(worker, work):
         peak = audit._peaks.pop(id(worker._executors[work.unit.task]), None)
@@ -54,6 +61,7 @@ def audited():
 
     with (
         mock.patch.object(Executor, "run", counted),
+        mock.patch.object(Worker, "_place_input", placed),
         mock.patch.object(Worker, "_settle_graphs", settled),
         mock.patch.object(Worker, "_metered", noted),
     ):

@@ -582,13 +582,13 @@ def test_what_is_set_on_a_parameter_or_buffer_is_in_the_copy(name, cut):
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        (lambda self, x: register(self, "linear_2", nn.Linear(8, 8))(self.linear(x)), r"1\.linear_2"),
-        (lambda self, x: self.linear(x) * register(self, "scale", nn.Parameter(torch.ones(8))), r"1\.scale"),
-        (lambda self, x: self.linear(x) + register(self, "shift", torch.zeros(8)), r"1\.shift"),
+        (lambda self, x: register(self, "linear_2", nn.Linear(8, 8))(self.linear(x)), "linear_2"),
+        (lambda self, x: self.linear(x) * register(self, "scale", nn.Parameter(torch.ones(8))), "scale"),
+        (lambda self, x: self.linear(x) + register(self, "shift", torch.zeros(8)), "shift"),
     ],
 )
 def test_what_a_forward_registers_is_refused(use, name):
-    refused(lambda: Around(use=use), rf"layer 1 \(Around\): forward registers {name}, limit", "one shard")
+    refused(lambda: Around(use=use), rf"layer 1: its parameter, buffer or child '{name}' came", "one shard")
 
 
 def register(module, name, value):
