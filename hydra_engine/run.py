@@ -414,7 +414,9 @@ class EngineRun:
                     self._events.put(event)
                     return task
                 self._handle(event)
-            self._progress.show((task.progress for task in self._tasks.values()), self._trace.now_s())
+            if self._num_setting_up < len(self._tasks):
+                set_up = (task.progress for task in self._tasks.values() if task.is_set_up)
+                self._progress.show(set_up, self._trace.now_s())
         return None
 
     def _drain(self) -> None:

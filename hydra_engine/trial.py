@@ -355,7 +355,9 @@ def _check_scheduler(scheduler: Any) -> None:
         return
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
-    wanted = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in passed_on]
     if wanted:
         raise ValueError(
             f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "
