@@ -284,6 +284,12 @@ class _Memory:
                 yield each
 
 
+def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
+    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
+    memory = _Memory([Registered("", tensor, True)])
+    return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
+
+
 class _Place:
     """Memory as NumPy takes it, which reads none of it."""
 

@@ -46,8 +46,8 @@ class Inspector(Protocol):
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
         """A unit begins, with these parameters."""
 
-    def enters(self, tensors: Iterable[Tensor]) -> None:
-        """See the tensors that a micro-batch starts from."""
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        """See what a micro-batch starts from."""
 
     def enters_layer(self, value: Any, frame: Frame) -> None:
         """See the value that a layer starts from."""
@@ -275,7 +275,7 @@ class Executor:
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
         if self.inspector is not None:
-            self.inspector.enters(micro.tensors())
+            self.inspector.enters(shard, m, micro)
         with _Drawing(micro.random, locked, self._redirects, self._generator, self.inspector) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]

@@ -28,13 +28,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
-from hydra_engine.bound_copy import Stale
-from hydra_engine.boundary import Boundary, memory_of
+from hydra_engine.bound_copy import Stale, kept_by
+from hydra_engine.boundary import Boundary, copy_in_dram, identical, memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
+from hydra_engine.micro_batch import MicroInput
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.promise import Promise
 from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed, seeded
@@ -52,6 +53,8 @@ from partitioners.skips import Frame
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
 PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
+# Of a batch: (inputs or target, which micro-batch, which tensor).
+Part: TypeAlias = "tuple[int, int, int]"
 # (of which shard, of what, which number): a digest.
 Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
 
@@ -96,6 +99,7 @@ def rehearse(
     stage = _Stage(state, device, num_threads)
     try:
         seconds, seen = stage.run(batch)
+        stage.check_batch(batch, seen)
         stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
@@ -113,6 +117,7 @@ def rehearse(
             seconds, _ = stage.run(batch)
         if evaluation is not None:
             _, seen = stage.run(evaluation)
+            stage.check_batch(evaluation, seen)
             stage.check_repeats(evaluation, seen, draws=draws)
             state.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
@@ -151,6 +156,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._shard = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
+        self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
+        self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
 
     @property
     def current(self) -> str:
@@ -184,7 +191,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
 
     def end(self) -> None:
         """What comes now may write to the parameters."""
-        self._views, self._slabs = {}, set()
+        self._views, self._slabs, self.batch = {}, set(), {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -232,6 +239,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 continue
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
+                part, copied = self.batch.get(_address(tensor), (None, None))
+                if part is not None and copied is not None:
+                    self.written.setdefault(part, (self.current, copied))
                 if _address(tensor) in self._slabs and tensor.numel():
                     raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
 
@@ -279,8 +289,15 @@ class _Inspector:
         """Whether it lies where parameters do."""
         return tensor.layout == torch.strided and _address(tensor) in self.places
 
-    def enters(self, tensors: Iterable[Tensor]) -> None:
-        self._guard.enter(tensors)
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        self._guard.enter(micro.tensors())
+        parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
+        self._guard.batch = {
+            _address(tensor): ((side, m, k), tensor)
+            for side, tensors in enumerate(parts)
+            for k, tensor in enumerate(tensors)
+            if tensor.numel()
+        }
 
     def enters_layer(self, value: Any, frame: Frame) -> None:
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
@@ -349,6 +366,46 @@ class _Stage:
             self.close()
             raise
 
+    def check_batch(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
+
+        Unless they find what they have left as good as what was there.
+        """
+        state, written = self._state, self._guard.written
+        loader = state.task.dataloader if batch.training else state.task.validation
+        found = None
+        for (side, m, k), (layer, _) in written.items() if state.task.trains else ():
+            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
+            own = given[side][k]
+            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
+                continue  # a cast of it, in plain PyTorch, too
+            named = layer if side and layer not in state.layout.names else f"layer {layer}"
+            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
+            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
+                raise ValueError(
+                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
+                    f"own, since a device has a copy of each; clone it first"
+                )
+            path = kept_by(own, ("loader", loader))
+            if path is not None and found is None:
+                found = f"{where} that {path} keeps"
+        if found is None:
+            return
+        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
+
+        def left_of(m: int, side: int) -> Boundary:
+            value = batch.boundaries[m][side]
+            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
+
+        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
+        _, other = self.run(replace(batch, boundaries=again))
+        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
+        if not stays or (self.repeats_bits and other != seen):
+            raise ValueError(
+                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
+                f"would go on from what is left there; clone it first, or let the loader give a copy"
+            )
+
     def check_names(self) -> None:
         """Check that no forward has registered anything."""
         self._state.layout.originals.check_names(self._executor.structure.layers)
@@ -366,6 +423,7 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
+        self._guard.written = {}
         state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
