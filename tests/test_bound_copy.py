@@ -591,6 +591,28 @@ def test_what_a_forward_registers_is_refused(use, name):
     refused(lambda: Around(use=use), rf"layer 1: its parameter, buffer or child '{name}' came", "one shard")
 
 
+def deletes(bank, x):
+    if hasattr(bank, "kept"):
+        del bank.kept
+    return bank.linear(x)
+
+
+def moves(bank, x):
+    kept = bank.kept
+    del bank.kept
+    bank.kept = kept  # an attribute like others now
+    return bank.linear(x) + kept
+
+
+@pytest.mark.parametrize("cut", ["each layer", "one shard"])
+@pytest.mark.parametrize("use", [deletes, moves])
+def test_a_buffer_that_a_forward_deletes_is_refused(use, cut):
+    def make():
+        return Around(lambda self: self.register_buffer("kept", torch.ones(8)), use)
+
+    refused(make, "layer 1: its parameter, buffer or child 'kept' came, went", cut)
+
+
 def register(module, name, value):
     if not hasattr(module, name):
         if isinstance(value, (nn.Module, nn.Parameter)):
