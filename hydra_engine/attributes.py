@@ -44,7 +44,6 @@ class Attributes:
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        self.tensors: list[tuple[str, str, Tensor]] = []  # (layer, attribute, tensor): neither parameter nor buffer
         self._nodes: list[_Node] = []
         self._known: set[int] = set()
         self._walk(layer, name, "")
@@ -58,11 +57,7 @@ class Attributes:
         todo = [(value, layer, attribute)]
         while todo:
             value, layer, attribute = todo.pop()
-            if isinstance(value, Tensor):
-                if not isinstance(value, nn.Parameter) and attribute:
-                    self.tensors.append((layer, attribute, value))
-                continue
-            if id(value) in self._known:
+            if isinstance(value, Tensor) or id(value) in self._known:
                 continue
             if isinstance(value, nn.Module):
                 self._known.add(id(value))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.boundary import ALIGNMENT_BYTES, extent_bytes
+from hydra_engine.randomness import TaskGenerator, seeded
 from partitioners.reach import reach
 
 _COMPARED = (bool, int, float, str, bytes)
@@ -166,7 +167,8 @@ class Layers:
     def _deepcopy(self, memo: dict[Any, Any]) -> dict[str, nn.Module]:
         known = dict(memo)
         try:
-            return copy.deepcopy(self._named, memo)
+            with TaskGenerator(seeded(0)):  # a layer may copy itself by making a new one, which draws its weights
+                return copy.deepcopy(self._named, memo)
         except Exception as error:
             cause, where = error, next(iter(self._named))
             for path, value, _ in reach(*self._named.items(), copied_only=True):
@@ -280,6 +282,12 @@ class _Memory:
             place, each = self._places[k]
             if _shares(array, place):
                 yield each
+
+
+def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
+    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
+    memory = _Memory([Registered("", tensor, True)])
+    return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
 
 
 class _Place:

@@ -70,7 +70,8 @@ class Boundary:
                 numbers[id(leaf)] = len(tensors)
                 tensors.append(leaf)
             leaves.append(_Slot(numbers[id(leaf)]))
-        shares_memory = len({t.untyped_storage().data_ptr() for t in tensors}) < len(tensors)
+        places = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]  # what is empty lies nowhere
+        shares_memory = len(set(places)) < len(places)
         return cls(tuple(tensors), tuple(t.requires_grad for t in tensors), tuple(leaves), spec, shares_memory)
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
@@ -220,6 +221,19 @@ def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return True if the memory of both is read alike."""
     return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same bytes read alike: NaN is the same as NaN, and 0.0 another number than -0.0."""
+    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
+    return same_kind and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """As bytes; a view where no gaps lie between the elements, which may hold anything."""
+    is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
+    memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
+    return memory.reshape(-1).view(torch.uint8).cpu()
 
 
 def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:

@@ -46,8 +46,8 @@ class Inspector(Protocol):
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
         """A unit begins, with these parameters."""
 
-    def enters(self, tensors: Iterable[Tensor]) -> None:
-        """See the tensors that a micro-batch starts from."""
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        """See what a micro-batch starts from."""
 
     def enters_layer(self, value: Any, frame: Frame) -> None:
         """See the value that a layer starts from."""
@@ -89,7 +89,7 @@ class Executor:
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
         self._is_narrow = structure.narrow is not None
-        self._loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
+        self.loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
         self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
         # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
@@ -273,7 +273,7 @@ class Executor:
         self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
     ) -> MicroOutput:
         if self.inspector is not None:
-            self.inspector.enters(micro.tensors())
+            self.inspector.enters(shard, m, micro)
         with _Drawing(micro.random, locked, self._redirects, self._generator, self.inspector) as drawing:
             arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
             versions = [tensor._version for tensor in tensors]
@@ -406,7 +406,7 @@ class Executor:
         self.current = "loss_fn"
         if self.inspector is not None:
             self.inspector.enters_layer(value, Frame({}))
-        loss = self._loss_fn(value, micro.target.build(micro.target.tensors))
+        loss = self.loss_fn(value, micro.target.build(micro.target.tensors))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")

@@ -162,6 +162,11 @@ class HostPool:
             if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
                 place.copy_(data)
                 slot.parameter.data = place
+                if self.layout.keeps_residues and slot.link_dtype == slot.dtype and residue(data) != slot.residue:
+                    raise ValueError(
+                        f"parameter {slot.name} was given other memory in a step, at an address of {residue(data)} "
+                        f"modulo 64, limit: {slot.residue}, where it was; write into it (parameter.data.copy_(...))"
+                    )
 
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update."""

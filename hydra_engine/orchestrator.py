@@ -86,7 +86,8 @@ class ModelOrchestrator:
         check_sharing(self._planned)
         self._pending = list(self._planned)  # not begun to train
         self._busy = threading.Lock()
-        self._changing = threading.Lock()  # of which tasks there are, and whether they train
+        self._changing = threading.RLock()  # of which tasks there are, and whether they train
+        self._is_planning = False  # all of them, which the thread that holds it now does
         self._running: EngineRun | None = None
         self._over: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         self._training: list[PlannedTask] = []  # in that run
@@ -157,6 +158,7 @@ class ModelOrchestrator:
         """
         _refuse_autocast("add_task")
         with self._changing:
+            self._check_outside("add_task")
             [(task, name)] = _named([task], len(self._planned))
             if name in (each.name for each in self._planned):
                 raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
@@ -205,6 +207,13 @@ class ModelOrchestrator:
         if not is_wanted:
             self._drop(planned)
 
+    def _check_outside(self, what: str) -> None:
+        if self._is_planning:
+            raise RuntimeError(
+                f"{what}: called by a loader, a layer or a callback's on_epoch_begin, in the thread that plans all "
+                f"tasks; call it before generate(), or once training has begun; StopTask ends a callback's own task"
+            )
+
     def _drop(self, planned: PlannedTask) -> None:
         """Nobody will train it."""
         with self._changing:
@@ -220,6 +229,7 @@ class ModelOrchestrator:
         over. Raises ValueError for an unknown name.
         """
         with self._changing:
+            self._check_outside("stop_task")
             planned = self._named(name, "stop_task")
             if planned in self._pending:
                 self._pending.remove(planned)
@@ -379,6 +389,13 @@ class ModelOrchestrator:
             yield host
 
     def _generate(self, host: HostThreads) -> Plan:
+        self._is_planning = True
+        try:
+            return self._plan_all(host)
+        finally:
+            self._is_planning = False
+
+    def _plan_all(self, host: HostThreads) -> Plan:
         for device in self._devices:
             device.check_free()
         check_dram(self._pending)

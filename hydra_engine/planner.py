@@ -53,6 +53,7 @@ from partitioners import (
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
+from partitioners.profile import noted
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
 UNIT_S = 450e-6
@@ -476,10 +477,14 @@ class PlannedTask:
         except (ChangesParameters, AttributeError, RuntimeError) as error:
             reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
             if not reads_another and not isinstance(error, ChangesParameters):
+                noted(error, f"task {self.name}")
                 raise
             note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
             remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
             raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
+        except Exception as error:
+            noted(error, f"task {self.name}")
+            raise
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
         if not self.task.trains:

@@ -11,12 +11,12 @@ Both watch which memory operations read and write. What differs is refused with 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, count
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -28,16 +28,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
-from hydra_engine.bound_copy import Stale
-from hydra_engine.boundary import memory_of
+from hydra_engine.bound_copy import Stale, kept_by
+from hydra_engine.boundary import Boundary, copy_in_dram, identical, memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.events import Computed, Event, Failed, Stored
 from hydra_engine.executor import Executor
 from hydra_engine.indices import IndexLimit
+from hydra_engine.micro_batch import MicroInput
 from hydra_engine.optimizer import TaskOptimizer
 from hydra_engine.promise import Promise
-from hydra_engine.randomness import RandomState, Stream, capture, installed, seeded
+from hydra_engine.randomness import RandomState, Stream, TaskGenerator, capture, installed, seeded
 from hydra_engine.reader import Batch
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Unit
 from hydra_engine.shard import Shard
@@ -46,24 +47,35 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
+from partitioners.profile import noted
+from partitioners.reach import CLASS, GLOBALS, PLAIN, reach
 from partitioners.skips import Frame
 
+# By the attributes that lead there, and whether it is the copy's own: what is there.
+PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
+# Of a batch: (inputs or target, which micro-batch, which tensor).
+Part: TypeAlias = "tuple[int, int, int]"
 # (of which shard, of what, which number): a digest.
 Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
 
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
-# What numbers that go on changing are set to, to see whether that matters to anybody: more than any count of steps
-# that a layer waits for, and one before a multiple of most periods.
-LATE, PERIODIC = 1_000_003, 1_007_999
-LATE_LENGTH = 10_000
-VALUES = (Tensor, dict, list, tuple)
+LOSS = "loss_fn"
+BYTES = "bytes "  # before a digest
 # Attributes that a message names.
 MOST_NAMED = 4
 REMEDY = (
     "keep what changes from call to call in buffers, draw from torch's own generator instead of one of the layer, and "
     "hand what other layers or the loss need on in the output (or with Skips), and in the target what the loss needs "
     "from step to step"
+)
+KEEP_IN_BUFFERS = (
+    "each device's copy would count or gather for itself: keep it in a buffer (register_buffer), or outside of the "
+    "layer, in a list that its forward appends to"
+)
+KEEP_OUTSIDE = (
+    "how often and where it is called is up to the engine: keep it in a buffer of a loss module, gather it in a "
+    "callback, or pass it in the target"
 )
 
 
@@ -87,6 +99,7 @@ def rehearse(
     stage = _Stage(state, device, num_threads)
     try:
         seconds, seen = stage.run(batch)
+        stage.check_batch(batch, seen)
         stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
@@ -104,6 +117,7 @@ def rehearse(
             seconds, _ = stage.run(batch)
         if evaluation is not None:
             _, seen = stage.run(evaluation)
+            stage.check_batch(evaluation, seen)
             stage.check_repeats(evaluation, seen, draws=draws)
             state.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
@@ -124,7 +138,7 @@ class _Refused(Exception):
 
 
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises where a layer computes with the original weights, writes to a copy, or takes what another unit made.
+    """Raises where a layer computes with the original weights, writes to a copy, or takes what another shard made.
 
     Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
     """
@@ -139,9 +153,11 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self.executor: Executor | None = None  # which knows the layer that runs
         self.is_carrying = False
         self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
-        self._unit = 0
-        self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which unit, by which layer
+        self._shard = 0
+        self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
+        self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
+        self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
 
     @property
     def current(self) -> str:
@@ -158,9 +174,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         """A step begins: what was made before it is everybody's."""
         self._made.clear()
 
-    def begin(self, views: Mapping[int, Tensor]) -> None:
-        """A unit begins, with these parameters."""
-        self._unit += 1
+    def begin(self, shard: int, views: Mapping[int, Tensor]) -> None:
+        """A unit of a shard begins, with these parameters."""
+        self._shard = shard
         self._anothers = {} if self.executor is None else self.executor.structure.unbound()
         self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
 
@@ -175,7 +191,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
 
     def end(self) -> None:
         """What comes now may write to the parameters."""
-        self._views, self._slabs = {}, set()
+        self._views, self._slabs, self.batch = {}, set(), {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -200,14 +216,14 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 address = _address(tensor)
                 if address and address not in taken:
                     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                    self._made[address] = self._unit, self.current, reference
+                    self._made[address] = self._shard, self.current, reference
         return result
 
     def _check_made(self, address: int) -> None:
-        unit, layer, reference = self._made[address]
+        shard, layer, reference = self._made[address]
         if reference.expired():  # type: ignore[no-untyped-call]
             del self._made[address]
-        elif unit != self._unit:
+        elif shard != self._shard:
             raise _Refused(
                 f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
                 f"or pass it with Skips"
@@ -223,6 +239,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 continue
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
+                part, copied = self.batch.get(_address(tensor), (None, None))
+                if part is not None and copied is not None:
+                    self.written.setdefault(part, (self.current, copied))
                 if _address(tensor) in self._slabs and tensor.numel():
                     raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
 
@@ -252,20 +271,33 @@ class _Inspector:
     def __init__(self, state: TaskState, guard: _Guard) -> None:
         self.in_backward: RandomState | None = None
         self.carries = False
+        self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
         self.changed: dict[Changed, None] = {}  # in the order in which they were found
         self._state = state
         self._guard = guard
 
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
-        self._guard.begin(views)
+        self._guard.begin(shard.index, views)
+        self.places |= {_address(view) for view in views.values()}
         if not self.carries:
             last = shard.last if shard.last < self._state.layout.num_layers else len(self._state.layout.layers)
             for k in range(shard.first, last):
                 self.left.pop(k, None)
 
-    def enters(self, tensors: Iterable[Tensor]) -> None:
-        self._guard.enter(tensors)
+    def is_bound(self, tensor: Tensor) -> bool:
+        """Whether it lies where parameters do."""
+        return tensor.layout == torch.strided and _address(tensor) in self.places
+
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        self._guard.enter(micro.tensors())
+        parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
+        self._guard.batch = {
+            _address(tensor): ((side, m, k), tensor)
+            for side, tensors in enumerate(parts)
+            for k, tensor in enumerate(tensors)
+            if tensor.numel()
+        }
 
     def enters_layer(self, value: Any, frame: Frame) -> None:
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
@@ -319,20 +351,60 @@ class _Stage:
             guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
-            metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
-            self._worker.admit(state, lambda: guard, (copy_of_function(task.loss_fn, model), metrics))
+            with TaskGenerator(seeded(0)):  # what copies itself may draw
+                loss_fn = copy_of_function(task.loss_fn, model)
+                metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
+            self._worker.admit(state, lambda: guard, (loss_fn, metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
             guard.names = [slot.name for slot in state.layout.slots]
             guard.executor = self._executor
             self._limit = IndexLimit(self._executor.structure.layers[0])
-            held = {id(each): each for attributes in self._executor.attributes for _, _, each in attributes.tensors}
-            bound = {id(each) for each in (*self._executor.structure.parameters, *self._executor.structure.buffers)}
-            own = [each for key, each in held.items() if key not in bound and not isinstance(each, Stale)]
-            self._tensors = [(each, _digest([each])) for each in own]
+            self._roots = self._rooted(task.loss_fn)
+            self._begun = self._plain_state()
         except BaseException:
             self.close()
             raise
+
+    def check_batch(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
+
+        Unless they find what they have left as good as what was there.
+        """
+        state, written = self._state, self._guard.written
+        loader = state.task.dataloader if batch.training else state.task.validation
+        found = None
+        for (side, m, k), (layer, _) in written.items() if state.task.trains else ():
+            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
+            own = given[side][k]
+            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
+                continue  # a cast of it, in plain PyTorch, too
+            named = layer if side and layer not in state.layout.names else f"layer {layer}"
+            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
+            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
+                raise ValueError(
+                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
+                    f"own, since a device has a copy of each; clone it first"
+                )
+            path = kept_by(own, ("loader", loader))
+            if path is not None and found is None:
+                found = f"{where} that {path} keeps"
+        if found is None:
+            return
+        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
+
+        def left_of(m: int, side: int) -> Boundary:
+            value = batch.boundaries[m][side]
+            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
+
+        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
+        _, other = self.run(replace(batch, boundaries=again))
+        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
+        if not stays or (self.repeats_bits and other != seen):
+            raise ValueError(
+                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
+                f"would go on from what is left there; clone it first, or let the loader give a copy"
+            )
 
     def check_names(self) -> None:
         """Check that no forward has registered anything."""
@@ -351,6 +423,7 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
+        self._guard.written = {}
         state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
@@ -438,20 +511,27 @@ class _Stage:
         Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
         saves torch's global generator itself is such a one, since the mode that redirects draws does not see it.
         """
-        state = self._state
-        left = dict(self._inspector.left)
-        with self._carrying():
-            carried = self._run_again(batch)
-        if not self.repeats_bits:
-            return
-        while (different := _differences(seen, carried)) and draws and different[0][0] not in state.locked:
-            state.locked.add(different[0][0])  # one more each time, so this ends
-            _, seen = self.run(batch)
+        state, locked = self._state, len(self._state.locked)
+        while True:
+            with self._carrying():
+                before = self._plain_state()
+                carried = self._run_again(batch)
+                after = self._plain_state()
+            different = _differences(seen, carried) if self.repeats_bits else []
+            while different and draws and different[0][0] not in state.locked:
+                state.locked.add(different[0][0])  # one more each time, so this ends
+                _, seen = self.run(batch)
+                different = _differences(seen, carried)
+            if len(state.locked) == locked:
+                break
+            locked = len(state.locked)  # only now are what a run has left and what the next one leaves to be compared
+        self._check_settled(before, after)
         if different:
             self._refuse(different[0])
         names = state.layout.names
         state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
-        self._check_numbers(batch, seen, left)
+        if self.repeats_bits and after != self._begun:
+            self._check_after_another(batch, carried)
 
     @contextmanager
     def _carrying(self) -> Iterator[None]:
@@ -494,34 +574,71 @@ class _Stage:
         _, seen = self.run(batch, apart=False)
         return seen
 
-    def _check_numbers(self, batch: Batch, seen: Seen, before: Mapping[int, Sequence[Contents]]) -> None:
-        """Refuse layers in which something depends on a number that goes on changing, from some later step on.
+    def _rooted(self, loss_fn: Any) -> list[tuple[str, object]]:
+        """What runs: layers, the loss."""
+        structure = self._executor.structure
+        roots: list[tuple[str, object]] = list(zip(structure.names, structure.layers, strict=True))
+        if not isinstance(loss_fn, nn.Module):
+            roots.append((LOSS, self._executor.loss_fn))
+        return roots
 
-        Nothing of the two runs tells: only what a run does that finds it as it will be then.
+    def _plain_state(self) -> PlainState:
+        """What the copies hold beside parameters and buffers, which are placeholders here."""
+        structure, layout = self._executor.structure, self._state.layout
+        besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
+        besides |= {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        found: PlainState = {}
+        for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
+            if isinstance(value, Stale) or (isinstance(value, Tensor) and self._inspector.is_bound(value)):
+                continue  # out of date as soon as its unit is over
+            # A closure of the loss has been copied with it.
+            is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
+            if (shown := _shown(value)) is not None:
+                found.setdefault((path, is_own), []).append(shown)
+        return found
+
+    def _check_settled(self, before: PlainState, after: PlainState) -> None:
+        """Refuse what a second run of the same input has changed again: it matters now, or at some later step.
+
+        Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
         """
-        left = dict(self._inspector.left)
-        growing = [key for layer in left if layer in before for key in _growing(layer, before[layer], left[layer])]
-        tensors = [tensor for tensor, digest in self._tensors if digest != _digest([tensor])]
-        if not growing and not tensors:
-            return
-        values = [tensor.clone() for tensor in tensors]
-        for late in (_late, _periodic):
-            for layer in {layer for layer, _, _ in growing}:
-                contents: list[Any] = [copy.copy(each) for each in left[layer]]
-                for _, node, key in (each for each in growing if each[0] == layer):
-                    contents[node] = late(contents[node], key)
-                self._inspector.left[layer] = contents
-            for tensor in tensors:
-                tensor.fill_(LATE if late is _late else PERIODIC)
+        for key in {**before, **after}:
+            (path, is_own), old, new = key, before.get(key), after.get(key)
+            if old == new or not (is_own or (old and new and len(old) == len(new))):
+                continue
+            a, b = ("nothing" if each is None else ", ".join(each) for each in (old, new))
+            has_bits = BYTES in a + b
+            if not self.repeats_bits and (has_bits or "." in a + b):
+                continue  # kernels there may give other bits
+            layer = max((name for name in self._known_modules() if path.startswith(f"{name}.")), key=len, default=LOSS)
+            where = LOSS if layer == LOSS else f"layer {layer}"
+            how = "to another value" if has_bits else f"from {a} to {b}"
+            attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
+            raise ValueError(
+                f"{self._state.name}: {where}: forward changes its attribute {attribute!r} {how} "
+                f"when it runs again on the same input, limit: what is the same after each such run; "
+                + (KEEP_OUTSIDE if where == LOSS else KEEP_IN_BUFFERS)
+            )
+
+    def _known_modules(self) -> dict[str, nn.Module]:
+        return self._modules(self._executor.structure.layers)
+
+    def _check_after_another(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers in which something depends on what another batch has left; this one turned round is another."""
+        keep_saved, index_limit = set(self._state.keep_saved), self._state.index_limit
+        turned = replace(batch, boundaries=[(_turned(x), _turned(y)) for x, y in batch.boundaries])
+        is_through = False
+        with self._carrying():
+            self._guard.is_carrying = False
             try:
-                with self._carrying():
-                    found = self._run_again(batch)
-            finally:
-                self._inspector.left = dict(left)
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
-            if different := _differences(seen, found):
-                self._refuse(different[0], " once it has been called more often")
+                self._run_again(turned)
+                is_through = True
+            except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
+                self._state.keep_saved = keep_saved
+            found = self._run_again(batch)
+        self._state.index_limit = index_limit
+        if is_through and (different := _differences(seen, found)):
+            self._refuse(different[0], " after another batch")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         j, what = different
@@ -572,85 +689,45 @@ class _Stage:
                 f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
                 f"{error}{self._because()}; {REMEDY}"
             ) from error
-        raise error
+        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
 
 
-def _growing(layer: int, before: Sequence[Contents], after: Sequence[Contents]) -> Iterator[tuple[int, int, Any]]:
-    """Places of what a second run changed again, and of lists that it made longer (None): (layer, container, key)."""
-    for node, (old, new) in enumerate(zip(before, after, strict=True)):
-        if isinstance(old, dict) and isinstance(new, dict):
-            pairs = [(key, old[key], new[key]) for key in new if key in old]
-        else:
-            pairs = [(key, *each) for key, each in enumerate(zip(old, new, strict=False))]
-            if len(new) > len(old):
-                yield layer, node, None
-        for key, a, b in pairs:
-            is_other = a != b if _is_number(a) and _is_number(b) else a is not b and isinstance(b, VALUES)
-            if is_other and type(a) is type(b):
-                yield layer, node, key
+def _turned(value: Boundary) -> Boundary:
+    """Another value of the same shapes, of the same numbers where these differ."""
+    return value.around([_turned_tensor(tensor) for tensor in value.tensors])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _turned_tensor(tensor: Tensor) -> Tensor:
+    """Another order and other values, that are as good: indices within their range, sorted ones sorted."""
+    turned = tensor.detach().flip(list(range(tensor.dim())))
+    if tensor.is_floating_point() or tensor.is_complex():
+        turned = turned * 0.5
+    elif tensor.dtype != torch.bool and tensor.numel():
+        turned = turned.min() + turned.max() - turned
+    return torch.empty_like(tensor).copy_(turned)
 
 
-def _late(contents: Any, key: Any) -> Any:
-    """A container as it may be after many calls."""
-    if key is None:
-        return [*contents, *[_poisoned(contents[-1])] * LATE_LENGTH]
-    contents[key] = _poisoned(contents[key])
-    return contents
-
-
-def _poisoned(value: Any) -> Any:
-    """Another value of the same kind, that shows where it is used."""
+def _shown(value: Any) -> str | None:
+    """What tells the state of a value from others, and is to be compared; None for what holds others, or nothing."""
     if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            return torch.full_like(value.detach(), float("nan"))
-        return ~value if value.dtype == torch.bool else 1 - value
-    if isinstance(value, dict):
-        return {key: _poisoned(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_poisoned, value))
-    return type(value)(LATE) if _is_number(value) else value
+        return BYTES + (_digest([value]).hex() if value.layout == torch.strided else str(value.layout))
+    if isinstance(value, np.ndarray):
+        return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
+    if isinstance(value, torch.Generator):
+        return BYTES + _digest([value.get_state()]).hex()
+    if isinstance(value, random.Random):
+        return BYTES + _hash(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return BYTES + _hash(repr(value.bit_generator.state).encode())
+    if isinstance(value, np.random.RandomState):
+        return BYTES + _hash(repr(value.get_state(legacy=False)).encode())
+    if isinstance(value, (*PLAIN, count)):
+        return repr(value)
+    return None
 
 
-def _periodic(contents: Any, key: Any) -> Any:
-    """A container as it may be when a layer does what it does every so many calls, or at a certain one."""
-    if key is None:
-        return contents
-    if _is_number(contents[key]):
-        contents[key] = _Periodic(PERIODIC) if isinstance(contents[key], int) else -float(LATE)
-    return contents
-
-
-class _Periodic(int):
-    """A number that is a multiple of any other, and equal to it; sums and differences are so too."""
-
-    def __add__(self, other: Any) -> Any:
-        return _Periodic(int(self) + other) if isinstance(other, int) else int(self) + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return _Periodic(int(self) - other) if isinstance(other, int) else int(self) - other
-
-    def __mod__(self, other: Any) -> int:
-        return 0
-
-    def __and__(self, other: Any) -> int:
-        return 0
-
-    def __divmod__(self, other: Any) -> tuple[int, int]:
-        return int(self) // other, 0
-
-    def __eq__(self, other: object) -> bool:
-        return _is_number(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = int.__hash__
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _differences(seen: Seen, again: Seen) -> list[tuple[int, str]]:

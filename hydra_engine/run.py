@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -97,6 +97,8 @@ class _SetUp(NamedTuple):
     optimizer: TaskOptimizer | None = None
     num_steps: int | None = None
     error: BaseException | None = None
+
+
 class _Told(NamedTuple):
     """A task's callbacks have returned, for which this had to wait; Read: what is read begins an epoch."""
 
@@ -109,10 +111,17 @@ class _Saved(NamedTuple):
     task: str
 
 
+class _SaverFree(NamedTuple):
+    """A checkpoint is written, and another one fell due meanwhile."""
+
+
 class _Ended(NamedTuple):
     """A task's end was told to its callbacks."""
 
     task: str
+
+
+_Own: TypeAlias = "_Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _SaverFree | _Ended"
 
 
 class EngineRun:
@@ -133,9 +142,7 @@ class EngineRun:
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._trace = Trace()
-        self._events: Inbox[
-            Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended
-        ] = Inbox()
+        self._events: Inbox[Event | EpochAhead | _Own] = Inbox()
         self._scheduler = Scheduler(policy, double_buffer=double_buffer, is_resident=self._is_resident)
         self._progress = Progress(verbose)
         self._signals = signals
@@ -167,7 +174,7 @@ class EngineRun:
         self._next_trim_s = TRIM_INTERVAL_S
         self._makespan_s = 0.0
         self._interrupted = False
-        self._saving = None if saver is None else Saving(saver, self._tasks, self._pool.submit)
+        self._saving = None if saver is None else self._saving_by(saver)
         self._rescue = rescue
         self._lost: DeviceLost | None = None  # the first
         self._actions: dict[type, Callable[..., None]] = {
@@ -275,8 +282,10 @@ class EngineRun:
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
         self._tasks[planned.name] = training
         self._num_setting_up += 1
-        planned.reader.start(self._events.put, self._num_threads, partial(self._set_up, planned))
+        planned.reader.start(self._events.put, self._num_threads, partial(self._set_up, training))
         self._await_loader(planned)
+        if notifier.timeout_s is not None:
+            self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
 
     def add(self, planned: PlannedTask) -> bool:
         """Train one more task from now on; False where the run is over already. From any thread."""
@@ -302,24 +311,27 @@ class EngineRun:
 
     def _has_ended(self) -> bool:
         """Whether all is finished and told, and nothing more can come."""
-        is_setting_up = self._num_setting_up > 0 and not self._interrupted
-        if not self._scheduler.finished or self._num_ending or is_setting_up:
+        if not self._scheduler.finished or self._num_ending or self._num_setting_up:
             return False
         with self._arriving:
             self._is_over = self._num_arriving == 0
             return self._is_over
 
-    def _set_up(self, planned: PlannedTask) -> _SetUp:
+    def _set_up(self, training: RunningTask) -> _SetUp:
         """In the task's reader's thread: user code may block, and copying weights takes its time."""
+        planned = training.planned
         try:
             with self._opening:
+                if training.is_set_up:  # it has ended meanwhile
+                    return _SetUp(planned.name)
                 planned.state.open(self._host_memory)
             with planned.reader.calling():
-                return self._call_factories(planned)
+                return self._call_factories(training)
         except BaseException as error:
             return _SetUp(planned.name, error=error)
 
-    def _call_factories(self, planned: PlannedTask) -> _SetUp:
+    def _call_factories(self, training: RunningTask) -> _SetUp:
+        planned = training.planned
         task, state = planned.task, planned.state
         num_batches = _length(task.dataloader)
         num_steps = None if num_batches is None else num_batches * task.epochs
@@ -332,19 +344,18 @@ class EngineRun:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
         for worker in self._workers:
             worker.admit(state)  # copies layers, which is user code too
-        self._tasks[planned.name].watch()
+        training.watch()
         return _SetUp(planned.name, optimizer, num_steps)
 
     def _was_set_up(self, event: _SetUp) -> None:
         training = self._tasks[event.task]
         if training.is_set_up:
             return
-        self._deadlines.drop(event.task)
-        self._num_setting_up -= 1
-        training.is_set_up = True
         if event.error is not None:
             training.note_failure(Failed(event.task, event.error, "its set-up"))
+            self._end_early(training)
             return
+        self._note_set_up(training)
         planned, state = training.planned, training.state
         training.num_steps = event.num_steps
         if planned.saved is not None:
@@ -356,15 +367,23 @@ class EngineRun:
             if state.steps_on_device:
                 state.stepper = event.optimizer
         self._add(training)
-        notifier = training.notifier
-        notifier.is_stopped |= planned.is_stopped
-        if self._interrupted or notifier.is_stopped:  # meanwhile
+        training.notifier.is_stopped |= planned.is_stopped
+        if training.notifier.is_stopped:  # meanwhile
             self._handle(TaskStopped(event.task))
-        if notifier.timeout_s is not None:
-            self._await(self._callback_deadlines, planned.name, notifier.timeout_s)
+
+    def _note_set_up(self, training: RunningTask) -> None:
+        self._deadlines.drop(training.report.name)
+        self._num_setting_up -= 1
+        training.is_set_up = True
+
+    def _end_early(self, training: RunningTask) -> None:
+        """End a task that the scheduler will never know; its set-up may still be under way."""
+        self._note_set_up(training)
+        self._start_finish(Finish(training.report.name))
 
     def _add(self, training: RunningTask) -> None:
         planned, state = training.planned, training.state
+        training.is_scheduled = True
         self._handle(
             TaskAdded(
                 task=planned.name,
@@ -395,7 +414,9 @@ class EngineRun:
                     self._events.put(event)
                     return task
                 self._handle(event)
-            self._progress.show((task.progress for task in self._tasks.values()), self._trace.now_s())
+            if self._num_setting_up < len(self._tasks):
+                set_up = (task.progress for task in self._tasks.values() if task.is_set_up)
+                self._progress.show(set_up, self._trace.now_s())
         return None
 
     def _drain(self) -> None:
@@ -405,9 +426,7 @@ class EngineRun:
             with self._events as event:
                 self._handle(event)
 
-    def _handle(
-        self, event: Event | EpochAhead | _Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _Ended | Overdue
-    ) -> None:
+    def _handle(self, event: Event | EpochAhead | _Own | Overdue) -> None:
         if isinstance(event, Overdue):
             self._leave_late_loaders()
             self._leave_late_callbacks()
@@ -422,6 +441,10 @@ class EngineRun:
             return
         if isinstance(event, _Arrived):
             self._arrived(event.planned)
+            return
+        if isinstance(event, _SaverFree):
+            if self._saving is not None:
+                self._saving.free()
             return
         if isinstance(event, _Saved):
             self._submit(event.task, "its end", partial(self._end, event.task))
@@ -468,11 +491,16 @@ class EngineRun:
         if isinstance(event, StopRequested) and not self._interrupted:
             self._interrupted = True
             self._hurry_callbacks()
+            for training in list(self._tasks.values()):
+                if not training.is_set_up:
+                    self._end_early(training)
         if isinstance(event, StepCommitted) and self._tasks[event.task].owes_read:
             self._read(Read(event.task))
             self._tasks[event.task].owes_read = False
         if isinstance(event, (StepCommitted, ShardUpdated)):
             self._tell_step(event)
+        if isinstance(event, (Failed, TaskStopped)) and not self._tasks[event.task].is_scheduled:
+            return  # told by a callback as the task ended, which it never had begun
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
@@ -501,9 +529,13 @@ class EngineRun:
             training.notifier.epoch_begin(epoch)
             self._when_told(Read(training.report.name))
 
+    def _saving_by(self, saver: Saver) -> Saving:
+        saver.when_free = partial(self._events.put, _SaverFree())
+        return Saving(saver, self._tasks, self._pool.submit)
+
     def _save_last_commits(self, rescue: Callable[[], Saver]) -> None:
         try:
-            self._saving = Saving(rescue(), self._tasks, self._pool.submit)
+            self._saving = self._saving_by(rescue())
         except Exception as error:  # the run ends all the same
             print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
 
@@ -640,7 +672,8 @@ class EngineRun:
             worker.close()
         for name, training in self._tasks.items():
             if not training.planned.reader.close():
-                self._note_left(training, "its loader", training.planned.reader.thread_name)
+                what = "its loader" if training.is_scheduled else "its set-up"
+                self._note_left(training, what, training.planned.reader.thread_name)
             if (callback := late[name]) is not None:
                 self._note_left(training, f"its callback {callback}", training.notifier.thread_name)
             training.state.close()
@@ -870,7 +903,8 @@ class EngineRun:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
             training.notifier.look_away()
-            training.state.close()
+            with self._opening:  # its set-up may be at it
+                training.state.close()
             training.planned.leave()
             if training.optimizer is not None:
                 training.report.ema_state = training.optimizer.ema_state()

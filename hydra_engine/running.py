@@ -42,6 +42,7 @@ class RunningTask:
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     is_set_up: bool = False  # or is over already; before, its reader's thread calls the user's factories
+    is_scheduled: bool = False  # the scheduler knows it
     is_reading: bool = False
     epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
     ended_epoch: int = -1  # the last one that was told to be over

@@ -85,6 +85,8 @@ class Saver:
         self._lock = threading.Lock()  # of what the writing thread tells
         self._waited_s = 0.0  # of the save under way: for tasks to be captured
         self._num_waiting = 0  # saves that were asked for and are not through
+        self._is_owed = False  # a round fell due meanwhile
+        self.when_free: Callable[[], None] = lambda: None  # called, in some thread, once a round that is owed may begin
 
     @property
     def wanted(self) -> Collection[str]:
@@ -93,12 +95,21 @@ class Saver:
 
     def is_due(self, task: str, steps: int) -> bool:
         """Whether a round shall begin, now that a task has committed so many steps; none while one is under way."""
-        if self._num_waiting:
-            return False
         if self._every.seconds is not None:
-            return time.monotonic() - self._begun_s >= self._every.seconds
-        assert self._every.steps is not None
-        return steps - self._given_steps.get(task, 0) >= self._every.steps
+            is_due = time.monotonic() - self._begun_s >= self._every.seconds
+        else:
+            assert self._every.steps is not None
+            is_due = steps - self._given_steps.get(task, 0) >= self._every.steps
+        with self._lock:
+            self._is_owed |= is_due and self._num_waiting > 0
+            return is_due and not self._num_waiting
+
+    def take_owed(self) -> bool:
+        """Whether a round may begin that fell due while another was written."""
+        with self._lock:
+            is_owed = self._is_owed and not self._num_waiting
+            self._is_owed &= not is_owed
+            return is_owed
 
     def has(self, task: str, steps: int) -> bool:
         """Whether a task is saved, or being saved, as it is after so many steps."""
@@ -111,6 +122,7 @@ class Saver:
     def begin(self, tasks: Collection[str]) -> None:
         """Begin a round of these tasks; each is given, or passed over, later."""
         self._begun_s = time.monotonic()
+        self._is_owed = False
         self._wanted = set(tasks)
         self._round = _Round(list(tasks), SimpleQueue())
         self._submit(self._write_round, self._round)
@@ -161,6 +173,9 @@ class Saver:
         finally:
             with self._lock:
                 self._num_waiting -= 1
+                is_free = self._is_owed and not self._num_waiting
+            if is_free:
+                self.when_free()
 
     def _write_round(self, it: _Round) -> None:
         snapshots: list[Snapshot] = []

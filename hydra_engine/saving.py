@@ -58,6 +58,11 @@ class Saving:
         elif isinstance(event, ShardUpdated):
             self._capture(self._tasks[event.task])
 
+    def free(self) -> None:
+        """A save is written: begin the round that fell due meanwhile, if there is one."""
+        if self.saver.take_owed():
+            self._begin()
+
     def ends(self, training: RunningTask) -> None:
         """Nothing of a task is under way any more: a round need not wait for it."""
         if training.report.name in self.saver.wanted:
@@ -87,6 +92,8 @@ class Saving:
             for name, training in self._tasks.items()
             if self._can_be_saved(training) and not self.saver.has(name, training.report.steps)
         ]
+        if not names:
+            return
         self.saver.begin(names)
         for name in names:
             self._capture(self._tasks[name])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.bound_copy import Layers, Registered, StalePlace
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, residue
+from hydra_engine.boundary import ALIGNMENT_BYTES, extent, extent_bytes, identical, residue
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
@@ -144,7 +144,7 @@ class ModelLayout:
         """
         self._trains = trains
         self._alignment_bytes = alignment_bytes
-        self._keeps_residues = alignment_bytes == ALIGNMENT_BYTES
+        self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -173,7 +173,7 @@ class ModelLayout:
             size = extent(parameter.shape, parameter.stride())
             num_bytes = size * parameter.element_size()
             link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
-            start = residue(parameter) if self._keeps_residues else 0
+            start = residue(parameter) if self.keeps_residues else 0
             link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
             slot = Slot(
                 index=len(self.slots),
@@ -245,16 +245,17 @@ class ModelLayout:
                     continue
                 module, value = layer.get_submodule(path), values[index]
                 own = before[index]
-                is_there = not self._keeps_residues or residue(own) == residue(value)
+                is_there = not self.keeps_residues or residue(own) == residue(value)
                 if own.shape == value.shape and own.dtype == value.dtype and is_there:
-                    if not torch.equal(own, value):  # expanded ones cannot be written to
+                    # Expanded ones cannot be written to.
+                    if not identical(own, value) and (own.stride() == value.stride() or not torch.equal(own, value)):
                         own.copy_(value)
                 else:  # a forward bound a tensor of another kind, or at another address
                     module._buffers[name] = self.buffers[index] = value
 
     def moved(self) -> Slot | None:
         """The first parameter whose address modulo 64 is another than it was, if it is kept."""
-        slots = self.slots if self._keeps_residues else []
+        slots = self.slots if self.keeps_residues else []
         return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
@@ -263,7 +264,7 @@ class ModelLayout:
 
     def buffer_bytes(self, buffer: Tensor) -> int:
         """Bytes that a buffer takes on a device."""
-        return self.aligned((residue(buffer) if self._keeps_residues else 0) + extent_bytes(buffer))
+        return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:
         """In the order of `model.parameters()`."""
@@ -371,9 +372,9 @@ class Structure:
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self.layers: list[nn.Module]
-        self._stale: list[StalePlace]
+        self.stale: list[StalePlace]
         self._registered = layout.originals.registered
-        self.layers, self._stale = layout.originals.copy([*self.parameters, *self.buffers])
+        self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
         if narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, narrow)
@@ -430,5 +431,5 @@ class Structure:
         for index in shard.buffers:
             buffer = self.buffers[index]
             buffer.data = self._placeholder(buffer.dtype)
-        for module, attribute, stale in self._stale:  # made by this unit: another one cannot go on from it
+        for module, attribute, stale in self.stale:  # made by this unit: another one cannot go on from it
             vars(module)[attribute] = stale

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.arena import Slab
-from hydra_engine.boundary import Boundary, extent_bytes, flat, place_for, residue, with_bits_of
+from hydra_engine.boundary import Boundary, extent_bytes, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.device import LOAD, STORE, OpenDevice
 from hydra_engine.indices import check_indices
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
@@ -252,7 +252,7 @@ class Spiller:
         changed = {
             index: value
             for index, value in after.items()
-            if not _same(value, before[index]) or (is_here and residue(value) != residue(before[index]))
+            if not identical(value, before[index]) or (is_here and residue(value) != residue(before[index]))
         }
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.any_may_change = True
@@ -358,7 +358,3 @@ def _alias(tensor: Tensor) -> Tensor:
     """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)

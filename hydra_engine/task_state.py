@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.boundary import ALIGNMENT_BYTES, extent, flat, memory_of, residue, same_bits
+from hydra_engine.boundary import ALIGNMENT_BYTES, identical, residue
 from hydra_engine.dram import HostMemory
 from hydra_engine.indices import direct_limit
 from hydra_engine.loss_scale import LossScale
@@ -351,22 +351,10 @@ def _inside(shards: Sequence[Shard], old: Sequence[Shard], marked: set[int]) -> 
 
 def _repeated(stored: Tensor, again: Tensor) -> bool:
     """Whether two runs of a forward gave the same; a device's kernels may add in another order each time."""
-    if _same_bits(stored, again):
+    if identical(stored, again):
         return True
     if again.device.type == "cpu" or stored.shape != again.shape or not again.is_floating_point():
         return False
     again = again.detach().to("cpu", torch.float32)
     wide, scale = stored.to(torch.float32), float(again.abs().max())
     return torch.allclose(wide, again, rtol=ORDER_TOLERANCE, atol=ORDER_TOLERANCE * scale, equal_nan=True)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
-    return same_kind and torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """As bytes, so that NaN equals NaN; a view where no gaps lie between the elements, which may hold anything."""
-    is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
-    memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
-    return memory.reshape(-1).view(torch.uint8).cpu()

@@ -203,6 +203,7 @@ class _Trial:
         _give(plain.parameters, gradients)
         mine = _numbers(plain.parameters)
         before, random_before = _beside(optimizer, mine), self._process_wide()
+        places = [parameter.data_ptr() for parameter in plain.parameters]
         try:
             plain.step(self._draws)
         except Exception as error:
@@ -216,6 +217,13 @@ class _Trial:
                 f"and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
                 f"optimizer_scope='task'"
             )
+        for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
+            if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
+                raise ValueError(
+                    f"{self._name}: optimizer: {kind} gives parameter {slot.name} other memory in its step, limit: an "
+                    f"address of {slot.residue} modulo 64, where its weights begin and where they stay, since kernels "
+                    f"choose by it; write into it (parameter.data.copy_(...)), or clone the weight before training"
+                )
         after = _beside(optimizer, mine)
         changed = [key for key in before | after if before.get(key) != after.get(key)]
         if refuses_kept and changed:
@@ -355,7 +363,9 @@ def _check_scheduler(scheduler: Any) -> None:
         return
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
-    wanted = [p.name for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in passed_on]
     if wanted:
         raise ValueError(
             f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "

@@ -90,7 +90,7 @@ class Worker:
 
     def dismiss(self, name: str) -> None:
         """Forget a task."""
-        del self._executors[name]
+        self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
         self._forget_left(name)
 

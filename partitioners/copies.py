@@ -17,6 +17,9 @@ from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
 from partitioners.reach import reach
 
+# What a function may count or gather in, in its globals.
+KEEPERS = (bool, int, float, str, list, dict, set)
+
 
 class Copies:
     """Copies of a model's layers, of which nothing is kept here: all of a model's would pile up.
@@ -136,7 +139,8 @@ def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
     """A function that remembers by itself: what a loss or metric keeps from call to call, the original does not see.
 
     Objects, bound methods, partials and closures are copied, whatever they hold; not `modules` and what is in them, nor
-    any module's parameters. What cannot be copied, and what a function keeps in globals, is shared.
+    any module's parameters; numbers, lists, dicts and sets in globals that a function names. What cannot be copied is
+    shared.
     """
     held = [module for each in modules for module in each.modules()]
     memo: dict[int, Any] = {id(module): module for module in held}
@@ -172,12 +176,14 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 def _copied_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     cells = function.__closure__ or ()
-    if not cells and not function.__defaults__ and not function.__kwdefaults__ and not vars(function):
+    outside = function.__globals__
+    named = [name for name in function.__code__.co_names if isinstance(outside.get(name), KEEPERS)]
+    if not (cells or named or function.__defaults__ or function.__kwdefaults__ or vars(function)):
         return function
-    copied = FunctionType(
-        function.__code__, function.__globals__, function.__name__, None, tuple(CellType() for _ in cells)
-    )
+    inside = {**outside} if named else outside
+    copied = FunctionType(function.__code__, inside, function.__name__, None, tuple(CellType() for _ in cells))
     memo[id(function)] = copied  # before what it holds: it may hold itself
+    inside.update((name, _copied(outside[name], memo)) for name in named)
     copied.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
     copied.__defaults__ = _copied(function.__defaults__, memo)
     copied.__dict__.update(_copied(dict(vars(function)), memo))

@@ -338,12 +338,17 @@ def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
     except UnfitTensor as error:
         raise UnfitTensor(f"layer {index} ({name}): {error}") from error
     except Exception as error:
-        note = f"in layer {index} ({name}){beside}, while it was profiled"
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        elif error.args and isinstance(error.args[0], str):  # Python 3.10
-            error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+        noted(error, f"in layer {index} ({name}){beside}, while it was profiled")
         raise
+
+
+def noted(error: BaseException, note: str) -> BaseException:
+    """Add to an exception's text."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+    return error
 
 
 @contextlib.contextmanager

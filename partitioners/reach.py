@@ -7,19 +7,25 @@ import gc
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from partitioners.skips import Skips
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
-# Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none.
-_ENDS = (*_PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+# Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none; a
+# handle leads to hooks that their module leads to as well.
+_ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, RemovableHandle)
+_NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
+# On the way to what neither an object nor a closure has for itself.
+CLASS, GLOBALS = "__class__", "__globals__"
+_CONTAINERS = (dict, list, set, deque)
 _ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
 _IN_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -32,30 +38,43 @@ class Held(NamedTuple):
     is_copied: bool  # a deepcopy leads to a copy of it; what a closure or a weak reference holds, it shares
 
 
-def reach(*roots: tuple[str, object], copied_only: bool = False) -> Iterator[Held]:
+def reach(
+    *roots: tuple[str, object], copied_only: bool = False, plain: bool = False, besides: Collection[int] = ()
+) -> Iterator[Held]:
     """Give the roots, by these names, and everything that they hold, each once, by the shortest path.
 
     Followed are attributes, slots, containers, partial functions, bound methods, closures, defaults and weak
     references; what a module's class holds, if it is not torch's; and of the globals that a function names, tensors,
     modules and functions beside it. `copied_only`: no more than a deepcopy leads to.
+
+    `plain`: numbers and words too, and these and tensors wherever they are; also of the globals that a function names.
+    `besides`: ids of what is not looked at.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
+    ends = _NO_VALUES if plain else _ENDS
     copied, shared = deque(roots), deque[tuple[str, object]]()
     while copied or shared:
         is_copied = bool(copied)
         where, value = (copied or shared).popleft()
-        if id(value) in seen:
+        if id(value) in besides:
             continue
-        seen[id(value)] = value
+        is_again, seen[id(value)] = id(value) in seen, value
+        if plain and isinstance(value, PLAIN):
+            yield Held(where, value, is_copied)
+            continue
+        if is_again and not (plain and isinstance(value, torch.Tensor)):
+            continue
         yield Held(where, value, is_copied)
-        (copied if is_copied else shared).extend(_each(where, _copied_by(value)))
+        if is_again:
+            continue
+        (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
-            shared.extend(_each(where, _shared_by(value)))
+            shared.extend(_each(where, _shared_by(value, plain=plain), ends))
 
 
-def _each(where: str, found: Iterator[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...]) -> Iterator[tuple[str, object]]:
     for name, value in found:
-        if not isinstance(value, _ENDS):
+        if not isinstance(value, ends):
             yield (where + name).lstrip("."), value
 
 
@@ -63,7 +82,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
     """Values that a deepcopy goes on to."""
     if isinstance(value, dict):
         for key, each in value.items():
-            yield f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]", each
+            yield f"[{key!r}]" if isinstance(key, PLAIN) else "[...]", each
             yield ".keys()", key
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from ((f"[{k}]", each) for k, each in enumerate(value))
@@ -95,14 +114,15 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
                     yield f".{name}", getattr(value, name)
 
 
-def _shared_by(value: Any) -> Iterator[tuple[str, object]]:
+def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object]]:
     """Values that a copy holds as well."""
+    inside = f"{CLASS}." if plain else ""
     if isinstance(value, weakref.ref):
         yield "()", value()
     elif isinstance(value, nn.Module):
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                yield from ((f".{name}", each) for name, each in list(vars(kind).items()))
+                yield from ((f".{inside}{name}", each) for name, each in list(vars(kind).items()))
     elif isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -112,7 +132,9 @@ def _shared_by(value: Any) -> Iterator[tuple[str, object]]:
         for name in value.__code__.co_names:
             each = value.__globals__.get(name)
             beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
-            if beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
+            if plain and isinstance(each, (*PLAIN, *_CONTAINERS)) and name in value.__globals__:
+                yield f".{GLOBALS}.{name}", each
+            elif beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
                 yield f".{name}", each
         yield from ((".__defaults__", each) for each in value.__defaults__ or ())
         yield from ((f".{name}", each) for name, each in (value.__kwdefaults__ or {}).items())

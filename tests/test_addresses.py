@@ -685,3 +685,26 @@ def test_tasks_with_parameters_of_their_own_on_one_frozen_memory():
         expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
         assert report.tasks[f"t{k}"].losses == expected.losses
         assert_same(models[k], plain)
+
+
+class Elsewhere(torch.optim.SGD):
+    """Gives each parameter other memory at each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("scope", ["shard", "task"])
+def test_an_optimizer_that_moves_weights_to_other_addresses_is_refused(scope):
+    torch.manual_seed(SEED)
+    model = nn.Sequential(Sees(36), Sees(8))
+    loader = [(torch.randn(3, SIZE), torch.randn(3, SIZE)) for _ in range(3)]
+    task = ModelTask(model, F.mse_loss, loader, 0.01, name="moves", optimizer=Elsewhere, optimizer_scope=scope)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    with pytest.raises(ValueError, match=r"moves: optimizer: Elsewhere gives parameter 0.weight other memory .* 36"):
+        orchestra.generate()

@@ -84,9 +84,10 @@ def test_policy_that_raises_ends_the_run(call):
             return 0
 
     tasks = [task_for(model_with(), name=name, accumulation_steps=3) for name in "ab"]
+    before = set(threading.enumerate())  # what torch has compiled may leave threads of its own, and end them meanwhile
     with pytest.raises(ZeroDivisionError):
         orchestrator(*tasks, policy=Policy()).train_models()
-    assert threading.active_count() == 1
+    assert set(threading.enumerate()) <= before
 
 
 CALLS_LEFT = {}  # by layer: shared by all its copies, and counted once training starts

@@ -1,6 +1,8 @@
 """Callbacks see each committed step, in order, and may stop their task."""
 
 import _thread
+import os
+import signal
 import threading
 
 import pytest
@@ -400,3 +402,76 @@ def test_times_that_are_none_are_refused(value, error):
 
 def test_the_default_is_a_loaders():
     assert task("a").callback_timeout_s == task("a").loader_timeout_s == 1800
+
+
+class Factories:
+    """Raises, or blocks, as training begins: the plan has been made by then."""
+
+    def __init__(self, action):
+        self.action, self.is_armed = action, False
+
+    def __call__(self, parameters, **options):
+        if self.is_armed:
+            self.action()
+        return torch.optim.SGD(parameters, **options)
+
+
+def raises(error):
+    def action():
+        raise error
+
+    return action
+
+
+def test_the_end_of_a_task_whose_set_up_fails_is_told_and_its_memory_given_back(tmp_path):
+    factory, log, other = Factories(raises(ZeroDivisionError())), Log(("end", "failed"), ValueError("end")), Log()
+    bad = task("bad", log, optimizer=factory)
+    orchestra = orchestra_of(bad, task("good", other), checkpoint_dir=tmp_path, checkpoint_every=1)
+    own = [parameter.untyped_storage().nbytes() for parameter in bad.model.parameters()]
+    orchestra.generate()
+    factory.is_armed = True
+    report = orchestra.train_models()
+    assert log.calls == [("end", "failed")]
+    assert "its set-up" in report.tasks["bad"].error
+    assert report.tasks["good"].status == "finished"
+    assert other.calls[-1] == ("end", "finished")
+    assert [parameter.untyped_storage().nbytes() for parameter in bad.model.parameters()] == own
+    assert load_newest(tmp_path).data["tasks"]["bad"]["over"] == "failed"
+    torch.manual_seed(1)
+    again = orchestra_of(task("bad"), task("good"), checkpoint_dir=tmp_path)
+    assert again.train_models(resume=True).tasks["bad"].status == "finished"
+
+
+def test_the_end_of_a_task_that_is_interrupted_as_it_is_set_up_is_told():
+    goes_on = threading.Event()
+
+    def block():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert goes_on.wait(PATIENCE_S)
+
+    class Ends(Callback):
+        def on_task_end(self, report):
+            goes_on.set()
+
+    factory, log = Factories(block), Log()
+    orchestra = orchestra_of(task("a", log, Ends(), optimizer=factory))
+    orchestra.generate()
+    factory.is_armed = True
+    with pytest.raises(KeyboardInterrupt):
+        orchestra.train_models()
+    assert log.calls == [("end", "stopped")]
+    assert orchestra.report.tasks["a"].error is None
+
+
+@pytest.mark.parametrize("call", ["add_task", "stop_task"])
+def test_what_changes_the_tasks_while_they_are_planned_is_refused(call):
+    class Changes(Callback):
+        def on_epoch_begin(self, report, epoch):
+            if call == "add_task":
+                orchestra.add_task(task("b"))
+            else:
+                orchestra.stop_task("a")
+
+    orchestra = orchestra_of(task("a", Changes()))
+    with pytest.raises(RuntimeError, match=f"{call}: called by a loader, a layer or a callback's on_epoch_begin"):
+        orchestra.generate()

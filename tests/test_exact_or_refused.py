@@ -334,14 +334,14 @@ def rebinds_its_data():
 @recipe
 def clamps_in_a_hook():
     layer = nn.Linear(8, 8)
-    layer.register_forward_pre_hook(lambda module, _: module.weight.data.clamp_(-0.1, 0.1) and None)
+    layer.register_forward_pre_hook(lambda module, _: [module.weight.data.clamp_(-0.1, 0.1)] and None)
     return {"layers": around(layer)}
 
 
 @recipe
 def clamps_in_a_backward_hook():
     layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(lambda module, *_: module.weight.data.clamp_(-0.1, 0.1) and None)
+    layer.register_full_backward_hook(lambda module, *_: [module.weight.data.clamp_(-0.1, 0.1)] and None)
     return {"layers": around(layer)}
 
 
@@ -807,7 +807,7 @@ def in_place_on_what_another_needs():
         def forward(self, x):
             return self.linear(x).add_(x).relu_()
 
-    return {"layers": around(Residual(), nn.ReLU6(inplace=True), Residual(), nn.Hardtanh(inplace=True))}
+    return {"layers": around(Residual(), nn.Linear(8, 8), nn.Hardtanh(inplace=True)), "expect": "exact"}
 
 
 # -- B8, B14, B21: optimizers
@@ -1024,6 +1024,147 @@ def collate_that_draws():
     return {"layers": around(), "loader": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)}
 
 
+# -- Batches that are worked on in place
+
+
+class InPlace(Base):
+    """Works on its input in place."""
+
+    def __init__(self, change, *, in_training=True):
+        super().__init__()
+        self.change, self.in_training = change, in_training
+
+    def forward(self, x):
+        return self.linear(self.change(x) if self.training or not self.in_training else x)
+
+
+class Slices:
+    """Gives slices of what it keeps."""
+
+    def __init__(self, as_array=False):
+        self.x = torch.randn(12, 8).numpy() if as_array else torch.randn(12, 8)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for k in range(0, 12, 4):
+            yield torch.as_tensor(self.x[k : k + 4]), torch.arange(4) % 3
+
+
+def double(x):
+    return x.mul_(2)
+
+
+@recipe
+def first_layer_works_in_place_on_a_list_of_batches():
+    return {"layers": [InPlace(double), nn.Linear(8, 3)], "expect": "refused"}
+
+
+@recipe
+def first_layer_works_in_place_on_slices():
+    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": Slices(), "expect": "refused"}
+
+
+@recipe
+def first_layer_works_in_place_on_an_array():
+    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": Slices(as_array=True), "expect": "refused"}
+
+
+@recipe
+def first_layer_drops_in_place():
+    return {"layers": [nn.Dropout(0.5, inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)], "expect": "refused"}
+
+
+@recipe
+def input_is_the_target():
+    def loss_fn(output, target):
+        return F.mse_loss(output, target[:, :3])
+
+    loader = [(x, x) for x, _ in batches()]
+    layers = [InPlace(double), nn.Linear(8, 3)]
+    return {"layers": layers, "loss_fn": loss_fn, "loader": loader, "expect": "refused"}
+
+
+@recipe
+def loss_works_in_place_on_the_target():
+    def loss_fn(output, target):
+        return F.mse_loss(output, target.mul_(0.5))
+
+    return {"layers": around(), "loss_fn": loss_fn, "loader": [(x, x[:, :3] * 1) for x, _ in batches()]}
+
+
+@recipe
+def loss_masks_the_target_in_place():
+    def loss_fn(output, target):
+        target[target == 1] = -100
+        return F.cross_entropy(output, target)
+
+    return {"layers": around(), "loss_fn": loss_fn, "expect": "exact"}
+
+
+@recipe
+def first_layer_is_a_relu_in_place():
+    return {"layers": [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)], "expect": "exact"}
+
+
+@recipe
+def in_place_on_batches_that_are_made_anew():
+    data = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": loader, "expect": "exact"}
+
+
+# -- What comparing values does not tell
+
+
+class SignOfZero(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sign", torch.zeros(8))
+
+    def odd(self, x):
+        x = x * torch.copysign(torch.ones(()), self.sign)
+        self.sign.neg_()
+        return x
+
+
+class OtherStrides(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(8, 8))
+
+    def odd(self, x):
+        x = x * (1.0 if self.table.is_contiguous() else 1.5)
+        self.table = self.table.T
+        return x
+
+
+class Empties(Base):
+    def forward(self, x):
+        return super().forward(x), x[:0], x[:0] * 2
+
+
+class DoublesFirst(Base):
+    def forward(self, x):
+        return super().forward(x[0].mul_(2))
+
+
+@recipe
+def buffer_of_signed_zeros():
+    return {"layers": around(SignOfZero(), nn.Linear(8, 8)), "expect": "exact"}
+
+
+@recipe
+def buffer_of_other_strides():
+    return {"layers": around(OtherStrides(), nn.Linear(8, 8)), "expect": "exact"}
+
+
+@recipe
+def empty_tensors_share_no_memory():
+    return {"layers": around(Empties(), DoublesFirst()), "expect": "exact"}
+
+
 # -- The harness
 
 
@@ -1097,17 +1238,17 @@ def test_exact_or_refused(name, where):
     num_layers = len(list(model.children()))
     ends = None if size is None else [*range(size, num_layers, size), num_layers]
     partitioner = Presharded([num_layers] if ends is None else ends)
+    named = "ModelTask"  # what its constructor refuses comes from the line that makes it
     try:
-        task = ModelTask(
-            model, loss_fn, loader, LR, EPOCHS, seed=SEED, partitioner=partitioner, name=NAME, **options
-        )
+        task = ModelTask(model, loss_fn, loader, LR, EPOCHS, seed=SEED, partitioner=partitioner, name=NAME, **options)
+        named = NAME
         devices = [EmulatedDevice("4MiB", chaos=k) for k in range(num_devices)]
         orchestra = ModelOrchestrator([task], devices=devices)
         orchestra.verbose = 0
         orchestra.generate()
     except Exception as error:
         outcome = f"refused: {type(error).__name__}: {error}"
-        assert NAME in str(error) or "task" in str(error), outcome
+        assert named == "ModelTask" or NAME in str(error), outcome
         after = zoo.state(model)
         assert before.keys() == after.keys(), outcome
         assert not [key for key in before if not same(before[key], after[key])], outcome
@@ -1117,13 +1258,14 @@ def test_exact_or_refused(name, where):
         print(outcome)
         return
     assert all(same(before[key], tensor) for key, tensor in zoo.state(model).items()), "generate() changed the model"
+    assert built.get("expect") != "refused"
     try:
         report = orchestra.train_models()
         report.raise_failures()
-    except Exception as error:  # by name, while it trained: what generate() cannot see
+    except Exception as error:  # what generate() cannot see
         print(f"failed: {type(error).__name__}: {error}")
-        assert built.get("expect") != "exact", error
-        assert type(error).__module__.startswith("hydra_engine") or NAME in str(error), repr(error)
+        assert built.get("expect") != "exact", error  # noqa: PT017
+        assert type(error).__module__.startswith("hydra_engine") or "limit" in str(error) or ";" in str(error)  # noqa: PT017
         return
     assert plain_error is None, f"plain PyTorch: {plain_error!r}"
     assert report.tasks[NAME].losses == expected.losses

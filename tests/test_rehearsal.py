@@ -144,8 +144,10 @@ HIDDEN = {
 @pytest.mark.parametrize("layer", HIDDEN)
 @pytest.mark.parametrize("beside", [nn.Identity, lambda: nn.Dropout(0.3)], ids=["alone", "dropout"])
 def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
-    assert_refused("another", lambda: model_with(beside(), HIDDEN[layer]()), shards=("one", "each", "two"))
-    assert_refused("another", lambda: model_with(HIDDEN[layer](), beside()))
+    assert_refused(
+        "(another|forward changes)", lambda: model_with(beside(), HIDDEN[layer]()), shards=("one", "each", "two")
+    )
+    assert_refused("(another|forward changes)", lambda: model_with(HIDDEN[layer](), beside()))
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
@@ -158,7 +160,7 @@ def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
     def first():
         return nn.Sequential(HIDDEN[layer](), *model_with())
 
-    assert_refused("another", build if place == "last" else first)
+    assert_refused("(another|forward changes)", build if place == "last" else first)
 
 
 class Loss:
@@ -241,17 +243,51 @@ def test_loss_with_a_state_that_matters_is_refused_and_not_advanced(shape, kind)
         losses[-1] += (copy.deepcopy(state_of(losses[-1][0])),)
         return losses[-1][0]
 
-    assert_refused("loss_fn.*another", model_with, loss_of, shards=("one", "each", "two"))
+    assert_refused("loss_fn.*(another|forward changes)", model_with, loss_of, shards=("one", "each", "two"))
     assert all(state_of(loss_fn) == before for loss_fn, before in losses)
 
 
 @pytest.mark.parametrize("shape", LOSSES)
-def test_loss_that_only_keeps_a_record_trains_and_generate_adds_nothing_to_it(shape):
+def test_loss_that_keeps_a_record_is_refused(shape):
     loss_fn = LOSSES[shape]("record")
     before = copy.deepcopy(state_of(loss_fn))
-    orchestrator(task_for(model_with(), loss_fn), num_devices=2).generate()
+    assert_refused("loss_fn.*(seen|calls)", model_with, lambda model: loss_fn)
     assert state_of(loss_fn) == before
-    assert_exact(model_with, lambda model: LOSSES[shape]("record"))
+
+
+def late_closure():
+    calls = [0]
+
+    def loss_fn(output, target):
+        calls[0] += 1
+        return F.cross_entropy(output, target) * (1 if calls[0] < 100 else 2)
+
+    return loss_fn
+
+
+class LateLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = {"now": 0}
+
+    def forward(self, output, target):
+        self.calls["now"] += 1
+        return F.cross_entropy(output, target) * (1 if self.calls["now"] < 100 else 2)
+
+
+NUM_CALLS = 0
+
+
+def late_global(output, target):
+    global NUM_CALLS
+    NUM_CALLS += 1
+    return F.cross_entropy(output, target) * (1 if NUM_CALLS < 100 else 2)
+
+
+@pytest.mark.parametrize("make", [late_closure, LateLoss, lambda: late_global], ids=["closure", "module", "global"])
+def test_loss_with_a_counter_that_matters_only_later_is_refused(make):
+    assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make())
+    assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=3)
 
 
 def test_metric_with_a_state_is_not_advanced_by_generate():
@@ -564,6 +600,41 @@ def test_buffer_that_stays_none_is_exact():
     assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
 
 
+class MakesAnew(nn.Module):
+    """Copies itself by making a new one, which draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def __deepcopy__(self, memo):
+        made = MakesAnew()
+        for name, parameter in self.linear._parameters.items():
+            made.linear._parameters[name] = copy.deepcopy(parameter, memo)
+        return made
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class LossThatMakesAnew(MakesAnew):
+    def __deepcopy__(self, memo):
+        nn.Linear(8, 8)
+        return self
+
+    def forward(self, output, target):
+        return F.cross_entropy(output, target)
+
+
+def test_layer_that_draws_as_it_is_copied_leaves_the_generators_alone():
+    for shards in ("one", "each"):
+        model, loss = model_with(MakesAnew(), nn.Dropout(0.2)), LossThatMakesAnew()
+        before = Before(model)
+        orchestrator(task_for(model, loss.forward, shards)).generate()
+        before.assert_same()
+    assert_exact(lambda: model_with(MakesAnew(), nn.Dropout(0.2)))
+
+
 class SeedsAll(nn.Module):
     def forward(self, x):
         torch.manual_seed(11)
@@ -579,22 +650,47 @@ def test_layer_that_seeds_the_global_generator_leaves_it_alone():
 
 
 class Statistics(nn.Module):
-    """Counts its calls and keeps averages that nothing depends on."""
+    """Keeps what it sees for a look at it, outside of itself where that grows."""
 
-    def __init__(self):
+    def __init__(self, kind, history):
         super().__init__()
-        self.calls, self.average, self.history, self.attn = 0, 0.0, [], None
+        self.kind, self.mean, self.attn, self.seen = kind, 0.0, None, []
+        self.history = [] if kind == "list" else Outside(history)
+        self.calls = torch.tensor(0)
 
     def forward(self, x):
-        self.calls += 1
-        self.average = 0.9 * self.average + 0.1 * float(x.detach().mean())
-        self.history.append(float(x.detach().mean()))
+        self.mean = float(x.detach().mean())
+        self.seen = [self.mean]
         self.attn = x.detach()
+        self.history.append(self.mean)
+        if self.kind == "average":
+            self.average = 0.9 * getattr(self, "average", 0.0) + 0.1 * self.mean
+        elif self.kind == "tensor":
+            self.calls += 1
         return torch.tanh(x)
 
 
-def test_layer_that_keeps_statistics_is_exact():
-    assert_exact(lambda: model_with(Statistics(), nn.Dropout(0.1)))
+class Outside:
+    """Appends to a list that no copy has for itself."""
+
+    def __init__(self, history):
+        self.append = lambda value: history.append(value)
+
+
+def test_layer_that_keeps_what_it_has_seen_last_is_exact():
+    assert_exact(lambda: model_with(Statistics("", []), nn.Dropout(0.1)))
+    assert_exact(lambda: model_with(Statistics("", []), nn.Dropout(0.1)), accumulation_steps=3, validation=data(1))
+
+
+@pytest.mark.parametrize(("kind", "named"), [("list", "history"), ("average", "average"), ("tensor", "calls")])
+def test_layer_that_goes_on_changing_an_attribute_is_refused_by_name(kind, named):
+    for options in ({}, {"accumulation_steps": 3}):
+        assert_refused(f"layer 2: forward.*'{named}", lambda: model_with(Statistics(kind, [])), **options)
+    assert_refused(f"layer 2.0.1: forward.*'{named}", lambda: model_with(nested(Statistics(kind, []))))
+
+
+def nested(layer):
+    return nn.Sequential(nn.Sequential(nn.Tanh(), layer), nn.Tanh())
 
 
 class Later(nn.Module):
@@ -626,6 +722,34 @@ class Later(nn.Module):
 LATER = ["greater", "swapped", "modulo", "equal", "min", "average", "tensor", "tensor of number"]
 
 
+class LooksUp(nn.Module):
+    """Waits for a step in ways that no value of the count but that one shows."""
+
+    num_calls = 0
+
+    def __init__(self, how, calls):
+        super().__init__()
+        self.calls, self.how = 0, how
+        self.outside = lambda: calls.__setitem__(0, calls[0] + 1) or calls[0]
+
+    def forward(self, x):
+        if self.how == "class":
+            type(self).num_calls += 1
+            return x * {7: 2.0}.get(self.num_calls, 1.0)
+        if self.how == "closure":
+            return x * {7: 2.0}.get(self.outside(), 1.0)
+        self.calls += 1
+        return x * ({7: 2.0}.get(self.calls, 1.0) if self.how == "dict" else 1.0 + (str(self.calls) == "7"))
+
+
+@pytest.mark.parametrize("how", ["dict", "text", "class", "closure"])
+def test_count_that_something_is_looked_up_by_is_refused(how):
+    wanted = "(calls|again on the same input)"  # what is outside goes on counting, from one try to the next
+    assert_refused(wanted, lambda: model_with(LooksUp(how, [0])))
+    assert_refused(wanted, lambda: nn.Sequential(LooksUp(how, [0]), *model_with()))
+    assert_refused(wanted, lambda: nn.Sequential(*model_with(), LooksUp(how, [0])), accumulation_steps=3)
+
+
 @pytest.mark.parametrize("how", LATER)
 def test_counter_that_matters_only_later_is_refused(how):
     assert_refused("(calls|average|number)", lambda: model_with(Later(how)))
@@ -653,14 +777,38 @@ def test_layer_that_caches_what_depends_on_shapes_is_exact():
 
 
 class RemembersInput(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
     def forward(self, x):
-        last = getattr(self, "last", x.detach())
-        self.last = x.detach()
-        return x + 0.1 * last
+        now = {"tensor": x.detach, "number": lambda: float(x.detach().mean()), "list": lambda: x.tolist()}[self.kind]()
+        last = getattr(self, "last", now)
+        self.last = now
+        return x * (1 + (torch.tensor(last) if self.kind == "list" else last))
 
 
-def test_layer_that_uses_the_last_batch_is_refused():
-    assert_refused("last", lambda: model_with(RemembersInput()))
+@pytest.mark.parametrize("kind", ["tensor", "number", "list"])
+def test_layer_that_uses_the_last_batch_is_refused(kind):
+    for options in ({}, {"accumulation_steps": 2}):
+        assert_refused("last", lambda: model_with(RemembersInput(kind)), **options)
+    assert_refused("last", lambda: nn.Sequential(*model_with(), RemembersInput(kind)))
+
+
+class CachesByContent(nn.Module):
+    """Makes anew what depends on its input, unless that is the one of the last call."""
+
+    key = table = None
+
+    def forward(self, x):
+        if self.key is None or not torch.equal(self.key, x):
+            self.key, self.table = x.detach().clone(), x.detach().mean(1, keepdim=True) * 1.0
+        return x - self.table
+
+
+def test_layer_that_caches_by_content_is_exact():
+    assert_exact(lambda: model_with(CachesByContent()))
+    assert_exact(lambda: model_with(CachesByContent()), accumulation_steps=3)
 
 
 KEPT = []  # weak references to all that was made
@@ -681,10 +829,10 @@ class KeepsActivations(nn.Module):
             self.attn = wide
         elif self.where == "list":
             self.kept[0] = wide
-        elif self.where == "growing list":
-            self.kept.append(wide)
+        elif self.where == "new list":
+            self.kept = [*self.kept[:1], wide]
         elif self.where == "dict":
-            self.store.setdefault("all", []).append(wide)
+            self.store["all"] = [wide]
         elif self.where == "child":
             self.inner[0].attn = wide
         else:
@@ -696,7 +844,7 @@ class Bag:
     pass
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "growing list", "dict", "child", "object"])
+@pytest.mark.parametrize("where", ["attribute", "list", "new list", "dict", "child", "object"])
 def test_activations_that_a_layer_keeps_do_not_stay_on_the_device(where):
     def build():
         return model_with(*(KeepsActivations(where) for _ in range(6)))

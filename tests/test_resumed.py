@@ -433,10 +433,11 @@ class Full(Disk):
     """Takes nothing for a while."""
 
     def __init__(self):
-        self.is_full = False
+        self.is_full, self.has_refused = False, threading.Event()
 
     def write(self, descriptor, data):
         if self.is_full:
+            self.has_refused.set()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return super().write(descriptor, data)
 
@@ -447,6 +448,8 @@ def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monk
 
     class Fills(Callback):
         def on_step(self, report):
+            if report.steps == NUM_STEPS - 1:  # a save begins at each step, or after the one that is being written
+                assert disk.has_refused.wait(PATIENCE_S)
             disk.is_full = 3 <= report.steps < NUM_STEPS - 1
 
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses

@@ -14,7 +14,7 @@ from tests.test_resumed import NUM_STEPS, PATIENCE_S, orchestra_of, task_of
 
 def snapshot_of(**optimizer):
     """Of a task without weights, whose optimizer gives these."""
-    layout = SimpleNamespace(named_slots=list, persistent_buffers=dict)
+    layout = SimpleNamespace(named_slots=list, persistent_buffers=dict, trainable_slots=list)
     return Snapshot(
         SimpleNamespace(layout=layout, accumulation_steps=1),
         SimpleNamespace(schedule=dict, **optimizer),
