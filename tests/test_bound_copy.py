@@ -425,12 +425,11 @@ def test_memory_that_is_not_shared_with_a_weight_is_exact(make, cut):
     assert_exact(make, cut)
 
 
-def test_a_view_that_is_read_later_fails_the_task_there():
+def test_a_view_that_is_read_for_a_later_batch_fails_the_task_there():
     """Not seen in the rehearsal: the task fails by name, and does not go on with old values."""
 
     def use(self, x):
-        self.calls = getattr(self, "calls", 0) + 1
-        return self.linear(x) + (x @ self.kept if self.calls == 9 else 0)
+        return self.linear(x) + (x @ self.kept if len(x) == 5 else 0)
 
     orchestra, _ = orchestra_of(lambda: Around(keeps(lambda self: self.linear.weight.data.t()), use), "one shard")
     with pytest.raises(LayerFault, match=r"forward computes with 1\.kept, .*parameter 1\.linear\.weight"):
