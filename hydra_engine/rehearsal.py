@@ -361,6 +361,9 @@ class _Stage:
             guard.executor = self._executor
             self._limit = IndexLimit(self._executor.structure.layers[0])
             self._roots = self._rooted(task.loss_fn)
+            theirs = {id(held.value) for held in reach(*zip(state.layout.names, state.layout.layers, strict=True))}
+            ours = (held.value for held in reach(*self._roots))
+            self._outside = {id(each) for each in ours if id(each) in theirs and hasattr(each, "__deepcopy__")}
             self._begun = self._plain_state()
         except BaseException:
             self.close()
@@ -588,11 +591,15 @@ class _Stage:
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
         besides |= {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
         found: PlainState = {}
+        outside: list[str] = []  # paths to objects that a deepcopy leaves as they are: nobody has a copy of those
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
+            if id(value) in self._outside:
+                outside.append(path)
             if isinstance(value, Stale) or (isinstance(value, Tensor) and self._inspector.is_bound(value)):
                 continue  # out of date as soon as its unit is over
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
+            is_own = is_own and not path.startswith(tuple(outside))
             if (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)
         return found

@@ -31,7 +31,7 @@ class Trap:
     def __init__(self):
         self.fires_at = None
         self.fired = threading.Event()
-        self._calls = 0
+        self._calls = []  # grows: a number that every forward counts up would be refused
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo):
@@ -39,11 +39,12 @@ class Trap:
 
     def arm(self, fires_at, action=None):
         """Act at call number `fires_at` from now, counting from 0; the action is to raise unless given."""
-        self._calls, self.fires_at, self._action = 0, fires_at, action or self._raise
+        self._calls, self.fires_at, self._action = [], fires_at, action or self._raise
 
     def touch(self):
         with self._lock:
-            call, self._calls = self._calls, self._calls + 1
+            call = len(self._calls)
+            self._calls.append(call)
         if call == self.fires_at:
             self.fired.set()
             self._action()
