@@ -50,6 +50,7 @@ class Attributes:
         self._saved = [_contents(node.container) for node in self._nodes]
         # Views are live: both are walked in C, side by side.
         self._views: list[Any] = [_values(node.container) for node in self._nodes]
+        self._sizes = list(map(len, self._views))  # or what moves from one to the next would not show
         self._flat = tuple(chain.from_iterable(self._views))
 
     def _walk(self, value: Any, layer: str, attribute: str) -> None:
@@ -92,7 +93,7 @@ class Attributes:
 
     def is_changed(self) -> bool:
         """Whether anything is not as it was: by identity, so that one that equals what it was may count as changed."""
-        same_size = sum([len(view) for view in self._views]) == len(self._flat)
+        same_size = list(map(len, self._views)) == self._sizes
         return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
 
     def changed(self) -> list[Changed]:

@@ -144,10 +144,8 @@ class Executor:
             self._hooks = saved.hooks
         m = first
         has_gradients = kind in (FUSED, BACKWARD)
-        are_settled = False  # the layers' attributes
         if self.inspector is not None:
             self.inspector.begins(kind, shard, views)
-        taken: dict[int, Tensor] | None = None
         try:
             with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
                 self._go_on_from(so_far or {})
@@ -178,17 +176,17 @@ class Executor:
                             views[index].copy_(structure.parameters[index].data)
             taken = structure.take_buffers(shard.first, self._end(shard))
             self._settle_attributes(shard)
-            are_settled = True
             # A recomputed forward left what the forward left.
             return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
+        except BaseException:  # what a layer has bound or set must not stay for the next run
+            structure.take_buffers(shard.first, self._end(shard))
+            if self.inspector is None or not self.inspector.carries:
+                for attributes in self.attributes[shard.first : self._end(shard)]:
+                    attributes.put_back()
+            raise
         finally:
             self._accumulated = {}
-            if taken is None:  # it failed: a buffer that a layer has bound must not stay for the next run
-                structure.take_buffers(shard.first, self._end(shard))
             structure.release(shard)
-            if not are_settled and not (self.inspector is not None and self.inspector.carries):
-                for k in range(shard.first, self._end(shard)):
-                    self.attributes[k].put_back()
 
     def _settle_attributes(self, shard: Shard) -> None:
         """Put back what a unit has changed of its layers' attributes; raises ValueError for parameters and buffers."""

@@ -358,7 +358,7 @@ class Structure:
 
     Parameters and buffers are empty placeholders whose `.data` is pointed at a slab while a unit runs, so that two
     devices can run one shard at once, and whatever else in a layer refers to the same Parameter object (an LSTM's list
-    of flat weights) follows. Python attributes that a forward changes live on here, and are not carried over.
+    of flat weights) follows. Python attributes that a forward changes are put back after each unit, by the executor.
     """
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
@@ -414,7 +414,7 @@ class Structure:
         found: dict[int, Tensor] = {}
         for places in self._buffer_places[first:end]:
             for module, name, index in places:
-                value = module._buffers[name]
+                value = module._buffers.get(name)  # one that was deleted, its executor refuses
                 if value is not None and value is not self.buffers[index]:
                     found[index] = value.detach()
                     module._buffers[name] = self.buffers[index]

@@ -14,29 +14,21 @@ from hydra_engine.dram import discard
 from hydra_engine.lanes import QUEUES, Lane, open_lanes
 from hydra_engine.work import forget_frames
 
-WIDTH = 8
+WIDTH, LARGE = 8, 100
 
 
 class Mistaken(nn.Module):
-    """Raises at its `at`-th call, with an activation in its hands."""
+    """Raises at the batch with large values, with an activation in its hands."""
 
-    def __init__(self, at):
+    def __init__(self, held):
         super().__init__()
-        self.layer, self.at, self.num_calls, self.held = nn.Linear(WIDTH, WIDTH), at, 0, []
-
-    def __deepcopy__(self, memo):
-        copied = Mistaken.__new__(Mistaken)
-        nn.Module.__init__(copied)
-        copied.layer, copied.at, copied.num_calls = nn.Linear(WIDTH, WIDTH), self.at, 0
-        copied.layer.weight, copied.layer.bias = memo[id(self.layer.weight)], memo[id(self.layer.bias)]
-        copied.held = self.held
-        return copied
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.hold = lambda tensor: held.append(weakref.ref(tensor.untyped_storage()))  # not put back, as a list is
 
     def forward(self, x):
         hidden = self.layer(x).relu()
-        self.num_calls += 1
-        if self.num_calls == self.at:
-            self.held.append(weakref.ref(hidden.untyped_storage()))
+        if x.max() > LARGE:
+            self.hold(hidden)
             raise ValueError("a mistake of the layer")
         return hidden
 
@@ -47,8 +39,9 @@ def data(num_batches):
 
 
 def test_its_activations_are_gone_though_the_report_keeps_its_error():
-    mistaken = Mistaken(at=6)
-    task = ModelTask([mistaken, nn.Linear(WIDTH, WIDTH)], F.mse_loss, data(9), 0.1)
+    found, batches = [], data(9)
+    batches[6][0].fill_(2 * LARGE)
+    task = ModelTask([Mistaken(found), nn.Linear(WIDTH, WIDTH)], F.mse_loss, batches, 0.1)
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0
     gc.disable()
@@ -56,7 +49,7 @@ def test_its_activations_are_gone_though_the_report_keeps_its_error():
         with pytest.raises(ValueError, match="a mistake of the layer"):
             orchestra.train_models()
         assert orchestra.report.tasks["task-0"].exception is not None
-        [held] = mistaken.held
+        [held] = found
         assert held() is None
     finally:
         gc.enable()
