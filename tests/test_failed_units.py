@@ -1,5 +1,6 @@
 """What is left of a unit that failed: its error, and none of its tensors."""
 
+import copy
 import gc
 import mmap
 import weakref
@@ -18,25 +19,22 @@ WIDTH = 8
 
 
 class Mistaken(nn.Module):
-    """Raises at its `at`-th call, with an activation in its hands."""
+    """Raises at an input of large numbers, with an activation in its hands."""
 
-    def __init__(self, at):
+    def __init__(self, held):
         super().__init__()
-        self.layer, self.at, self.num_calls, self.held = nn.Linear(WIDTH, WIDTH), at, 0, []
+        self.layer, self.hold = nn.Linear(WIDTH, WIDTH), held.append
 
     def __deepcopy__(self, memo):
         copied = Mistaken.__new__(Mistaken)
         nn.Module.__init__(copied)
-        copied.layer, copied.at, copied.num_calls = nn.Linear(WIDTH, WIDTH), self.at, 0
-        copied.layer.weight, copied.layer.bias = memo[id(self.layer.weight)], memo[id(self.layer.bias)]
-        copied.held = self.held
+        copied.layer, copied.hold = copy.deepcopy(self.layer, memo), self.hold
         return copied
 
     def forward(self, x):
         hidden = self.layer(x).relu()
-        self.num_calls += 1
-        if self.num_calls == self.at:
-            self.held.append(weakref.ref(hidden.untyped_storage()))
+        if x.amax() > 99:
+            self.hold(weakref.ref(hidden.untyped_storage()))
             raise ValueError("a mistake of the layer")
         return hidden
 
@@ -47,8 +45,9 @@ def data(num_batches):
 
 
 def test_its_activations_are_gone_though_the_report_keeps_its_error():
-    mistaken = Mistaken(at=6)
-    task = ModelTask([mistaken, nn.Linear(WIDTH, WIDTH)], F.mse_loss, data(9), 0.1)
+    found, batches = [], data(9)
+    batches[5][0].fill_(100)
+    task = ModelTask([Mistaken(found), nn.Linear(WIDTH, WIDTH)], F.mse_loss, batches, 0.1)
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0
     gc.disable()
@@ -56,7 +55,7 @@ def test_its_activations_are_gone_though_the_report_keeps_its_error():
         with pytest.raises(ValueError, match="a mistake of the layer"):
             orchestra.train_models()
         assert orchestra.report.tasks["task-0"].exception is not None
-        [held] = mistaken.held
+        [held] = found
         assert held() is None
     finally:
         gc.enable()
