@@ -200,7 +200,7 @@ def test_evaluation_batch_is_computed_again():
 
     def metric(output, target):
         calls.append(len(calls))
-        if len(calls) == 7:
+        if len(calls) == 5:
             raise Boom("a metric")
         return (output.argmax(1) == target).float().mean()
 
