@@ -351,7 +351,8 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
-        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        weights = [weight for _, _, weight in batch.micro_batches]
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.chains[batch.training]:
