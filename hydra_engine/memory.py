@@ -16,7 +16,7 @@ from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.parts import StepParts
 from hydra_engine.randomness import RandomState
 from hydra_engine.shard import ModelLayout, Shard, SlabPiece, Slot
-from hydra_engine.signature import Signature
+from hydra_engine.signature import NO_BATCH, Signature
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
@@ -223,7 +223,7 @@ class StepStaging:
 
     def __init__(self) -> None:
         self.weights: list[float] = []
-        self.signature = Signature.of(())
+        self.signature = NO_BATCH  # what decides the memory of every unit of the step
         self.inputs: list[Boundary] = []
         self.targets: list[Boundary] = []
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
@@ -253,17 +253,23 @@ class StepStaging:
         return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def begin(
-        self, boundaries: Sequence[tuple[Boundary, Boundary]], weights: Sequence[float], start: list[RandomState]
+        self,
+        boundaries: Sequence[tuple[Boundary, Boundary]],
+        weights: Sequence[float],
+        start: list[RandomState],
+        signature: Signature,
     ) -> None:
-        """Start a step on micro-batches (inputs, target); `start` is the random state each forward begins with."""
+        """Start a step on micro-batches (inputs, target), of this signature.
+
+        `start` is the random state each forward begins with.
+        """
         self.clear()
         self.serial += 1
         self.inputs = [inputs for inputs, _ in boundaries]
         self.targets = [target for _, target in boundaries]
         self.weights = list(weights)
         self.start = start
-        # What decides the memory of every unit of this step.
-        self.signature = Signature.of(boundaries)
+        self.signature = signature
         for m, state in enumerate(start):
             self.random[0, m] = state
 

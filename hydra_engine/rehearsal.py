@@ -425,7 +425,8 @@ class _Stage:
         """
         state = self._state
         self._guard.written = {}
-        state.staging.begin(batch.boundaries, [weight for _, _, weight in batch.micro_batches], batch.start)
+        weights = [weight for _, _, weight in batch.micro_batches]
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.chains[batch.training]:

@@ -177,7 +177,7 @@ class RunningTask:
             self.optimizer.epoch = batch.epoch
         staging, pool = self.state.staging, self.state.pool
         self.state.begin_parts(num_parts, batch.training)
-        staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start)
+        staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)
         if num_parts > 1:
             slots = self.state.layout.slots
             staging.parts = StepParts(

@@ -59,6 +59,9 @@ class Signature(NamedTuple):
         return len(self.sizes)
 
 
+NO_BATCH = Signature((), (), (), ())
+
+
 def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -> bool:
     """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
 

@@ -12,7 +12,7 @@ from hydra_engine.graphs import Graph, Saved
 from hydra_engine.micro_batch import MicroInput, MicroOutput, UnitOutput
 from hydra_engine.promise import Promise
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
-from hydra_engine.signature import Signature
+from hydra_engine.signature import NO_BATCH
 from hydra_engine.stepping import DeviceStep
 from hydra_engine.task_state import Region, TaskState
 from hydra_engine.unit_bytes import UnitBytes
@@ -81,7 +81,7 @@ class Work:
         self.after: Left | None = None  # by the unit before it, where that is still on its way to DRAM
         self.left = Left()
         self.at_work: Promise[None] = Promise()  # kept once its slabs are let go
-        self.signature = Signature.of(())
+        self.signature = NO_BATCH
         self.known: UnitBytes | None = None
         self.is_metered = False
         self.held_bytes = 0  # granted beside its slabs

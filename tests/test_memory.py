@@ -13,6 +13,7 @@ from hydra_engine.boundary import Boundary
 from hydra_engine.memory import HostPool, StepStaging
 from hydra_engine.randomness import capture
 from hydra_engine.shard import ModelLayout, SlabPiece
+from hydra_engine.signature import Signature
 from tests import zoo
 from tests.test_shard import Odd, random_layers
 
@@ -191,7 +192,7 @@ class TestStepStaging:
         """Staging with a step begun on these inputs."""
         staging = StepStaging()
         boundaries = [(Boundary.of(value, "a batch"), Boundary.of(value, "a target")) for value in values]
-        staging.begin(boundaries, [1.0] * len(values), [capture()] * len(values))
+        staging.begin(boundaries, [1.0] * len(values), [capture()] * len(values), Signature.of(boundaries))
         return staging
 
     def entering(self, staging, shard=1, m=0):
