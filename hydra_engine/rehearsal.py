@@ -100,7 +100,6 @@ def rehearse(
     try:
         seconds, seen = stage.run(batch)
         stage.check_batch(batch, seen)
-        stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
         state.check_buffers()
@@ -408,10 +407,6 @@ class _Stage:
                 f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
                 f"would go on from what is left there; clone it first, or let the loader give a copy"
             )
-
-    def check_names(self) -> None:
-        """Check that no forward has registered anything."""
-        self._state.layout.originals.check_names(self._executor.structure.layers)
 
     def close(self) -> None:
         self._worker.close()
