@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
-from hydra_engine.bound_copy import Stale, kept_by
+from hydra_engine.bound_copy import LayerFault, Stale, kept_by
 from hydra_engine.boundary import Boundary, copy_in_dram, identical, memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
@@ -682,8 +682,8 @@ class _Stage:
         if isinstance(error, _Refused):
             kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
             raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
-        if isinstance(error, ValueError) and "came, went or was replaced" in str(error):
-            raise ValueError(f"{name}: {error}") from error
+        if isinstance(error, LayerFault):
+            raise error
         if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
             raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
         if self._inspector.carries:
