@@ -23,9 +23,10 @@ class Callback:
     that a call sets in the `param_groups` of the optimizer that the task's factory made last holds from the next step
     on; but with these two, that step's updates may have begun.
 
-    Draw nothing from the process-wide random generators there, as making a model does: loaders read them at the same
-    time. In the plain loop such a draw would move the task's stream; here it does not, and what is drawn depends on
-    who else runs. Give a callback a generator of its own.
+    In the plain loop a draw would move the task's stream; here it does not. What a call draws from torch, as making a
+    model does, comes from a generator that the task's callbacks have to themselves, seeded from the task's seed. Draw
+    nothing from `random` and `numpy.random`: a loader that draws from them may be read at the same time, and nobody
+    could tell whose draw it was. Give a callback a `random.Random`, a `numpy.random.Generator` of its own.
 
     Raise `StopTask` to end the task with what it has committed; anything else that is raised, SystemExit and
     KeyboardInterrupt too, fails the task.

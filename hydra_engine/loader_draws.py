@@ -25,6 +25,8 @@ from hydra_engine.randomness import (
     install,
     installed,
     is_elsewhere,
+    seeded,
+    stream_seed,
     with_generator,
 )
 from hydra_engine.revocable_lock import Hold
@@ -125,6 +127,40 @@ def beside_loaders() -> Iterator[None]:
     """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
     with GLOBAL_GENERATORS.beside(), _standing_in(_Own(_outside())):
         yield
+
+
+class CallbackDraws:
+    """Sends what a task's callbacks draw from torch to a generator of their own: loaders are read meanwhile."""
+
+    def __init__(self, seed: int) -> None:
+        """`seed`: the task's."""
+        self._seed = seed
+        self._own: _Own | None = None
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Run the body, which calls the callbacks; no loader is to blame for what they draw otherwise."""
+        if self._own is None:
+            self._own = _Own(_outside()._replace(torch=seeded(stream_seed(self._seed, -1, 0))))
+        with GLOBAL_GENERATORS.call(), _standing_in(self._own):
+            yield
+
+
+@contextmanager
+def drawing_as_usual() -> Iterator[None]:
+    """Run the body, which is the engine's, where a callback has called it: it keeps streams apart by itself."""
+    outer = _HERE.stand_in
+    if outer is None:
+        yield
+        return
+    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _registered()
+    _HERE.stand_in = None
+    include(key, False)
+    try:
+        yield
+    finally:
+        include(key, True)
+        _HERE.stand_in = outer
 
 
 def _outside() -> RandomState:

@@ -13,6 +13,7 @@ import torch
 from hydra_engine.callbacks import Callback
 from hydra_engine.errors import CallbackTimeout, StopTask
 from hydra_engine.events import Event, Failed, TaskStopped
+from hydra_engine.loader_draws import CallbackDraws
 from hydra_engine.model_watch import ModelWatch
 from hydra_engine.randomness import GLOBAL_GENERATORS
 from hydra_engine.report import TaskReport
@@ -48,6 +49,7 @@ class Notifier:
         """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread."""
         self._callbacks = callbacks
         self._report = report
+        self._draws = CallbackDraws(report.seed)
         self._put = put
         self._timeout_s = timeout_s
         self._num_threads = num_threads
@@ -213,7 +215,7 @@ class Notifier:
             return
         name, watch = self._report.name, self._watch
         try:
-            with GLOBAL_GENERATORS.call():  # it may draw, which no loader is to blame for
+            with self._draws.calling():
                 if watch is not None:
                     watch[1]()
                     watch[0].begin()

@@ -24,6 +24,7 @@ from hydra_engine.evaluation_task import EvaluationTask
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.host import HostThreads, bound, host_threads
 from hydra_engine.interrupt import Signals
+from hydra_engine.loader_draws import drawing_as_usual
 from hydra_engine.planner import PlannedTask, check_arena, check_dram, fits_arena
 from hydra_engine.policies import Policy, resolve_policy
 from hydra_engine.report import FAILED, Evaluation, Plan, Report, TaskPlan, TaskReport
@@ -117,7 +118,7 @@ class ModelOrchestrator:
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._alone("generate"), self._bound() as host, self._changing:
+        with self._planning_alone("generate"), self._bound() as host, self._changing:
             return self._generate(host) if self._pending or self.plan is None else self.plan
 
     def train_models(self, *, resume: bool = False) -> Report:
@@ -140,7 +141,7 @@ class ModelOrchestrator:
         to; ValueError where a model or loader is another than was saved. A task whose optimizer, schedule or loss scale
         is another fails. A save that fails ends nothing, and is told in `report.messages`.
         """
-        with self._alone("train_models"), Signals() as signals, self._bound() as host:
+        with self._planning_alone("train_models"), Signals() as signals, self._bound() as host:
             return self._train(host, signals, resume)
 
     def add_task(self, task: ModelTask) -> str:
@@ -189,7 +190,7 @@ class ModelOrchestrator:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
-            with run.planning(planned), bound(run.host.bound_cores, with_helpers=False):
+            with drawing_as_usual(), run.planning(planned), bound(run.host.bound_cores, with_helpers=False):
                 plan = self._plan_one(beside, planned)
             self._check_arenas(run, planned)
         except BaseException:
@@ -266,7 +267,7 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as host:
+        with self._planning_alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as host:
             known, name = self._found(task)
             planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
             with self._run([planned], host, signals, verbose=0) as run:
@@ -303,7 +304,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._alone("predict"), Signals(), torch.inference_mode(False), self._bound():
+        with self._planning_alone("predict"), Signals(), torch.inference_mode(False), self._bound():
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -359,6 +360,11 @@ class ModelOrchestrator:
 
     def _alone(self, what: str) -> _Alone:
         return _Alone(self._busy, what)
+
+    @contextmanager
+    def _planning_alone(self, what: str) -> Iterator[None]:
+        with self._alone(what), drawing_as_usual():
+            yield
 
     @property
     def _smallest(self) -> DeviceSpec:

@@ -23,6 +23,7 @@ from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
+from hydra_engine.loader_draws import beside_loaders
 from hydra_engine.memory import HostPool
 from hydra_engine.model_watch import ModelWatch
 from hydra_engine.optimizer import check_no_hooks, has_hooks
@@ -559,8 +560,9 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
         return
     watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        for callback in task.callbacks:
-            callback.on_epoch_begin(report, epoch)
+        with beside_loaders():
+            for callback in task.callbacks:
+                callback.on_epoch_begin(report, epoch)
     except StopTask as stop:
         stopping.append(stop)
     else:  # what it does to the model later on would come too late, so that it is refused at once

@@ -359,10 +359,8 @@ class _Stage:
             guard.names = [slot.name for slot in state.layout.slots]
             guard.executor = self._executor
             self._limit = IndexLimit(self._executor.structure.layers[0])
-            self._roots = self._rooted(task.loss_fn)
-            theirs = {id(held.value) for held in reach(*zip(state.layout.names, state.layout.layers, strict=True))}
-            ours = (held.value for held in reach(*self._roots))
-            self._outside = {id(each) for each in ours if id(each) in theirs and hasattr(each, "__deepcopy__")}
+            self._roots = _rooted(state, self._executor.structure.layers, self._executor.loss_fn)
+            self._shared = set(_of_one(_rooted(state, state.layout.layers, task.loss_fn)))
             self._begun = self._plain_state()
         except BaseException:
             self.close()
@@ -572,29 +570,18 @@ class _Stage:
         _, seen = self.run(batch, apart=False)
         return seen
 
-    def _rooted(self, loss_fn: Any) -> list[tuple[str, object]]:
-        """What runs: layers, the loss."""
-        structure = self._executor.structure
-        roots: list[tuple[str, object]] = list(zip(structure.names, structure.layers, strict=True))
-        if not isinstance(loss_fn, nn.Module):
-            roots.append((LOSS, self._executor.loss_fn))
-        return roots
-
     def _plain_state(self) -> PlainState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
         besides |= {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        besides |= self._shared
         found: PlainState = {}
-        outside: list[str] = []  # paths to objects that a deepcopy leaves as they are: nobody has a copy of those
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
-            if id(value) in self._outside:
-                outside.append(path)
             if isinstance(value, Stale) or (isinstance(value, Tensor) and self._inspector.is_bound(value)):
                 continue  # out of date as soon as its unit is over
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
-            is_own = is_own and not path.startswith(tuple(outside))
             if (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)
         return found
@@ -692,6 +679,19 @@ class _Stage:
                 f"{error}{self._because()}; {REMEDY}"
             ) from error
         raise noted(error, f"in {where} of task {name}, while a step of it was tried")
+
+
+def _rooted(state: TaskState, layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
+    """What runs: layers, and a loss that is none."""
+    roots: list[tuple[str, object]] = list(zip(state.layout.names, layers, strict=True))
+    return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
+
+
+def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
+    """Ids of objects that may be one for all copies, as their class has it: what they count is outside of a layer."""
+    for _, value, _ in reach(*roots, copied_only=True):
+        if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__"):
+            yield id(value)
 
 
 def _turned(value: Boundary) -> Boundary:

@@ -435,8 +435,7 @@ class Worker:
         self._computing = work.unit
         try:
             self._bring_first(work)
-            slabs = {region.trainable: loading.slab.result() for region, loading in work.slabs.items()}
-            work.views = self._spiller.views(work.state, work.shard, slabs)
+            work.views = self._views(work)
             work.is_metered = work.known is None or self.device.meter_every_unit
             start_s, executing, timer = self._trace.now_s(), True, self.device.timer()  # waiting is not work
             with self._metered(work) if work.is_metered else nullcontext():
@@ -506,6 +505,11 @@ class Worker:
         else:
             self._report(computed)
             self.device.submit(STORE, work.label, partial(self._store, work, kept_bytes))
+
+    def _views(self, work: Work) -> dict[int, Tensor]:
+        """Parameters in a unit's slabs. Apart, so that no slab is in the hands of what an error comes through last."""
+        slabs = {region.trainable: loading.slab.result() for region, loading in work.slabs.items()}
+        return self._spiller.views(work.state, work.shard, slabs)
 
     def _step(
         self,

@@ -620,3 +620,44 @@ def test_generator_that_its_own_thread_moves_is_noticed(at):
             train(each)
     else:
         assert_as_plain(train(each), each, plain(Background()))
+
+
+class DrawsAtEachStep(Callback):
+    def __init__(self, draw):
+        self.draw, self.drawn, self.is_over = draw, [], False
+
+    def on_step(self, report):
+        self.drawn.append(self.draw())
+
+    def on_task_end(self, report):
+        self.is_over = True
+
+
+def weights():
+    torch.manual_seed(1)  # as who makes a model to be added
+    return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
+
+
+def test_what_a_callback_draws_from_torch_is_no_loaders():
+    """Also while that is read alone; and no other callback's."""
+    draws = [DrawsAtEachStep(draw) for draw in (weights, weights, lambda: torch.rand(()).item())]
+
+    def wait(k):  # in the middle of a read, for a draw
+        number = len(draws[0].drawn)
+        if k > 1:
+            until(lambda: len(draws[0].drawn) > number or draws[0].is_over)
+
+    noise = lambda k: torch.rand(4, 3) + random.random()  # noqa: E731
+    mine = task("mine", Loader(wait, noise))
+    others = [task(f"other-{k}", Loader(num_batches=60), callbacks=[each]) for k, each in enumerate(draws)]
+    before = torch.get_rng_state()
+    report = train(mine, *others)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_as_plain(report, mine, plain(Loader(noise=noise)))
+    with torch.random.fork_rng():
+        expected = weights()
+    assert all(found == expected for each in draws[:2] for found in each.drawn)
+    again = DrawsAtEachStep(draws[2].draw)
+    train(task("other-2", Loader(num_batches=60), callbacks=[again]))
+    assert draws[2].drawn == again.drawn  # of the task's seed
+    assert len(set(again.drawn)) == len(again.drawn)

@@ -168,7 +168,7 @@ def test_a_unit_whose_input_failed_on_its_way_down_begins_again_with_it():
                 left.stored.result()  # given up by now
         handle(self, event)
 
-    orchestra = orchestrator([task_of(model_of(), 2)])
+    orchestra = orchestrator([task_of(model_of(), 2, accumulation_steps="auto")])
     orchestra.generate()
     with mock.patch.object(Spiller, "store_micro", fails_once), mock.patch.object(EngineRun, "_handle", hears_late):
         report = orchestra.train_models().tasks["a"]
