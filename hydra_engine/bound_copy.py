@@ -147,23 +147,6 @@ class Layers:
         ]
         return list(copies.values()), stale
 
-    def check_names(self, copies: Sequence[nn.Module]) -> None:
-        """Check that running the copies has registered nothing: the layers would have none of it. Raises LayerFault."""
-        for (layer, root), copied in zip(self._named.items(), copies, strict=True):
-            modules = dict(root.named_modules(prefix=layer, remove_duplicate=False))
-            for path, module in copied.named_modules(prefix=layer, remove_duplicate=False):
-                known = modules.get(path)
-                new = path if known is None else None
-                for kind in ("_parameters", "_buffers") if known is not None else ():
-                    new = new or next(
-                        (f"{path}.{n}" for n in getattr(module, kind) if n not in getattr(known, kind)), None
-                    )
-                if new is not None:
-                    raise LayerFault(
-                        f"{self._layer(layer)}: forward registers {new}, limit: what is there before training; make it "
-                        f"in __init__, or run one batch through the model first"
-                    )
-
     def _deepcopy(self, memo: dict[Any, Any]) -> dict[str, nn.Module]:
         known = dict(memo)
         try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.attributes import Attributes
+from hydra_engine.bound_copy import LayerFault
 from hydra_engine.boundary import Boundary, copy_of
 from hydra_engine.compiled import CompiledLayers
 from hydra_engine.graphs import Arrival, Arrive, Graph, Saved
@@ -189,7 +190,7 @@ class Executor:
             structure.release(shard)
 
     def _settle_attributes(self, shard: Shard) -> None:
-        """Put back what a unit has changed of its layers' attributes; raises ValueError for parameters and buffers."""
+        """Put back what a unit has changed of its layers' attributes; raises LayerFault for parameters and buffers."""
         for k in range(shard.first, self._end(shard)):
             attributes = self.attributes[k]
             if not attributes.is_changed():
@@ -197,7 +198,7 @@ class Executor:
             changed = attributes.changed()
             own = next((each for each in changed if each.is_own), None)
             if own is not None:
-                raise ValueError(
+                raise LayerFault(
                     f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
                     f"while it ran, which only this device's copy would have; register it in __init__, or run a batch "
                     f"through the model first; write to buffers of their final shape, and leave parameters in place"

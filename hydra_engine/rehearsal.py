@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.attributes import Attributes, Changed, Contents
-from hydra_engine.bound_copy import Stale, kept_by
+from hydra_engine.bound_copy import LayerFault, Stale, kept_by
 from hydra_engine.boundary import Boundary, copy_in_dram, identical, memory_of
 from hydra_engine.device import COMPUTE, DeviceSpec
 from hydra_engine.errors import DeviceOutOfMemory
@@ -100,7 +100,6 @@ def rehearse(
     try:
         seconds, seen = stage.run(batch)
         stage.check_batch(batch, seen)
-        stage.check_names()
         state.changed_buffers = set(state.staging.buffers)
         state.staging_bytes = state.staging.num_bytes
         state.check_buffers()
@@ -407,10 +406,6 @@ class _Stage:
                 f"would go on from what is left there; clone it first, or let the loader give a copy"
             )
 
-    def check_names(self) -> None:
-        """Check that no forward has registered anything."""
-        self._state.layout.originals.check_names(self._executor.structure.layers)
-
     def close(self) -> None:
         self._worker.close()
         self._worker.dismiss_all()
@@ -675,8 +670,8 @@ class _Stage:
         if isinstance(error, _Refused):
             kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
             raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
-        if isinstance(error, ValueError) and "came, went or was replaced" in str(error):
-            raise ValueError(f"{name}: {error}") from error
+        if isinstance(error, LayerFault):
+            raise error
         if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
             raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
         if self._inspector.carries:
