@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +20,9 @@ from partitioners.skips import Skips
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none.
 _ENDS = (*_PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips)
+# Of most attributes of a module: seen at once to lead nowhere.
+_PLAIN_TYPES = frozenset((bool, int, float, str, bytes, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set))
 _ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
 _IN_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -84,15 +87,22 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
         attributes = {}
     is_module = isinstance(value, nn.Module)
     for name, each in list(attributes.items()):
+        if type(each) in _PLAIN_TYPES or (type(each) in _CONTAINERS and not each):
+            continue
         if is_module and name in _IN_MODULES and isinstance(each, dict):
             yield from ((f".{key}", held) for key, held in list(each.items()))
         else:
             yield f".{name}", each
-    for kind in type(value).__mro__:
-        if "__slots__" in vars(kind):
-            for name, slot in vars(kind).items():
-                if isinstance(slot, MemberDescriptorType) and hasattr(value, name):
-                    yield f".{name}", getattr(value, name)
+    for name in _slots_of(type(value)):
+        if hasattr(value, name):
+            yield f".{name}", getattr(value, name)
+
+
+@functools.lru_cache(maxsize=2**8)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots that objects of a class have."""
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return tuple(name for own in bases for name, slot in own.items() if isinstance(slot, MemberDescriptorType))
 
 
 def _shared_by(value: Any) -> Iterator[tuple[str, object]]:
