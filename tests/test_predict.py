@@ -9,6 +9,8 @@ import threading
 import weakref
 
 import numpy as np
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -257,7 +259,7 @@ class Loader:
 class Watched(nn.Module):
     """Counts its calls, over all copies."""
 
-    calls = []
+    calls: ClassVar[list] = []
 
     def forward(self, x):
         self.calls.append(1)
