@@ -7,10 +7,9 @@ import random
 import signal
 import threading
 import weakref
-
-import numpy as np
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
