@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, count
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,6 +63,7 @@ Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
 LOSS = "loss_fn"
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
 BYTES = "bytes "  # before a digest
 # Attributes that a message names.
 MOST_NAMED = 4
@@ -249,6 +252,29 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         return max(below)[1]
 
 
+class _GradientReads(TorchFunctionMode):
+    """Raises where a forward reads what its parameters' `.grad` has got from micro-batches before.
+
+    Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others.
+    """
+
+    def __init__(self, state: TaskState) -> None:
+        super().__init__()
+        self._state = state
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.staging.num_micro_batches > 1:
+            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if reader not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
+                raise _Refused(
+                    "reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
+                    "set accumulation_steps=1, or keep what it needs in a buffer"
+                )
+        return func(*args, **(kwargs or {}))
+
+
 def _writes(name: str) -> str:
     return (
         f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
@@ -353,7 +379,7 @@ class _Stage:
             with TaskGenerator(seeded(0)):  # what copies itself may draw
                 loss_fn = copy_of_function(task.loss_fn, model)
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
-            self._worker.admit(state, lambda: guard, (loss_fn, metrics))
+            self._worker.admit(state, lambda: _both(guard, _GradientReads(state)), (loss_fn, metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
             guard.names = [slot.name for slot in state.layout.slots]
@@ -680,6 +706,12 @@ class _Stage:
                 f"{error}{self._because()}; {REMEDY}"
             ) from error
         raise noted(error, f"in {where} of task {name}, while a step of it was tried")
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _rooted(state: TaskState, layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:

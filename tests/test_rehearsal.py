@@ -635,6 +635,21 @@ def test_layer_that_draws_as_it_is_copied_leaves_the_generators_alone():
     assert_exact(lambda: model_with(MakesAnew(), nn.Dropout(0.2)))
 
 
+class ReadsGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * (1 if self.linear.weight.grad is None else 2)
+
+
+def test_forward_that_reads_gradients_is_exact_in_one_micro_batch_and_refused_in_more():
+    assert_exact(lambda: model_with(ReadsGradients()))
+    assert_refused("layer 2 reads the .grad", lambda: model_with(ReadsGradients()), accumulation_steps=3)
+    assert_refused("layer 2 reads the .grad", lambda: model_with(nested(ReadsGradients())), accumulation_steps=2)
+
+
 class SeedsAll(nn.Module):
     def forward(self, x):
         torch.manual_seed(11)
