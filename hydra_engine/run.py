@@ -122,6 +122,8 @@ class _Ended(NamedTuple):
 
 
 _Own: TypeAlias = "_Arrived | _Planning | _SetUp | _Stop | _Told | _Saved | _SaverFree | _Ended"
+# Of the events, those that the scheduler is not told.
+_ASIDE = (Overdue, _Told, EpochAhead, _Arrived, _SaverFree, _Saved, _Planning, _SetUp, _Ended)
 
 
 class EngineRun:
@@ -427,40 +429,8 @@ class EngineRun:
                 self._handle(event)
 
     def _handle(self, event: Event | EpochAhead | _Own | Overdue) -> None:
-        if isinstance(event, Overdue):
-            self._leave_late_loaders()
-            self._leave_late_callbacks()
-            return
-        if isinstance(event, _Told):
-            self._told(event.instruction)
-            return
-        if isinstance(event, EpochAhead):
-            self._deadlines.drop(event.task)
-            self._tasks[event.task].epoch_ahead = event.epoch
-            self._begin_epoch(self._tasks[event.task])
-            return
-        if isinstance(event, _Arrived):
-            self._arrived(event.planned)
-            return
-        if isinstance(event, _SaverFree):
-            if self._saving is not None:
-                self._saving.free()
-            return
-        if isinstance(event, _Saved):
-            self._submit(event.task, "its end", partial(self._end, event.task))
-            return
-        if isinstance(event, _Planning):
-            self._joining.pop(event.planned.name, None)
-            if not event.is_over:
-                self._joining[event.planned.name] = event.planned
-                self._await_loader(event.planned)
-            return
-        if isinstance(event, _SetUp):
-            self._was_set_up(event)
-            return
-        if isinstance(event, _Ended):
-            self._num_ending -= 1
-            self._callback_deadlines.drop(event.task)
+        if isinstance(event, _ASIDE):
+            self._handle_aside(event)
             return
         if isinstance(event, _Stop):
             self.left_over = [each for each in self.left_over if each.name != event.task]
@@ -504,6 +474,35 @@ class EngineRun:
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)
+
+    def _handle_aside(self, event: EpochAhead | _Own | Overdue) -> None:
+        """What the scheduler is not told."""
+        if isinstance(event, Overdue):
+            self._leave_late_loaders()
+            self._leave_late_callbacks()
+        elif isinstance(event, _Told):
+            self._told(event.instruction)
+        elif isinstance(event, EpochAhead):
+            self._deadlines.drop(event.task)
+            self._tasks[event.task].epoch_ahead = event.epoch
+            self._begin_epoch(self._tasks[event.task])
+        elif isinstance(event, _Arrived):
+            self._arrived(event.planned)
+        elif isinstance(event, _SaverFree):
+            if self._saving is not None:
+                self._saving.free()
+        elif isinstance(event, _Saved):
+            self._submit(event.task, "its end", partial(self._end, event.task))
+        elif isinstance(event, _Planning):
+            self._joining.pop(event.planned.name, None)
+            if not event.is_over:
+                self._joining[event.planned.name] = event.planned
+                self._await_loader(event.planned)
+        elif isinstance(event, _SetUp):
+            self._was_set_up(event)
+        elif isinstance(event, _Ended):
+            self._num_ending -= 1
+            self._callback_deadlines.drop(event.task)
 
     def _tell_step(self, event: StepCommitted | ShardUpdated) -> None:
         """Tell a step to the callbacks once its updates are through: they see the weights that it left.
