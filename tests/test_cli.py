@@ -312,7 +312,10 @@ FUNCTIONS = {
     "no_batch": ("its sample batch is a Tensor",),
     "no_loss": ("its loss_fn is a str, limit: callable",),
     "wrong_width": ("RuntimeError: ", "in layer 3 (Linear), while it was profiled", "correct the layer"),
-    "failing_layer": ("LookupError: a layer's own trouble (test_cli.py:", "in layer 1 (Fails) or loss_fn, while it was profiled"),
+    "failing_layer": (
+        "LookupError: a layer's own trouble (test_cli.py:",
+        "in layer 1 (Fails) or loss_fn, while it was profiled",
+    ),
     "branching_layer": ("depends on values", "in layer 1 (Branch) or loss_fn, while it was profiled"),
     "missing": ("function: 'missing' of module 'tests.test_cli' is not there", "the module defines mlp, tokens, "),
     "NOT_CALLABLE": ("function: 'NOT_CALLABLE' of module 'tests.test_cli' is a int",),

@@ -331,17 +331,21 @@ def rebinds_its_data():
     return {"layers": [Rebinding(), nn.Linear(8, 3)]}
 
 
+def clamp(module):
+    module.weight.data.clamp_(-0.1, 0.1)
+
+
 @recipe
 def clamps_in_a_hook():
     layer = nn.Linear(8, 8)
-    layer.register_forward_pre_hook(lambda module, _: [module.weight.data.clamp_(-0.1, 0.1)] and None)
+    layer.register_forward_pre_hook(lambda module, _: clamp(module))
     return {"layers": around(layer)}
 
 
 @recipe
 def clamps_in_a_backward_hook():
     layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(lambda module, *_: [module.weight.data.clamp_(-0.1, 0.1)] and None)
+    layer.register_full_backward_hook(lambda module, *_: clamp(module))
     return {"layers": around(layer)}
 
 
@@ -900,7 +904,8 @@ class NormScaled(torch.optim.SGD):
                     parameter.add_(parameter.grad / norm, alpha=-group["lr"])
 
 
-for _optimizer in (SGLD, NumpyNoise, NoiseLater, GlobalCounter, GroupCounter, GroupTensor, AttributeCounter, NormScaled):
+_OPTIMIZERS = (SGLD, NumpyNoise, NoiseLater, GlobalCounter, GroupCounter, GroupTensor, AttributeCounter, NormScaled)
+for _optimizer in _OPTIMIZERS:
     for _scope in ("shard", "task"):
 
         def _build(optimizer=_optimizer, scope=_scope):
@@ -1248,7 +1253,7 @@ def test_exact_or_refused(name, where):
         orchestra.generate()
     except Exception as error:
         outcome = f"refused: {type(error).__name__}: {error}"
-        assert named == "ModelTask" or NAME in str(error), outcome
+        assert named == "ModelTask" or NAME in str(error), outcome  # noqa: PT017
         after = zoo.state(model)
         assert before.keys() == after.keys(), outcome
         assert not [key for key in before if not same(before[key], after[key])], outcome

@@ -1,6 +1,5 @@
 """What is left of a unit that failed: its error, and none of its tensors."""
 
-import copy
 import gc
 import mmap
 import weakref
