@@ -105,7 +105,8 @@ def _count_at(state: TaskState, batch: Batch, sizes: Signature) -> Sequence[Laye
     inputs, target, _ = batch.micro_batches[0]
     own = Boundary.of(inputs, "a batch").signature
     num_sizes, num_numbers = len(own.sizes), len(own.numbers)
-    most_sizes, most_numbers = ([max(column) for column in zip(*each, strict=True)] for each in sizes[1:3])
+    most_sizes = [max(column) for column in zip(*sizes.sizes, strict=True)]
+    most_numbers = [max(column) for column in zip(*sizes.numbers, strict=True)]
     return _count(
         state,
         batch.training,
