@@ -93,7 +93,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
             yield from ((f".{key}", held) for key, held in list(each.items()))
         else:
             yield f".{name}", each
-    for name in _slots_of(type(value)):
+    for name in _slots_of(type(value)):  # type: ignore[arg-type]  # classes have hashes
         if hasattr(value, name):
             yield f".{name}", getattr(value, name)
 
