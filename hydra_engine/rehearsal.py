@@ -65,6 +65,7 @@ NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.Random
 LOSS = "loss_fn"
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
 BYTES = "bytes "  # before a digest
+PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
 MOST_NAMED = 4
 REMEDY = (
@@ -310,9 +311,9 @@ class _Inspector:
             for k in range(shard.first, last):
                 self.left.pop(k, None)
 
-    def is_bound(self, tensor: Tensor) -> bool:
-        """Whether it lies where parameters do."""
-        return tensor.layout == torch.strided and _address(tensor) in self.places
+    def is_bound(self, value: Any) -> bool:
+        """Whether it is a tensor where parameters lie."""
+        return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._guard.enter(micro.tensors())
@@ -601,15 +602,15 @@ class _Stage:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
         besides |= self._shared
+        made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
         found: PlainState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
-            if isinstance(value, Stale) or (isinstance(value, Tensor) and self._inspector.is_bound(value)):
-                continue  # out of date as soon as its unit is over
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
-            if (shown := _shown(value)) is not None:
+            if id(value) in made or isinstance(value, Stale) or self._inspector.is_bound(value):
+                found[path, is_own] = [PASSING]
+            elif (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)
         return found
 
@@ -620,7 +621,9 @@ class _Stage:
         """
         for key in {**before, **after}:
             (path, is_own), old, new = key, before.get(key), after.get(key)
-            if old == new or not (is_own or (old and new and len(old) == len(new))):
+            if old == new or PASSING in (*(old or ()), *(new or ())):
+                continue
+            if not (is_own or (old and new and len(old) == len(new))):
                 continue
             a, b = ("nothing" if each is None else ", ".join(each) for each in (old, new))
             has_bits = BYTES in a + b
