@@ -548,7 +548,7 @@ class _Stage:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= self._shared
+        besides |= self._shared | {id(each.stale.what) for each in structure.stale}
         made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
         found: PlainState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
