@@ -114,7 +114,7 @@ def rehearse(
         state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
-            stage.run(batch)  # its units are known by now, and run compiled: what cannot be is refused here
+            stage.run_compiled(batch)  # its units are known by now: what cannot be compiled is refused here
         if not stage.repeats_bits:
             # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
             seconds, _ = stage.run(batch)
@@ -149,6 +149,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.originals: set[int] = set()
+        self.reads: AbstractContextManager[Any] = nullcontext()  # sees what no operation shows
         self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
         self._views: Mapping[int, Tensor] = {}
         self._slabs: set[int] = set()
@@ -374,13 +375,14 @@ class _Stage:
             state.open()
             originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
             guard = self._guard
+            guard.reads = _GradientReads(state)
             guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
             with TaskGenerator(seeded(0)):  # what copies itself may draw
                 loss_fn = copy_of_function(task.loss_fn, model)
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
-            self._worker.admit(state, lambda: _both(guard, _GradientReads(state)), (loss_fn, metrics))
+            self._worker.admit(state, lambda: _both(guard, guard.reads), (loss_fn, metrics))
             self._executor = self._worker.executor(state.name)
             self._inspector = self._executor.inspector = _Inspector(state, guard)
             guard.names = [slot.name for slot in state.layout.slots]
@@ -439,6 +441,11 @@ class _Stage:
         self._guard.let_go()
         self._state.close()
         self._state.stepper = None
+
+    def run_compiled(self, batch: Batch) -> None:
+        """Run a batch's units compiled, as they will train: what compiles looks at modes of functions, too."""
+        self._guard.reads = nullcontext()
+        self.run(batch)
 
     def run(self, batch: Batch, *, apart: bool = True) -> tuple[dict[tuple[str, int], float], Seen]:
         """Run a batch's units: seconds of each, and digests of what they left.
@@ -725,7 +732,7 @@ def _rooted(state: TaskState, layers: Iterable[nn.Module], loss_fn: Any) -> list
 
 def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
     """Ids of objects that may be one for all copies, as their class has it: what they count is outside of a layer."""
-    for _, value, _ in reach(*roots, copied_only=True):
+    for _, value, _ in reach(*roots):
         if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__"):
             yield id(value)
 

@@ -69,6 +69,8 @@ from hydra_engine.worker import Worker
 
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
+# Tasks of a run's beginning wait for each other's set-up no longer than this; its deadline is of no task.
+FIRST, FIRST_S = "", 1.0
 
 
 class _Arrived(NamedTuple):
@@ -166,7 +168,10 @@ class EngineRun:
         # Apart from the pool above: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (num_threads,))
         self._opening = threading.Lock()  # tasks take their memory one at a time
-        self._num_setting_up = 0  # tasks that the scheduler does not know yet
+        self._num_setting_up = 0  # tasks that are not set up yet
+        # Tasks that are, and wait for those that they begin with: so the scheduler knows them in their order, and
+        # spreads no step of one over devices that others want. None: no task waits for others any more.
+        self._held: list[RunningTask] | None = []
         self._arriving = threading.Lock()
         self._num_arriving = 0  # tasks on their way to `_take_in`
         self._num_ending = 0  # tasks whose end is not told yet: their callbacks may add another one
@@ -268,6 +273,7 @@ class EngineRun:
             self._handle(DeviceAdded(index))
         for planned in self._planned:
             self._take_in(planned)
+        self._await(self._deadlines, FIRST, FIRST_S)
 
     def _take_in(self, planned: PlannedTask) -> None:
         report = planned.report
@@ -356,6 +362,7 @@ class EngineRun:
         if event.error is not None:
             training.note_failure(Failed(event.task, event.error, "its set-up"))
             self._end_early(training)
+            self._begin_held()
             return
         self._note_set_up(training)
         planned, state = training.planned, training.state
@@ -368,10 +375,27 @@ class EngineRun:
             state.loss_scale = event.optimizer.loss_scale
             if state.steps_on_device:
                 state.stepper = event.optimizer
-        self._add(training)
         training.notifier.is_stopped |= planned.is_stopped
+        if self._held is None:
+            self._begin_task(training)
+        else:
+            self._held.append(training)
+            self._begin_held()
+
+    def _begin_held(self, *, late: bool = False) -> None:
+        """Begin the tasks of the run's beginning, once all of them are set up; late: those that are."""
+        if self._held is None or (self._num_setting_up and not late):
+            return
+        held, self._held = self._held, None
+        self._deadlines.drop(FIRST)
+        for training in self._tasks.values():
+            if training in held:
+                self._begin_task(training)
+
+    def _begin_task(self, training: RunningTask) -> None:
+        self._add(training)
         if training.notifier.is_stopped:  # meanwhile
-            self._handle(TaskStopped(event.task))
+            self._handle(TaskStopped(training.report.name))
 
     def _note_set_up(self, training: RunningTask) -> None:
         self._deadlines.drop(training.report.name)
@@ -438,7 +462,7 @@ class EngineRun:
             if training is None or training.is_ending or training.report.exception is not None:
                 return  # it is over, of an earlier run, or was never begun
             training.notifier.is_stopped = True
-            if not training.is_set_up:
+            if not training.is_scheduled:
                 return
             event = TaskStopped(event.task)
         if isinstance(event, DataFailed) and self._may_go_again(event):
@@ -459,6 +483,7 @@ class EngineRun:
         if isinstance(event, (Failed, DataFailed)):
             self._note_failure(event)
         if isinstance(event, StopRequested) and not self._interrupted:
+            self._begin_held(late=True)
             self._interrupted = True
             self._hurry_callbacks()
             for training in list(self._tasks.values()):
@@ -618,6 +643,8 @@ class EngineRun:
             elif name in self._tasks:
                 planned = self._tasks[name].planned
             else:
+                if name == FIRST:
+                    self._begin_held(late=True)
                 continue
             timeout_s = planned.task.loader_timeout_s
             assert timeout_s is not None

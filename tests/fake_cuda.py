@@ -382,6 +382,9 @@ class FakeCuda:
 class _Thread(threading.local):
     """What CUDA and torch keep for each thread apart."""
 
+    def __deepcopy__(self, memo):
+        return self  # one for all copies of a layer that knows it
+
     def __init__(self):
         self.device = 0
         self.streams = {}  # by device; else its default stream
