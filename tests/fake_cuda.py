@@ -70,6 +70,9 @@ class FakeCuda:
         library_bytes: that each kind of kernel takes beside the context, from its first use in a precision on.
     """
 
+    def __deepcopy__(self, memo):
+        return self  # one for all copies of a layer that knows it
+
     def __init__(
         self,
         num_devices=1,
@@ -381,9 +384,6 @@ class FakeCuda:
 
 class _Thread(threading.local):
     """What CUDA and torch keep for each thread apart."""
-
-    def __deepcopy__(self, memo):
-        return self  # one for all copies of a layer that knows it
 
     def __init__(self):
         self.device = 0
