@@ -14,7 +14,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5
 
-# The whole product of factors behind tests/test_exact.py, where `make test` covers every pair of them.
+# The whole product of factors behind tests/promises/test_exact.py, where `make test` covers every pair of them.
 exact: $(STAMP)
 	$(BIN)/python -m tests.exact
 

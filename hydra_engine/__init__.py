@@ -1,10 +1,8 @@
 """Train many PyTorch models, each larger than the device, together on one machine."""
 
 from hydra_engine._version import __version__
-from hydra_engine.batches import split
-from hydra_engine.callbacks import Callback
-from hydra_engine.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.device import CudaDevice, EmulatedDevice
+from hydra_engine.data import stream_seed
+from hydra_engine.devices import CudaDevice, EmulatedDevice
 from hydra_engine.errors import (
     CallbackTimeout,
     CheckpointError,
@@ -15,23 +13,24 @@ from hydra_engine.errors import (
     ShardDoesNotFit,
     StopTask,
 )
-from hydra_engine.host import HostThreads
-from hydra_engine.orchestrator import ModelOrchestrator
-from hydra_engine.randomness import stream_seed
-from hydra_engine.report import (
+from hydra_engine.planning import DeviceCost, HostCost, Simulation, TaskCost, simulate
+from hydra_engine.run import ModelOrchestrator
+from hydra_engine.system import HostThreads
+from hydra_engine.tasks import (
+    Callback,
     CheckpointReport,
     DeviceReport,
     Evaluation,
+    Model,
+    ModelTask,
     Plan,
     Report,
     Retry,
     Revision,
     TaskPlan,
     TaskReport,
+    split,
 )
-from hydra_engine.simulated import Simulation
-from hydra_engine.simulator import simulate
-from hydra_engine.task import Model, ModelTask
 from partitioners import Skips
 
 __all__ = [

@@ -23,6 +23,13 @@ class Span(NamedTuple):
     end_s: float
 
 
+class Timing(NamedTuple):
+    """Seconds of one unit."""
+
+    launch_s: float  # in which the interpreter handed kernels to the device
+    device_s: float  # in which the device worked on them
+
+
 class Trace:
     """Collects spans and byte counters from every thread of a run."""
 

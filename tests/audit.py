@@ -5,9 +5,9 @@ from unittest import mock
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hydra_engine.executor import Executor
-from hydra_engine.task_state import UnitBytes
-from hydra_engine.worker import Worker
+from hydra_engine.host.state import UnitBytes
+from hydra_engine.worker.executor import Executor
+from hydra_engine.worker.worker import Worker
 from partitioners import MemoryMeter
 
 

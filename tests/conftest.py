@@ -39,7 +39,9 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available() or os.environ.get("HYDRA_ENGINE_FAKE_CUDA"):  # the latter: see tests/test_gpu.py
+    if torch.cuda.is_available() or os.environ.get(
+        "HYDRA_ENGINE_FAKE_CUDA"
+    ):  # the latter: see tests/devices/test_gpu.py
         return
     for item in items:
         if item.get_closest_marker("gpu"):

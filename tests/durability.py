@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from hydra_engine.checkpoint import latest_name, newest_first
+from hydra_engine.checkpoints.checkpoint import latest_name, newest_first
 from tests import durable
 from tests.durable import Settings
 

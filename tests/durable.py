@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest
 from partitioners import Presharded
 from tests import exact, zoo
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA that runs on the CPU and judges how it is used: hydra_engine/device.py works on it as it is.
+"""A stand-in for CUDA that runs on the CPU and judges how it is used: hydra_engine/devices/cuda.py works on it as it is.
 
     cuda = FakeCuda(num_devices=2)
     with cuda.installed():
@@ -30,7 +30,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hydra_engine import arena, boundary, device, dram
+from hydra_engine.data import boundary
+from hydra_engine.devices import arena
+from hydra_engine.devices import cuda as device
+from hydra_engine.system import dram
 
 MIB = 2**20
 NUM_STREAMS = 32  # of a device and a priority; torch then begins again with the first
@@ -108,7 +111,7 @@ class FakeCuda:
 
     @contextmanager
     def installed(self, **constants):
-        """Let hydra_engine/device.py work on it; `constants` of that module are replaced, some are made smaller."""
+        """Let hydra_engine/devices/cuda.py work on it; `constants` of that module are replaced, some are made smaller."""
         small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
         small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
@@ -759,7 +762,7 @@ class _Torch:
 
 
 class _TorchOfArena:
-    """torch for hydra_engine/arena.py: its storages are the device's, whose number the CPU's own do not tell."""
+    """torch for hydra_engine/devices/arena.py: its storages are the device's, whose number the CPU's own do not tell."""
 
     def __init__(self, cuda):
         self._cuda = cuda

@@ -34,10 +34,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
-from hydra_engine.disk import Disk
-from hydra_engine.report import AGAIN
-from hydra_engine.snapshot import Snapshot
-from hydra_engine.spiller import Spiller
+from hydra_engine.checkpoints.snapshot import Snapshot
+from hydra_engine.system.files import Disk
+from hydra_engine.tasks.report import AGAIN
+from hydra_engine.worker.spiller import Spiller
 from partitioners import Pilot, Presharded
 from tests import exact, reference, zoo
 
@@ -317,7 +317,7 @@ def saves(strike, rng):
     """The disk is struck, or a task as it is captured."""
     if rng.random() < 0.7:
         disk = type("Disk", (StruckDisk,), {"strike": strike})
-        return mock.patch("hydra_engine.checkpoint_directory.Disk", disk)
+        return mock.patch("hydra_engine.checkpoints.directory.Disk", disk)
     original = Snapshot._rest
 
     def striking(self, *arguments):

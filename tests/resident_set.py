@@ -1,4 +1,4 @@
-"""Trains one task and prints how far the process's resident set grew, beside the plan: run by test_host_memory.py.
+"""Trains one task and prints how far the process's resident set grew, beside the plan: run by tests/host/test_resident_set.py.
 
 python -m tests.resident_set adamw        # or bfloat16, sgd-early
 """
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.dram import return_free_memory
+from hydra_engine.system.dram import return_free_memory
 from partitioners import Presharded
 
 WIDTH = 1024

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.checkpoint import load_newest
-from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.directory import CheckpointDirectory
 from partitioners import Presharded, format_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 import torch
 from torch import nn
 
-from hydra_engine.blocked import NarrowUpdate, step_narrow
+from hydra_engine.host.blocked import NarrowUpdate, step_narrow
 
 NARROW = torch.bfloat16
 LR = 1e-3

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planner import UNIT_S
-from hydra_engine.trial import update_bytes_per_s
+from hydra_engine.planning.planner import UNIT_S
+from hydra_engine.planning.trial import update_bytes_per_s
 from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks, predict_step, profile, shard_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

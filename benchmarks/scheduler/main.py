@@ -16,8 +16,8 @@ import psutil
 from search import at_random, best_s, in_proportion
 
 from hydra_engine import TaskCost, simulate
-from hydra_engine.policies import POLICIES, resolve_policy
-from hydra_engine.scheduler import Scheduler
+from hydra_engine.schedule.policies import POLICIES, resolve_policy
+from hydra_engine.schedule.scheduler import Scheduler
 
 LIMIT_US = 30.0
 LIMIT_SWAPS = 1.05

@@ -12,8 +12,8 @@ Loads and inputs do not wait for each other here, which on a real link they do: 
 """
 
 from hydra_engine import DeviceCost, TaskCost, simulate
-from hydra_engine.policies import POLICIES
-from hydra_engine.schedule import FORWARD
+from hydra_engine.schedule.policies import POLICIES
+from hydra_engine.schedule.units import FORWARD
 
 
 def in_proportion(rng):

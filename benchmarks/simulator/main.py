@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost, simulate
-from hydra_engine.schedule import Unit
+from hydra_engine.schedule.units import Unit
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

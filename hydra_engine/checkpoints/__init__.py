@@ -1,0 +1,18 @@
+"""Tasks saved on disk and brought back."""
+
+from hydra_engine.checkpoints.checkpoint import Checkpoint, load_newest
+from hydra_engine.checkpoints.saved_task import LOST, SavedTask, never_committed
+from hydra_engine.checkpoints.saver import Saver
+from hydra_engine.checkpoints.snapshot import Snapshot
+from hydra_engine.checkpoints.store import CheckpointStore
+
+__all__ = [
+    "LOST",
+    "Checkpoint",
+    "CheckpointStore",
+    "SavedTask",
+    "Saver",
+    "Snapshot",
+    "load_newest",
+    "never_committed",
+]

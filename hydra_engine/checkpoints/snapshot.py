@@ -1,0 +1,194 @@
+"""A task as it is at a step boundary, for a checkpoint that is written while the task goes on.
+
+    thread that decides   Snapshot(...)     between the last update of a step and the next commit
+    optimizer pool        capture()         values of Python copied, tensors named where they lie
+    who changes a tensor  secure(slots)     what is not written yet is copied first
+    thread that writes    files ... done()
+
+So nothing is copied but what changes before it is written.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from hydra_engine.checkpoints.nested import nested_files
+from hydra_engine.checkpoints.tensors import MovingTensor
+from hydra_engine.data import TaskPosition, losses_to_state, residue
+from hydra_engine.host import TaskOptimizer, TaskState
+from hydra_engine.system import dram
+from hydra_engine.tasks import TaskReport
+
+WEIGHTS = "weights.safetensors"
+FROZEN = "frozen.safetensors"  # weights that do not change
+STATE = "state"
+OPTIMIZER = "optimizer"
+
+Files: TypeAlias = "dict[str, bytes | Mapping[str, Tensor | MovingTensor]]"
+
+# Of DRAM that is available, what copies leave alone; where that is not enough, updates wait for the disk.
+FREE_SHARE = 0.1
+# How often a wait for the disk looks whether there is room by now.
+LOOK_S = 0.01
+
+
+class SaveCost:
+    """What saving has cost those who train. From any thread."""
+
+    def __init__(self) -> None:
+        self.copied_bytes = 0
+        self.held_s = 0.0  # that they waited, for copies and for room to copy
+        self._lock = threading.Lock()
+
+    def add(self, copied_bytes: int, held_s: float) -> None:
+        """Count some more."""
+        with self._lock:
+            self.copied_bytes += copied_bytes
+            self.held_s += held_s
+
+
+class Snapshot:
+    """One task at one step; `secure` from any thread, all else from one thread after the other.
+
+    over: None, or how the task has ended: "finished", "failed", "stopped", "lost". error: what `capture` raised.
+    """
+
+    def __init__(
+        self,
+        state: TaskState,
+        optimizer: TaskOptimizer,
+        report: TaskReport,
+        position: TaskPosition,
+        buffers: list[Tensor],
+        cost: SaveCost,
+        *,
+        over: str | None = None,
+    ) -> None:
+        self.name = report.name
+        self.steps = report.steps
+        self.over = over
+        self.loss = report.losses[-1] if report.losses and math.isfinite(report.losses[-1]) else None
+        self.error: BaseException | None = None
+        self.files: Files = {}
+        self._state, self._optimizer, self._report = state, optimizer, report
+        self._position, self._buffers = position, buffers
+        self._num_validations = len(report.validation_steps)
+        self._captured = threading.Event()
+        self._by_slot: dict[int, list[MovingTensor]] = {}
+        self._cost = cost
+
+    def capture(self) -> None:
+        """Take everything down; nothing of the task changes before this is through."""
+        try:
+            weights, frozen, other = self._weights()
+            self.files[WEIGHTS] = weights
+            if frozen:
+                self.files[FROZEN] = frozen
+            self.files |= nested_files(STATE, self._rest(other), f"task {self.name!r}: state")
+            self.files |= self._updated()
+        except BaseException as error:
+            self.error = error
+            self.done()
+        finally:
+            self._captured.set()
+
+    def secure(self, slots: Iterable[int] | None = None) -> None:
+        """Wait until these parameters, their averages and states may change; None: all of them."""
+        start_s = time.perf_counter()
+        self._captured.wait()
+        moving = [each for slot in (self._by_slot if slots is None else slots) for each in self._by_slot.get(slot, ())]
+        copied_bytes = self._copy(moving)
+        self._cost.add(copied_bytes, time.perf_counter() - start_s)
+
+    def _copy(self, moving: list[MovingTensor]) -> int:
+        pause = threading.Event()
+        while left := [each for each in moving if not each.is_done]:
+            try:
+                if _has_room(sum(each.nbytes for each in left)):
+                    return sum(each.secure() for each in left)
+            except (MemoryError, RuntimeError):  # there was less than the system said: the writer makes room
+                pass
+            pause.wait(LOOK_S)
+        return 0
+
+    def done(self) -> None:
+        """It is written, or nobody will write it."""
+        self.files = {}
+        for each in [each for moving in self._by_slot.values() for each in moving]:
+            each.done()
+
+    def _moving(self, slot: int, tensor: Tensor) -> MovingTensor:
+        moving = MovingTensor(tensor)
+        self._by_slot.setdefault(slot, []).append(moving)
+        return moving
+
+    def _weights(self) -> tuple[dict[str, Tensor | MovingTensor], dict[str, Tensor], dict[str, Tensor]]:
+        """By name: what changes of the model's state dict, what does not, and what a loss holds."""
+        layout = self._state.layout
+        weights: dict[str, Tensor | MovingTensor] = {}
+        frozen: dict[str, Tensor] = {}
+        other: dict[str, Tensor] = {}
+        for name, slot, is_of_loss in layout.named_slots():
+            if slot.trainable:
+                weights[name] = self._moving(slot.index, slot.parameter.data)
+            else:
+                (other if is_of_loss else frozen)[name] = slot.parameter.data
+        weights |= {name: self._buffers[number] for name, number in layout.persistent_buffers().items()}
+        return weights, frozen, other
+
+    def _rest(self, loss_parameters: dict[str, Tensor]) -> dict[str, Any]:
+        report, num = self._report, self._num_validations
+        return {
+            "steps": self.steps,
+            "over": self.over,
+            "error": report.error if self.over is not None else None,
+            "seed": report.seed,
+            "accumulation_steps": self._state.accumulation_steps,
+            "position": self._position.to_state(),
+            "schedule": self._optimizer.schedule(),
+            "buffers": self._buffers,  # by number: also those that no state dict has, and the loss's
+            # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
+            "buffer_residues": [residue(buffer) for buffer in self._buffers],
+            "weight_residues": {slot.name: residue(slot.parameter) for slot in self._state.layout.trainable_slots()},
+            "loss_parameters": loss_parameters,
+            "losses": losses_to_state(report.losses[: self.steps]),
+            "validation_losses": losses_to_state(report.validation_losses[:num]),
+            "validation_steps": report.validation_steps[:num],
+            "validation_metrics": {
+                name: losses_to_state(values[:num]) for name, values in list(report.validation_metrics.items())
+            },
+            "loss_scales": losses_to_state(report.loss_scales[: self.steps]),
+            "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
+            "revisions": [dict(vars(each)) for each in list(report.revisions)],
+            "retries": [dict(vars(each)) for each in list(report.retries)],
+        }
+
+    def _updated(self) -> Files:
+        """What the optimizer's updates change beside weights."""
+        files = nested_files(OPTIMIZER, self._optimizer.state(), f"task {self.name!r}: optimizer")
+        slots: dict[int, int | None] = {}
+        for slot, each in self._optimizer.moving_tensors():
+            if each.numel():
+                # An optimizer may cut states of several parameters from one piece, which then belongs to none.
+                memory = each.untyped_storage().data_ptr()
+                slots[memory] = slot if slots.get(memory, slot) == slot else None
+        for name, tensors in files.items():
+            if not isinstance(tensors, bytes):
+                files[name] = {key: self._as_moving(slots, tensor) for key, tensor in tensors.items()}
+        return files
+
+    def _as_moving(self, slots: Mapping[int, int | None], tensor: Tensor | MovingTensor) -> Tensor | MovingTensor:
+        assert isinstance(tensor, Tensor)
+        slot = slots.get(tensor.untyped_storage().data_ptr())
+        # What belongs to no parameter may change whenever the optimizer likes.
+        return tensor.clone() if slot is None else self._moving(slot, tensor)
+
+
+def _has_room(num_bytes: int) -> bool:
+    return num_bytes <= (1 - FREE_SHARE) * dram.available_dram_bytes()

@@ -1,0 +1,148 @@
+"""Where an orchestrator saves, over all of its calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.checkpoints.checkpoint import Checkpoint, newest_first
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.saved_task import LOST, SavedTask
+from hydra_engine.checkpoints.saver import Every, Saver
+from hydra_engine.errors import CheckpointError
+from hydra_engine.system import process as restart
+from hydra_engine.tasks import CheckpointReport
+
+RESCUE = "hydra-rescue-"
+
+
+class CheckpointStore:
+    """A directory that is open while a call trains, or none; what was saved there before, and by whom."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None, every: object, keep: int) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int):
+            raise TypeError(f"keep: {keep!r} is not an int; give a number of checkpoints")
+        if keep < 1:
+            raise ValueError(f"keep: {keep}, limit: at least 1 checkpoint; a run resumes from it")
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"checkpoint_dir: {directory!r} is a {type(directory).__name__}; give a path")
+        self._every = Every.parse(every)
+        self._keep = keep
+        self.directory = None if directory is None else Path(directory).absolute()
+        self._open: CheckpointDirectory | None = None
+        self._found: Checkpoint | None = None  # what is resumed
+        self._is_own = False  # it holds what this object has saved
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._open = self._found = None
+
+    @property
+    def may_save(self) -> bool:
+        """Whether there is a directory, or one is asked for."""
+        asked_for = restart.directory_asked_for()
+        return self.directory is not None or (asked_for is not None and self._is_for_this(asked_for))
+
+    def _is_for_this(self, asked_for: Path) -> bool:
+        """Whether this one saves there; one without a directory does if it was made as a device was lost."""
+        return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
+
+    @property
+    def nothing_saved(self) -> CheckpointReport | None:
+        """The report of a call that had nothing to train; None without a directory."""
+        return None if self._open is None else CheckpointReport()
+
+    def open(self, *, resume: bool) -> Checkpoint | None:
+        """Lock the directory, and find what there is to go on from: at once where `hydra-engine resume` asks for it.
+
+        Raises CheckpointError where it holds checkpoints of another run that is not to be resumed.
+        """
+        asked_for = restart.directory_asked_for()
+        if asked_for is not None and self._is_for_this(asked_for):
+            self.directory, resume = asked_for, True
+            restart.forget()  # others in this process begin anew
+        if self.directory is None:
+            if resume:
+                raise ValueError("resume: there is no checkpoint_dir to go on from; give ModelOrchestrator one")
+            return None
+        self._open = CheckpointDirectory(self.directory, keep=self._keep)
+        found = self._open.load_newest()
+        self._found = found if resume else None
+        if found is not None and not resume and not self._is_own:
+            raise CheckpointError(
+                f"{self.directory} holds checkpoints of another run, the newest {found.path.name}; go on from it with "
+                f"train_models(resume=True), or give another checkpoint_dir"
+            )
+        for message in () if found is None else found.messages:
+            print(f"hydra_engine: {message}", file=sys.stderr)
+        self._is_own = True
+        return found if resume else None
+
+    def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
+        """A task as it was saved last, once `put_back` has taken its weights; None where it was not, or in no resume.
+
+        while_training: saves go on, and may remove what it is read from. Then it is read from the next, and whole.
+        """
+        while (found := self._newest) is not None and name in found.task_names:
+            try:
+                saved = SavedTask(found, name, self.over(name))
+                put_back(saved)
+                if while_training:
+                    saved.read_optimizer()
+            except CheckpointError:
+                if found is self._newest:
+                    raise
+            else:
+                return saved
+        return None
+
+    @property
+    def _newest(self) -> Checkpoint | None:
+        return None if self._found is None or self._open is None else self._open.newest
+
+    def over(self, name: str) -> str | None:
+        """How a task had ended, also where nothing was saved of it; None where it goes on, or is not known."""
+        found = self._newest
+        over: str | None = None if found is None else found.data["tasks"].get(name, {}).get("over")
+        return over if found is not None and (over == LOST or name in found.task_names) else None
+
+    def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
+        """What saves a run there."""
+        if self._open is None:
+            return None
+        newest = self._open.newest
+        return Saver(self._open, self._every, about, {} if newest is None else newest.data["tasks"])
+
+    def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
+        """The same in a new directory, here or where temporary files go: the process has to end."""
+        self.directory = _new_directory((Path.cwd(), Path(tempfile.gettempdir())))
+        self._open = CheckpointDirectory(self.directory, keep=self._keep)
+        return Saver(self._open, self._every, about, {})
+
+    def remedy(self) -> str:
+        """How to go on after the process has ended."""
+        if self.directory is None or not newest_first(self.directory):
+            return "nothing could be saved; begin again without the task that struck the device, or correct its data"
+        return (
+            f"last commits are in {self.directory}; go on without the task that struck the device by "
+            f"`hydra-engine resume {self.directory}`"
+        )
+
+
+def _new_directory(parents: Iterable[Path]) -> Path:
+    stamp, refused = time.strftime(f"{RESCUE}%Y%m%d-%H%M%S"), []
+    for parent in parents:
+        try:
+            return Path(tempfile.mkdtemp(prefix=f"{stamp}-", dir=parent))
+        except OSError as error:
+            refused.append(str(error))
+    raise CheckpointError(f"no directory to save into: {'; '.join(refused)}; make one of them writable")

@@ -1,0 +1,115 @@
+"""A plan ahead, as a terminal shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra_engine.planning import AheadPlan, Shard
+from hydra_engine.tasks import table
+from partitioners import format_bytes
+
+# More rows than this, and equal shards share one.
+MOST_ROWS = 12
+
+
+def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -> list[str]:
+    """The plan as lines of text; own_forward: class of a model that is more than its children in order."""
+    machine = plan.machine
+    reserved = f", {format_bytes(machine.reserve_bytes)} of it reserved" if machine.reserve_bytes else ""
+    device = "gpu" if machine.is_gpu else machine.device
+    batch = f"batch of {_plural(plan.num_samples, 'sample')} in {_plural(plan.num_micro_batches, 'micro-batch', 'es')}"
+    lines = [
+        f"{title}: {_plural(len(plan.costs), 'layer')}, {plan.dram.num_parameters:,} parameters",
+        f"{device} of {format_bytes(machine.memory_bytes)}{reserved}; {machine.precision}; {batch}",
+        "estimates: no such device was measured" if machine.is_gpu else "times are counted, not measured",
+    ]
+    if own_forward is not None:
+        lines.append(f"{own_forward} has a forward of its own: it is taken to run its children in order")
+    lines += ["", *table(_rows(plan)), ""]
+    return [*lines, _dram_line(plan), *_step_lines(plan), *_limit_lines(plan), _rates_line(plan)]
+
+
+def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
+    head = ("shard", "layers", "slab", "needs", "forward", "backward")
+    if len(plan.shards) <= MOST_ROWS:
+        return [head, *(_row(plan, [j]) for j in range(len(plan.shards)))]
+    kinds: dict[Any, list[int]] = {}
+    for j, shard in enumerate(plan.shards):
+        layers = tuple(cost.name for cost in plan.costs[shard.first : shard.last])
+        # As printed: sums of equal seconds differ in their last bits.
+        seconds = (_time(shard.forward_s), _time(shard.backward_s))
+        kinds.setdefault((layers, shard.slab_bytes, shard.needed_bytes, seconds), []).append(j)
+    return [(*head, "equal shards"), *((*_row(plan, alike), str(len(alike))) for alike in kinds.values())]
+
+
+def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
+    shard = plan.shards[alike[0]]
+    return (
+        str(alike[0]) if len(alike) == 1 else f"{alike[0]} ... {alike[-1]}",
+        _layers(plan, shard) + (" ..." if len(alike) > 1 else ""),
+        format_bytes(shard.slab_bytes),
+        format_bytes(shard.needed_bytes),
+        _time(shard.forward_s),
+        _time(shard.backward_s),
+    )
+
+
+def _layers(plan: AheadPlan, shard: Shard) -> str:
+    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
+    named = f"{first.index} {first.name}"
+    return named if first is last else f"{named} to {last.index} {last.name}"
+
+
+def _dram_line(plan: AheadPlan) -> str:
+    dram = plan.dram
+    each = dram.parameter_bytes / dram.num_parameters if dram.num_parameters else 0.0
+    return (
+        f"DRAM: {format_bytes(dram.total_bytes)} = weights {format_bytes(dram.weight_bytes)} + gradients "
+        f"{format_bytes(dram.gradient_bytes)} + {plan.machine.optimizer} {format_bytes(dram.state_bytes)} "
+        f"({each:.4g} bytes per parameter) + buffers {format_bytes(dram.buffer_bytes)} + boundaries "
+        f"{format_bytes(dram.boundary_bytes)}"
+    )
+
+
+def _step_lines(plan: AheadPlan) -> list[str]:
+    step = plan.step
+    tokens = "" if plan.num_tokens is None else f", {plan.num_tokens / step.total_s:.4g} tokens/s"
+    return [
+        f"step of one task alone: {_time(step.total_s)} = compute {_time(step.compute_s)} + exposed load "
+        f"{_time(step.exposed_load_s)} + boundary {_time(step.exposed_boundary_s)} + update "
+        f"{_time(step.exposed_update_s)}; {plan.num_samples / step.total_s:.4g} samples/s{tokens}",
+        f"bound by: {step.bound} (busy in a step: compute {_time(step.compute_s)}, with the forwards that backward "
+        f"repeats; link {_time(step.link_s)}; host optimizer {_time(step.update_s)})",
+    ]
+
+
+def _limit_lines(plan: AheadPlan) -> list[str]:
+    num, limits = plan.machine.num_devices, plan.limits()
+    if num == 1:
+        return []
+    others = ", ".join(f"{limit.resource} {limit.steps_per_s:.3g}" for limit in limits)
+    return [
+        f"{num} devices with {num} such tasks or more (a task's step uses one device at a time): together at most "
+        f"{limits[0].steps_per_s:.3g} steps/s, bound by {limits[0].resource} (steps/s: {others}); {num} tasks take "
+        f"{format_bytes(num * plan.dram.total_bytes)} of DRAM"
+    ]
+
+
+def _rates_line(plan: AheadPlan) -> str:
+    machine = plan.machine
+    return (
+        f"stated rates: {machine.rates.flops_per_s / 1e12:.4g} TFLOP/s, device memory "
+        f"{machine.rates.memory_bytes_per_s / 1e9:.4g} GB/s, link {machine.link_bytes_per_s / 1e9:.4g} GB/s each way, "
+        f"DRAM {machine.dram_bytes_per_s / 1e9:.4g} GB/s for {machine.update_traffic_bytes} bytes per parameter"
+    )
+
+
+def _time(seconds: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return "0 s"  # also what is left of a difference between equal sums
+
+
+def _plural(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"

@@ -1,0 +1,67 @@
+"""``hydra-engine resume``: what the newest checkpoint of a run holds, and its command once more."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra_engine.checkpoints import load_newest
+from hydra_engine.cli.sample import Mistake
+from hydra_engine.errors import CheckpointError
+from hydra_engine.system import process as restart
+from hydra_engine.tasks import table
+
+_OTHERWISE = "start your program with train_models(resume=True), or give a command: resume DIR -- COMMAND..."
+
+
+def resume(directory: Path, command: Sequence[str] | None) -> NoReturn:
+    """Print what was saved in `directory`, and become the command that saved it, or `command`; raises Mistake.
+
+    Of the checkpoint's data: "command" as `restart.command` gives it; "tasks", by name: "steps", "loss" (the last one,
+    or None) and "over" (how it ended, or None).
+    """
+    try:
+        found = load_newest(directory)
+    except CheckpointError as error:
+        raise Mistake(str(error)) from error
+    if found is None:
+        raise Mistake(
+            f"DIR: nothing is saved in {directory}, limit: at least one checkpoint; give the checkpoint_dir of a run"
+        )
+    data = found.data if isinstance(found.data, dict) else {}
+    print(found.path, *found.messages, *table(_rows(data.get("tasks", {}))), sep="\n")
+    argv, cwd = _stored(directory, data.get("command")) if command is None else (_given(command), os.getcwd())
+    print(f"in {cwd}: {shlex.join(argv)}")
+    try:
+        restart.start_again(argv, cwd, directory)
+    except (OSError, ValueError) as error:  # the latter of a null character
+        raise Mistake(f"{shlex.join(argv)} in {cwd}: cannot be run: {error}; {_OTHERWISE}") from error
+
+
+def _given(command: Sequence[str]) -> list[str]:
+    if not command:
+        raise Mistake("COMMAND: nothing behind --, limit: a program and its arguments; write them there")
+    return list(command)
+
+
+def _stored(directory: Path, command: Any) -> tuple[list[str], str]:
+    if command is None:
+        raise Mistake(
+            f"DIR: {directory} holds no command, since its run was started at a prompt, from stdin, or by another "
+            f"process; {_OTHERWISE}"
+        )
+    argv, cwd = (command.get("argv"), command.get("cwd")) if isinstance(command, dict) else (None, None)
+    if not (isinstance(argv, list) and argv and all(isinstance(each, str) for each in argv) and isinstance(cwd, str)):
+        raise Mistake(f"DIR: {directory} holds {command!r} for a command, limit: argv and cwd; {_OTHERWISE}")
+    return argv, cwd
+
+
+def _rows(tasks: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("task", "status", "steps", "last loss")]
+    for name, task in tasks.items():
+        loss = "-" if task["loss"] is None else f"{task['loss']:.3f}"
+        rows.append((name, task["over"] or "goes on", str(task["steps"]), loss))
+    return rows

@@ -1,0 +1,350 @@
+"""Sends what a loader draws to its task's random stream, whoever else reads and draws meanwhile.
+
+What a thread draws from torch's global generator is sent to the task's, operation by operation, so that loaders are
+read side by side. `random` and `numpy.random` cannot be redirected: a loader that was seen to draw from them is read
+alone, with the task's states installed. What one draws that was not seen to is noticed, and is an error with its name.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from hydra_engine.data.streams import (
+    GLOBAL_GENERATORS,
+    RandomState,
+    Stream,
+    capture,
+    draw_from,
+    install,
+    installed,
+    is_elsewhere,
+    seeded,
+    stream_seed,
+    with_generator,
+)
+from hydra_engine.system import Hold
+
+# torch's own functions read the global generator here, and only C code knows it otherwise.
+_TORCH_RANDOM: Any = torch.random
+_GLOBAL: torch.Generator = torch.default_generator
+# A key of torch's dispatcher that nothing else uses. Where a thread includes it, kernels registered for it come first;
+# operations without one fall through to what they always were, at no cost (a dispatch mode makes each of them slow).
+_KEY = "TESTING_ONLY_GenericMode"
+
+# Opening an iterator and reading its first batch.
+NUM_WATCHED = 2
+
+_REMEDY = (
+    "let it draw from a generator of its own, or set loader_alone=True on the task, which reads it alone from the "
+    "beginning"
+)
+
+
+class LoaderDraws:
+    """Knows whether a loader has to be read alone, and reads it so that every draw is the plain loop's.
+
+    The first reads are alone and watched. After them a loader that drew at most from torch is read beside others; if
+    `random`, `numpy.random` or torch's own state moves meanwhile, it is an error where nobody else can have done it.
+    Else the loader is watched again, and it is an error once it is seen to draw.
+    """
+
+    def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
+        """`name`: of the task. alone: its user says that it draws where nobody would expect it. what: is read."""
+        self._name = f"{name}: {what}"
+        self._is_alone = alone
+        self._num_watched = 0
+        self._doubt: str | None = None  # what somebody did that may have been this loader
+
+    @property
+    def message(self) -> str | None:
+        """Doubts about it, for the end of a run."""
+        if self._doubt is None:
+            return None
+        return (
+            f"{self._name} may have drawn what is others': {self._doubt}; if it did, results are not those of plain "
+            f"PyTorch; {_REMEDY}"
+        )
+
+    @contextmanager
+    def reading(self, stream: Stream) -> Iterator[None]:
+        """Run the body, which reads the loader; its draws move the stream."""
+        if self._is_alone:
+            with installed(stream):
+                yield
+        elif self._num_watched < NUM_WATCHED or self._doubt is not None:
+            with self._watched(stream):
+                yield
+        else:
+            with self._beside(stream):
+                yield
+
+    @contextmanager
+    def _watched(self, stream: Stream) -> Iterator[None]:
+        with installed(stream):
+            before = stream.state
+            watch = _Watch()
+            with _standing_in(watch):
+                yield
+            self._num_watched += 1
+            self._is_alone = watch.is_passed_by or not capture().same_outside_torch(before)
+        if self._is_alone and self._doubt is not None:
+            raise RuntimeError(
+                f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
+                f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
+            )
+
+    @contextmanager
+    def _beside(self, stream: Stream) -> Iterator[None]:
+        own = _Own(stream.state)
+        with GLOBAL_GENERATORS.beside() as turn:
+            before = _outside()
+            try:
+                with _standing_in(own):
+                    yield
+            finally:
+                stream.state = stream.state._replace(torch=own.generator.get_state())
+            moved = _moved(before, _outside())
+        if moved is None and not turn.is_in_doubt:
+            return
+        if moved is not None and not turn.had_company:
+            self._is_alone = True  # if it is read again
+            raise RuntimeError(
+                f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
+                f"batches, so that it is not read alone; {_REMEDY}"
+            )
+        self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
+
+
+@contextmanager
+def beside_loaders() -> Iterator[None]:
+    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
+    with GLOBAL_GENERATORS.beside(), _standing_in(_Own(_outside())):
+        yield
+
+
+class CallbackDraws:
+    """Sends what a task's callbacks draw from torch to a generator of their own: loaders are read meanwhile."""
+
+    def __init__(self, seed: int) -> None:
+        """`seed`: the task's."""
+        self._seed = seed
+        self._own: _Own | None = None
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Run the body, which calls the callbacks; no loader is to blame for what they draw otherwise."""
+        if self._own is None:
+            self._own = _Own(_outside()._replace(torch=seeded(stream_seed(self._seed, -1, 0))))
+        with GLOBAL_GENERATORS.call(), _standing_in(self._own):
+            yield
+
+
+@contextmanager
+def drawing_as_usual() -> Iterator[None]:
+    """Run the body, which is the engine's, where a callback has called it: it keeps streams apart by itself."""
+    outer = _HERE.stand_in
+    if outer is None:
+        yield
+        return
+    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _registered()
+    _HERE.stand_in = None
+    include(key, False)
+    try:
+        yield
+    finally:
+        include(key, True)
+        _HERE.stand_in = outer
+
+
+def _outside() -> RandomState:
+    """The process-wide states as they are while nobody has replaced them; torch's is empty where it is not known."""
+    found: list[RandomState] = []
+
+    def look(hold: Hold | None) -> None:
+        state = capture() if hold is None or hold.outside is None else hold.outside
+        is_known = hold is None or hold.outside is not None
+        found.append(state if is_known else state._replace(torch=torch.empty(0)))
+
+    GLOBAL_GENERATORS.look(look)
+    return found[0]
+
+
+def _moved(before: RandomState, after: RandomState) -> str | None:
+    """Name the generators that were drawn from between the two, as an error says it."""
+    if not before.same_outside_torch(after):
+        return "`random` or `numpy.random`"
+    is_known = before.torch.numel() and after.torch.numel()
+    return "torch's global generator" if is_known and not torch.equal(before.torch, after.torch) else None
+
+
+# -- torch's global generator
+
+
+class _Own:
+    """A generator of the task's, which stands in for the global one."""
+
+    def __init__(self, state: RandomState) -> None:
+        self._state = state
+        self.generator = torch.Generator()
+        if state.torch.numel():
+            self.generator.set_state(state.torch)
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Draw as the operation does."""
+        if is_elsewhere((*args, *kwargs.values())):
+            return op(*args, **kwargs)
+        return draw_from(self.generator, op, args, kwargs)
+
+    def attribute(self, name: str) -> Any:
+        """Get what one of torch's functions asks the global generator for."""
+        return getattr(self.generator, name)
+
+    def install_in_child(self) -> None:
+        """Leave the stream's states in a process that was forked in the middle of a read."""
+        install(self._state._replace(torch=self.generator.get_state()))
+
+
+class _Watch:
+    """Lets draws be, and sees those that come from no function of torch's in this thread."""
+
+    def __init__(self) -> None:
+        self._last = _GLOBAL.get_state()
+        self._was_moved = False
+
+    @property
+    def is_passed_by(self) -> bool:
+        """True if somebody drew so, until now."""
+        return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Draw as the operation does."""
+        return self._seen(partial(op, *args, **kwargs))
+
+    def attribute(self, name: str) -> Any:
+        """Get what one of torch's functions asks the global generator for."""
+        method = getattr(_GLOBAL, name)
+        return (lambda *args: self._seen(partial(method, *args))) if callable(method) else method
+
+    def _seen(self, job: Callable[[], Any]) -> Any:
+        self._was_moved = self.is_passed_by
+        try:
+            return job()
+        finally:
+            self._last = _GLOBAL.get_state()
+
+    def install_in_child(self) -> None:
+        """A process that was forked in the middle of a read has the stream's states already."""
+
+
+class _Here(threading.local):
+    """This thread's own."""
+
+    stand_in: _Own | _Watch | None = None
+
+
+_HERE = _Here()
+
+
+class _ByThread:
+    """Stands for the global generator in torch's functions: the stand-in of the thread that asks, or itself."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_GLOBAL, name) if _HERE.stand_in is None else _HERE.stand_in.attribute(name)
+
+
+class _Readers:
+    """Counts the threads with a stand-in: only meanwhile torch's functions ask for it."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._number = 0
+
+    def add(self, number: int) -> None:
+        """So many more."""
+        with self._mutex:
+            self._number += number
+            _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL
+
+
+_READERS = _Readers()
+
+
+@contextmanager
+def _standing_in(stand_in: _Own | _Watch) -> Iterator[None]:
+    """Send the body's draws from torch's global generator, in this thread, to another one."""
+    key = _registered()
+    outer, was_included = _HERE.stand_in, torch._C._dispatch_tls_is_dispatch_key_included(key)
+    _READERS.add(1)
+    _HERE.stand_in = stand_in
+    torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(key, was_included)
+        _HERE.stand_in = outer
+        _READERS.add(-1)
+
+
+def _leave_in_child() -> None:
+    """In a process that was forked by a thread that reads, a loader's worker, the global generator is its own."""
+    stand_in, _HERE.stand_in = _HERE.stand_in, None
+    _READERS.__init__()  # type: ignore[misc]  # its lock may have been another thread's
+    _TORCH_RANDOM.default_generator = _GLOBAL
+    if stand_in is not None:
+        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), False)
+        stand_in.install_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
+
+
+def _registered() -> Any:
+    """The key, with a kernel for every operation that draws; made when it is first needed, for the whole process."""
+    key = torch._C._parse_dispatch_key(_KEY)
+    with _REGISTERING:
+        if not _LIBRARIES:
+            _register(key)
+    return key
+
+
+def _register(key: Any) -> None:
+    library: Any = torch.library.Library
+    others = library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
+    aten = library("aten", "IMPL")
+    for full_name in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full_name.partition("::")[2].partition(".")
+        if not full_name.startswith("aten::") or not hasattr(torch.ops.aten, name):
+            continue
+        op = getattr(getattr(torch.ops.aten, name), overload or "default")
+        has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
+        # One that is made of others and takes no generator is sent on by what it is made of.
+        if torch.Tag.nondeterministic_seeded in op.tags and (with_generator(op) is not None or not has_parts):
+            aten.impl(full_name.partition("::")[2], _kernel(op, key), _KEY)
+    _LIBRARIES.extend((others, aten))
+
+
+_REGISTERING = threading.Lock()
+_LIBRARIES: list[Any] = []  # torch forgets the kernels with these
+
+
+def _kernel(op: Any, key: Any) -> Callable[..., Any]:
+    include = torch._C._dispatch_tls_set_dispatch_key_included
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        stand_in, generator = _HERE.stand_in, kwargs.get("generator")
+        is_own = isinstance(generator, torch.Generator) and generator._cdata != _GLOBAL._cdata  # type: ignore[attr-defined]
+        include(key, False)
+        try:
+            return op(*args, **kwargs) if stand_in is None or is_own else stand_in.run(op, args, kwargs)
+        finally:
+            include(key, True)
+
+    return draw

@@ -1,0 +1,88 @@
+"""The random generators that a loader holds itself, beside the process-wide ones: found, read and put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hydra_engine.data.streams import copied
+
+_MAX_DEPTH = 4  # loader, batch sampler, sampler, a sampler inside that
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The random generators that a loader, its samplers and its data set hold."""
+    seen: dict[int, Any] = {}
+
+    def walk(holder: Any, depth: int) -> None:
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            if name == _OPEN or id(value) in seen or isinstance(value, Tensor):
+                continue
+            if isinstance(value, _KINDS):
+                seen[id(value)] = value
+            elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+                seen[id(value)] = None
+                walk(value, depth - 1)
+
+    walk(loader, _MAX_DEPTH)
+    return [value for value in seen.values() if value is not None]
+
+
+def states_of(loader: Any) -> tuple[Any, ...]:
+    """Of its generators, in an order that is the same in every process."""
+    return tuple(map(_state, generators_of(loader)))
+
+
+def putting_back(loader: Any) -> Callable[[], None]:
+    """What sets the generators that it holds now to where they are now."""
+    states = [(generator, _state(generator)) for generator in generators_of(loader)]
+
+    def put_back() -> None:
+        for generator, state in states:
+            _set_state(generator, state)
+
+    return put_back
+
+
+def set_states(loader: Any, states: tuple[Any, ...]) -> None:
+    """Put its generators back; raises ValueError where there are others than were saved."""
+    generators = generators_of(loader)
+    if len(generators) != len(states):
+        raise ValueError(
+            f"the loader holds {len(generators)} random generators, and {len(states)} were saved; resume with the "
+            f"loader that was saved"
+        )
+    for generator, state in zip(generators, states, strict=True):
+        _set_state(generator, state)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copied(generator.bit_generator.state)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def same_states(a: Any, b: Any) -> bool:
+    """Whether two generators' states are, or two tuples of them."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_states(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same_states, a, b))
+    return bool(np.array_equal(a, b))

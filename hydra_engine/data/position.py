@@ -1,0 +1,301 @@
+"""Where a task and its loader stand in their data, and how another loader like it is brought there.
+
+A loader with a `state_dict` of its own is left to it. Any other begins its epoch again, with the random states that the
+epoch began with. Then, where a sampler gives the order, its indices are drawn and dropped without loading a sample;
+else so many batches are loaded and dropped. At the end every generator is set to where it stood.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hydra_engine.data.generators import same_states, set_states, states_of
+from hydra_engine.data.streams import (
+    RandomState,
+    Stream,
+    capture,
+    copied,
+    install,
+    installed,
+    random_from_state,
+    random_to_state,
+)
+
+_MISSING = object()
+_REMEDY = (
+    "is not followed, so that batches after a resume may differ from those of an uninterrupted run; make the loader "
+    "with a generator of its own, or give it a state_dict"
+)
+
+
+class EpochStart(NamedTuple):
+    """What an epoch's iterator was opened with."""
+
+    random: RandomState
+    generators: tuple[Any, ...]  # states of those that the loader holds
+    has_workers: bool  # persistent ones of an epoch before
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderPosition:
+    """num_batches: that were read of the epoch. random, generators: as they are then. own: the loader's state dict."""
+
+    num_batches: int
+    start: EpochStart
+    random: RandomState
+    generators: tuple[Any, ...]
+    own: Any = None
+
+    def to_state(self) -> dict[str, Any]:
+        """As `hydra_engine.nested.flatten` takes it."""
+        start = {**self.start._asdict(), "random": random_to_state(self.start.random)}
+        own = {name: getattr(self, name) for name in ("num_batches", "generators", "own")}
+        return {**own, "start": start, "random": random_to_state(self.random)}
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> LoaderPosition:
+        """The other way round."""
+        start = {**saved["start"], "random": random_from_state(saved["start"]["random"])}
+        return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
+
+
+class Restored(NamedTuple):
+    """An iterator that gives the batches after a position."""
+
+    iterator: Iterator[Any]
+    message: str | None  # why they may be other ones than those of the run that was saved
+
+
+def epoch_start(loader: Any, stream: Stream) -> EpochStart:
+    """Of an epoch that is about to begin: before `iter`."""
+    return EpochStart(stream.state, states_of(loader), getattr(loader, "_iterator", None) is not None)
+
+
+def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
+    """Where a loader stands; right after the batch was read, since a state dict knows no earlier one."""
+    own = copied(loader.state_dict()) if _is_stateful(loader) else None
+    return LoaderPosition(
+        num_batches=num_batches, start=start, random=stream.state, generators=states_of(loader), own=own
+    )
+
+
+def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
+    """Bring a loader to a position, and the task's stream with it.
+
+    Raises ValueError where the loader is of another kind than the one that was saved, or ends before.
+    """
+    start = position.start
+    if (position.own is not None) != _is_stateful(loader):
+        kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
+        raise ValueError(
+            f"the loader that was saved {kinds[0]} state_dict, and this one {kinds[1]}; resume with the loader that "
+            f"was saved"
+        )
+    stream.state = start.random
+    if position.own is not None:
+        loader.load_state_dict(position.own)
+    if position.num_batches == 0:  # the epoch begins again, and what opening it draws is not drawn yet
+        set_states(loader, start.generators)
+        with installed(stream):
+            return Restored(iter(loader), None)
+    if position.own is not None:
+        with installed(stream):
+            iterator = iter(loader)
+        stream.state = position.random
+        return Restored(iterator, None)
+    set_states(loader, start.generators)
+    is_replayed = _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, start))
+    with installed(stream):
+        iterator, drew_later = (_replayed if is_replayed else _skipped)(loader, position)
+    # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
+    was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
+    stream.state = position.random
+    doubt = None
+    if len(states_of(loader)) != len(position.generators):
+        doubt = "makes random generators while it reads"
+    else:
+        set_states(loader, position.generators)
+    if start.has_workers and not is_replayed:
+        doubt = "has workers that may draw, and drew in earlier epochs as well"
+    if drew_later and not was_alone:
+        who = "has a sampler that draws" if is_replayed else "draws"
+        doubt = f"{who} from the process-wide generators at every batch, as others do in between"
+    return Restored(iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}")
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+# -- without loading samples
+
+
+def _has_index_stream(loader: Any) -> bool:
+    """Whether samples are asked for by index, in an order that something else than the data set gives."""
+    own = (DataLoader.__iter__, DataLoader._get_iterator)
+    is_plain = isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
+    return is_plain and not isinstance(loader.dataset, IterableDataset)
+
+
+class _Advanced:
+    """A sampler's iterator, past its first indices: drawn when the first one behind them is asked for, or before."""
+
+    def __init__(self, sampler: _AdvancedOnce) -> None:
+        self._sampler = sampler
+        self._indices = iter(sampler.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.advance()
+        return next(self._indices)
+
+    def advance(self) -> None:
+        """Draw what is before the position, unless an iterator has done so."""
+        position, self._sampler.position = self._sampler.position, None
+        # A loader keeps the iterator of its persistent workers, which keeps the sampler: a cycle, whose workers torch
+        # ends only after time-outs.
+        loader, self._sampler.loader = self._sampler.loader, None
+        if position is None:
+            return
+        if position.start.has_workers:  # no seed was drawn for them then, as it was just now
+            install(position.start.random)
+            set_states(loader, position.start.generators)
+            self._indices = iter(self._sampler.sampler)
+        after_first = None
+        for k in range(position.num_batches):
+            if next(self._indices, _MISSING) is _MISSING:
+                raise _too_short(k, position)
+            after_first = after_first or capture()
+        self._sampler.drew_later = after_first is not None and not capture().same_as(after_first)
+
+
+class _AdvancedOnce:
+    """A sampler whose first iterator that is used begins at a position, and every other one at the beginning.
+
+    torch's loaders with workers open two, and use the second.
+    """
+
+    def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
+        self.loader: Any = loader  # until the position was reached
+        self.sampler = sampler
+        self.position: LoaderPosition | None = position  # until it was reached
+        self.drew_later = False  # at every batch, not only at the first
+        self.last: _Advanced | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.last = _Advanced(self)
+        return self.last
+
+
+def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
+    """The iterator, and whether the sampler draws at every batch."""
+    other = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = _AdvancedOnce(loader, getattr(loader, name), position)
+    vars(other)[name] = sampler  # a loader lets nobody set it, but this one is nobody else's
+    iterator = iter(other)
+    if loader.num_workers and loader.persistent_workers:
+        loader._iterator = iterator  # of the epochs that follow
+    assert sampler.last is not None
+    sampler.last.advance()
+    return iterator, sampler.drew_later
+
+
+class _DrawsProbe(Dataset[bool]):
+    """Of an index: whether loading its sample draws random numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> bool:
+        before, own = capture(), states_of(self._dataset)
+        try:
+            self._dataset[index]
+        except Exception:  # one that takes no single index
+            return True
+        return not (capture().same_as(before) and same_states(own, states_of(self._dataset)))
+
+
+def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
+    """Whether samples are made with random numbers, of workers that would have to draw all those before as well.
+
+    Asked in a worker: here, a data set might open what a fork must not inherit.
+    """
+    with installed(Stream(stream.state)):
+        first = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), None)
+        index = first if loader.batch_sampler is None else next(iter(first or ()), None)
+        if index is None:
+            return False
+        [draws] = DataLoader(
+            _DrawsProbe(loader.dataset),
+            sampler=[index],
+            batch_size=None,
+            num_workers=1,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            timeout=loader.timeout,
+        )
+    set_states(loader, start.generators)
+    return bool(draws)
+
+
+# -- with loading
+
+
+def _skipped(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
+    """The iterator, and whether it draws at every batch."""
+    iterator = iter(loader)
+    after_first = None
+    for k in range(position.num_batches):
+        if next(iterator, _MISSING) is _MISSING:
+            raise _too_short(k, position)
+        after_first = after_first or capture()
+    return iterator, after_first is not None and not capture().same_as(after_first)
+
+
+def _too_short(num_batches: int, position: LoaderPosition) -> ValueError:
+    return ValueError(
+        f"the loader ended after {num_batches} batches, and was saved after {position.num_batches}; resume with the "
+        f"data set and the loader that were saved"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPosition:
+    """Right after a training batch was read, or an epoch has begun.
+
+    num_steps: training batches that were read. validation: states of the generators that its loader holds.
+    num_evaluations, num_evaluated: evaluations that ended, and all their batches. is_evaluated: the evaluation that is
+    due after so many steps, if one is, lies before this.
+    """
+
+    num_steps: int
+    epoch: int
+    loader: LoaderPosition
+    validation: tuple[Any, ...]
+    num_evaluations: int
+    num_evaluated: int
+    is_evaluated: bool = False
+
+    def with_random(self, random: RandomState) -> TaskPosition:
+        """The same where others drew from the task's stream since."""
+        return replace(self, loader=replace(self.loader, random=random))
+
+    def to_state(self) -> dict[str, Any]:
+        """As `hydra_engine.nested.flatten` takes it."""
+        return {**vars(self), "loader": self.loader.to_state()}
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
+        """The other way round."""
+        return cls(**{**saved, "loader": LoaderPosition.from_state(saved["loader"])})

@@ -1,0 +1,134 @@
+"""What decides the memory of a step's units: the sizes in its batch. Which of two is larger, and sizes rounded up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import gt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hydra_engine.data.boundary import Boundary, Form
+
+# Sizes are rounded up to one of so many between a power of two and the next: batches that grow are measured as often.
+SIZES_PER_DOUBLING = 8
+
+
+class Signature(NamedTuple):
+    """A step's sizes, by micro-batch. Two that are equal take the same memory; one that is no larger takes no more."""
+
+    forms: tuple[tuple[Form, Form], ...]  # of inputs and target
+    sizes: tuple[tuple[int, ...], ...]  # every dimension of their tensors
+    numbers: tuple[tuple[int, ...], ...]  # whole numbers among their values, which a layer may cut a tensor by
+    values: tuple[tuple[Any, ...], ...]  # other plain values: names, switches
+    role: tuple[Any, ...] = ()  # of units that do more or less than others of their kind
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Boundary, Boundary]]) -> Signature:
+        """The signature of a step on micro-batches (inputs, target)."""
+        parts = [(inputs.signature, target.signature) for inputs, target in pairs]
+        return cls(
+            forms=tuple((x.form, y.form) for x, y in parts),
+            sizes=tuple(x.sizes + y.sizes for x, y in parts),
+            numbers=tuple(x.numbers + y.numbers for x, y in parts),
+            values=tuple(x.values + y.values for x, y in parts),
+        )
+
+    def part(self, first: int, end: int, role: tuple[Any, ...]) -> Signature:
+        """Its micro-batches `[first, end)`, in a role."""
+        return Signature(
+            self.forms[first:end],
+            self.sizes[first:end],
+            self.numbers[first:end],
+            self.values[first:end],
+            (*self.role, *role),
+        )
+
+    def in_role(self, role: str) -> Signature:
+        """The same in a role."""
+        return self._replace(role=(*self.role, role))
+
+    @property
+    def of_batch(self) -> Signature:
+        """Sizes of the batch alone: without plain values and role."""
+        return self._replace(values=(), role=())
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.sizes)
+
+
+NO_BATCH = Signature((), (), (), ())
+
+
+def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -> bool:
+    """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
+
+    numbers: whole numbers among the values are sizes, too.
+    """
+    if signature.role != known.role or signature.num_micro_batches > known.num_micro_batches:
+        return False
+    for m, form in enumerate(signature.forms):
+        if form != known.forms[m] or any(map(gt, signature.sizes[m], known.sizes[m])):
+            return False
+        if numbers and any(map(gt, signature.numbers[m], known.numbers[m])):
+            return False
+    return True
+
+
+def wider(signature: Signature, like: Signature) -> Signature:
+    """The sizes in which it differs from another of the same forms, rounded up.
+
+    Whole numbers that are also a tensor's size are rounded as that is. Others are rounded up to a power of two, since
+    ids may count up for ever, and are no less than the other's: of lists of lengths hardly one is the largest in all.
+    """
+    sizes = [
+        tuple(size if size == other else rounded_up(size) for size, other in zip(each, others, strict=True))
+        for each, others in zip(signature.sizes, like.sizes, strict=True)
+    ]
+    numbers = []
+    for each, others, own in zip(signature.numbers, like.numbers, signature.sizes, strict=True):
+        powers = [max(1 << number.bit_length(), other) for number, other in zip(each, others, strict=True)]
+        rounded = [rounded_up(n) if n in own else power for n, power in zip(each, powers, strict=True)]
+        numbers.append(tuple(n if n == other else r for n, other, r in zip(each, others, rounded, strict=True)))
+    return signature._replace(sizes=tuple(sizes), numbers=tuple(numbers))
+
+
+def narrower(signature: Signature, like: Signature) -> Signature:
+    """One less in each size in which it differs from another of the same forms."""
+
+    def less(each: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+        return tuple(size - (size != other) for size, other in zip(each, others, strict=True))
+
+    return signature._replace(
+        sizes=tuple(map(less, signature.sizes, like.sizes)), numbers=tuple(map(less, signature.numbers, like.numbers))
+    )
+
+
+def rounded_up(size: int) -> int:
+    """The next of a few sizes between a power of two and its double."""
+    step = max(1, (1 << max(0, size.bit_length() - 1)) // SIZES_PER_DOUBLING)
+    return -(-size // step) * step
+
+
+def resized(value: Any, sizes: Sequence[int], numbers: Sequence[int]) -> Any:
+    """A value with tensors of these sizes, whose memory nobody has touched, and these whole numbers among its values.
+
+    The sizes of its tensors and its whole numbers are in the order of `Boundary.signature`.
+    """
+    boundary = Boundary.of(value, "a batch")
+    dims, tensors = iter(sizes), []
+    for tensor in boundary.tensors:
+        shape = [next(dims) for _ in range(tensor.dim())]
+        tensors.append(_empty(tensor, shape).requires_grad_(tensor.requires_grad))
+    return boundary.with_numbers(numbers).build(tensors)
+
+
+def _empty(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of another shape whose dimensions lie in memory in the same order."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    strides, step = [0] * tensor.dim(), 1
+    for k in reversed(order):
+        strides[k], step = step, step * max(1, shape[k])
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype)

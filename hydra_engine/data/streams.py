@@ -1,0 +1,315 @@
+"""Random streams: each task has its own, and what it draws does not depend on who else runs.
+
+The process has one CPU generator, one `random` and one `numpy.random`. Who draws from the last two runs with the task's
+states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
+mode, without a lock; a loader's as `hydra_engine/data/draws.py` says.
+
+A stream, an optimizer and a learning-rate schedule are also turned into values that a checkpoint takes, and back.
+`hydra_engine.checkpoints.nested.flatten` takes them bit for bit. The state dicts of torch's own optimizers and
+schedulers it takes as they are; what is here is for what would change on the way back, or has no state dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_engine.system import Hold, RevocableLock
+from partitioners.measure import draws_random, given_generators
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put back what `optimizer.state_dict()` gave; its tensors are taken over, so that DRAM holds them once.
+
+    `load_state_dict` of torch casts state to its parameter's type and rebuilds whatever can be iterated, so that an
+    average in float32 beside a bfloat16 weight, or counts, would be rounded. Here each value is put back as it was;
+    only groups go through `load_state_dict`. An optimizer that has a `load_state_dict` of its own is trusted with all.
+
+    After the scheduler was made, which sets learning rates. Raises ValueError where groups or parameters differ.
+    """
+    now, then = (
+        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if now != then:
+        raise ValueError(
+            f"the optimizer has groups of {now} parameters, and the saved one of {then}; resume with the model and the "
+            f"optimizer= that were saved"
+        )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(dict(saved))
+        return
+    optimizer.load_state_dict({**saved, "state": {}})
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = dict(zip(indices, parameters, strict=True))
+    for key, state in saved["state"].items():
+        parameter = by_index.get(key, key)  # an optimizer may keep something under a name
+        _check_shapes(key, parameter, state)
+        optimizer.state[parameter] = state
+
+
+def _check_shapes(key: Any, parameter: Any, state: Any) -> None:
+    """Averages have their parameter's shape; a swap of two would be noticed late, or never."""
+    names = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg")
+    for name, value in state.items() if isinstance(parameter, Tensor) and isinstance(state, Mapping) else ():
+        if name in names and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {key} has shape {tuple(parameter.shape)}, and its saved {name} {tuple(value.shape)}; "
+                f"resume with the model that was saved"
+            )
+
+
+def random_to_state(random: RandomState) -> dict[str, Any]:
+    """A random stream's states by name, the way they are."""
+    return random._asdict()
+
+
+def random_from_state(saved: Mapping[str, Any]) -> RandomState:
+    """The other way round; raises ValueError where one is missing, or there is one more."""
+    if saved.keys() != set(RandomState._fields):
+        raise ValueError(
+            f"a random stream's states are {list(saved)}, expected {list(RandomState._fields)}; resume with the "
+            f"hydra_engine that saved them"
+        )
+    return RandomState(**saved)
+
+
+def losses_to_state(losses: list[float]) -> Tensor:
+    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room."""
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def losses_from_state(saved: Tensor) -> list[float]:
+    """The other way round, every NaN with the bits it had."""
+    return saved.tolist()
+
+
+def copied(state: Any) -> Any:
+    """State that goes on changing, as it is now: its tensors in DRAM of their own, strides kept, one for each object.
+
+    Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept.
+    """
+    return _copied(state, {})
+
+
+def _copied(value: Any, made: dict[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in made:
+            made[id(value)] = value.detach().to("cpu", copy=True)
+        return made[id(value)]
+    if isinstance(value, dict):
+        rebuilt = value.copy()  # an OrderedDict stays one, a defaultdict keeps its default
+        for key, each in value.items():  # one by one: a Counter's update adds
+            rebuilt[key] = _copied(each, made)
+        return rebuilt
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each, made) for each in value)
+    return value.copy() if isinstance(value, (np.ndarray, set)) else value
+
+
+# Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
+# loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
+# wake up one day, it may still draw from the process-wide generators while they are another task's, or the user's.
+GLOBAL_GENERATORS = RevocableLock()
+
+
+def stream_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Seed of the random stream of one micro-batch (`accumulation_steps` > 1), in [0, 2**63).
+
+    Keyed by task seed, step and micro-batch, so that it does not matter which device runs it or when.
+    """
+    digest = hashlib.blake2b(f"{seed}:{step}:{micro_batch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class RandomState(NamedTuple):
+    """States of torch's CPU generator, `random`, `numpy.random` and a device's. Never written to: replaced."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: Any
+    device: int | bytes = 0  # the seed, until something was drawn on a device
+
+    def same_as(self, other: RandomState) -> bool:
+        """Whether nothing was drawn between the two."""
+        return torch.equal(self.torch, other.torch) and self.device == other.device and self.same_outside_torch(other)
+
+    def same_outside_torch(self, other: RandomState) -> bool:
+        """Whether nothing was drawn from `random` and `numpy.random`."""
+        return (
+            self.python == other.python
+            and self.numpy[2] == other.numpy[2]
+            and bool(np.array_equal(self.numpy[1], other.numpy[1]))
+            and self.numpy[3:] == other.numpy[3:]
+        )
+
+
+def capture() -> RandomState:
+    """The process-wide states as they are."""
+    return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
+
+
+def install(state: RandomState) -> None:
+    """Make these the process-wide states."""
+    torch.set_rng_state(state.torch)
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+
+
+def seeded(seed: int) -> Tensor:
+    """State of a fresh torch generator with this seed."""
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+class Stream:
+    """Where a task's random stream stands; `state` moves as the body of `installed` draws."""
+
+    def __init__(self, state: RandomState) -> None:
+        self.state = state
+
+
+@contextmanager
+def installed(stream: Stream) -> Iterator[None]:
+    """Run the body with the stream as the process-wide generators, and leave those as they were.
+
+    Raises TakenAway where the body came back too late: then the stream is where it was.
+    """
+    with GLOBAL_GENERATORS.held(apart=True) as hold:
+
+        def enter() -> None:
+            outside = capture()
+            hold.outside = hold.outside or outside
+            hold.put_back.append(partial(_put_back, hold, stream.state, outside))
+            install(stream.state)
+
+        def leave() -> None:
+            stream.state = capture()._replace(device=stream.state.device)
+            hold.put_back.pop()()
+
+        hold.settle(enter)
+        try:
+            yield
+        finally:
+            hold.settle(leave)
+
+
+def _put_back(hold: Hold, start: RandomState, outside: RandomState) -> None:
+    """End a replacement; who worked beside it may be the one that drew."""
+    if hold.met and not capture().same_outside_torch(start):
+        for each in hold.met:
+            each.is_in_doubt = True
+    install(outside)
+    if len(hold.put_back) == 0:
+        hold.outside = None
+
+
+@cache
+def with_generator(func: Any) -> Any | None:
+    """The overload of a seeded op that takes a generator, or None."""
+
+    def names(overload: Any) -> list[str]:
+        return [argument.name for argument in overload._schema.arguments]
+
+    if "generator" in names(func):
+        return func
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if sorted(names(overload)) == sorted([*names(func), "generator"]):
+            return overload
+    return None
+
+
+def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a seeded op of the CPU with draws from this generator instead of the process's."""
+    overload = with_generator(func)
+    if overload is not None:
+        return overload(*args, **{**kwargs, "generator": generator})
+    with GLOBAL_GENERATORS.held():  # it takes no generator
+        outside = torch.default_generator.get_state()
+        torch.default_generator.set_state(generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(outside)
+
+
+def is_elsewhere(values: Iterable[Any]) -> bool:
+    """Whether an op with these arguments draws on a device and not on the CPU."""
+    devices = (value.device if isinstance(value, Tensor) else value for value in values)
+    return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
+
+
+class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+
+    Attributes:
+        own: the generators that ops were given instead, as `given_generators` has them.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._who = who
+        self.own: dict[int, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if draws_random(func, args, kwargs):
+                raise RuntimeError(
+                    f"{self._who} draws random numbers ({func}), from the stream that the loader and the layers draw "
+                    f"from; draw from a torch.Generator of its own"
+                )
+            self.own |= given_generators(args, kwargs)
+        return func(*args, **kwargs)
+
+
+class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sends what seeded ops draw to a task's own generator.
+
+    Ops tagged `nondeterministic_seeded` get the generator as an argument; one that takes none runs with the state
+    installed in the global generator, under the lock. An op that was given a generator keeps it.
+    """
+
+    def __init__(self, start: torch.Generator | Tensor) -> None:
+        """`start`: the task's generator, or the state that it has; then one is made once something draws."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._start = start
+        self.drew_elsewhere = False  # on a device, whose own generator has the task's state installed
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What ops draw from."""
+        if isinstance(self._start, Tensor):
+            generator = torch.Generator()
+            generator.set_state(self._start)
+            self._start = generator
+        return self._start
+
+    @property
+    def state(self) -> Tensor:
+        """Where the stream stands: what it began with, where nothing was drawn. Not to be written to."""
+        return self._start if isinstance(self._start, Tensor) else self._start.get_state()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not draws_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        if is_elsewhere((*args, *kwargs.values())):
+            self.drew_elsewhere = True
+            return func(*args, **kwargs)
+        return draw_from(self.generator, func, args, kwargs)

@@ -1,0 +1,48 @@
+"""Hardware with a budget and lanes: GPUs, emulated devices, their rates."""
+
+from hydra_engine.devices import rates
+from hydra_engine.devices.arena import Slab
+from hydra_engine.devices.budget import SLABS, Ledger, Residents, Ticket
+from hydra_engine.devices.cuda import (
+    COMPUTE,
+    INPUT,
+    LOAD,
+    STORE,
+    CudaDevice,
+    DeviceSpec,
+    EmulatedDevice,
+    OpenDevice,
+    active_autocast,
+    host_memory,
+    resolve_devices,
+)
+from hydra_engine.devices.device import DeviceGenerator, Timer
+from hydra_engine.devices.lanes import Promise
+from hydra_engine.devices.probe import probe
+from hydra_engine.devices.rates import STATED, Ceilings
+
+__all__ = [
+    "COMPUTE",
+    "INPUT",
+    "LOAD",
+    "SLABS",
+    "STATED",
+    "STORE",
+    "Ceilings",
+    "CudaDevice",
+    "DeviceGenerator",
+    "DeviceSpec",
+    "EmulatedDevice",
+    "Ledger",
+    "OpenDevice",
+    "Promise",
+    "Residents",
+    "Slab",
+    "Ticket",
+    "Timer",
+    "active_autocast",
+    "host_memory",
+    "probe",
+    "rates",
+    "resolve_devices",
+]

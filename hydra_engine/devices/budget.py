@@ -1,0 +1,388 @@
+"""The bytes of a device: asked for, granted in order, given back. Nobody waits inside a lane for memory.
+
+They are of two kinds: slabs', and what units work with. Where slabs lie in an arena of their own, each kind has its own
+limit, since memory does not go from one to the other; elsewhere both have the whole budget as theirs.
+
+A device keeps slabs that no unit needs now and gives them up when there is no room, what is needed last first. That
+order moves least bytes (Belady 1966, for pieces of one size). All of it is a copy of what is in DRAM, so giving it up
+moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from hydra_engine.errors import DeviceOutOfMemory
+
+SLABS, WORK = "slabs", "work"
+
+
+@dataclass(eq=False, kw_only=True)
+class Ticket:
+    """A request for bytes: granted once, in its turn, or refused, or cancelled before. Callbacks must not block."""
+
+    # None: all that is free, once nothing else is active. A function is asked when it is the ticket's turn.
+    num_bytes: int | Callable[[], int] | None
+    granted: Callable[[int], None]
+    refused: Callable[[Exception], None]
+    activates: bool = False  # from its grant on something runs that will release bytes by itself
+    kind: str = WORK
+
+
+class Ledger:
+    """Bytes of a device in use, never above its budget.
+
+    Requests are granted strictly in order, each as soon as it fits: a unit that is about to run asks before the next
+    unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
+    while nothing is active, so that nothing will be released by itself, is refused.
+
+    Args:
+        device: its name, for errors.
+        memory_bytes: its budget.
+        arena_bytes: of these, for slabs and nothing else; None: for whatever asks first.
+
+    Attributes:
+        reclaim: releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
+        lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
+            grants; reentrant for a callback that asks.
+    """
+
+    def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
+        self.device = device
+        self.memory_bytes = memory_bytes
+        self.is_split = arena_bytes is not None
+        self.peak_bytes = 0
+        self._limits = {SLABS: memory_bytes, WORK: memory_bytes}
+        if arena_bytes is not None:
+            self._limits = {SLABS: arena_bytes, WORK: memory_bytes - arena_bytes}
+        self._used = {SLABS: 0, WORK: 0}
+        self._num_active = 0
+        self._closed = False
+        self._is_pumping = False
+        self._waiting: deque[Ticket] = deque()
+        self.reclaim: Callable[[int, str], None] = lambda _, __: None
+        self.lock = threading.RLock()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used[SLABS] + self._used[WORK]
+
+    def limit_bytes(self, kind: str = WORK) -> int:
+        """The most bytes that a kind can have."""
+        return self._limits[kind]
+
+    def free_bytes(self, kind: str = WORK) -> int:
+        """Bytes of a kind that nobody has."""
+        return min(self.memory_bytes - self.used_bytes, self._limits[kind] - self._used[kind])
+
+    def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+        """Whether so much of each kind fits at the same time, with nothing else there."""
+        fits = work_bytes <= self._limits[WORK] and slab_bytes <= self._limits[SLABS]
+        return fits and work_bytes + slab_bytes <= self.memory_bytes
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def request(self, ticket: Ticket) -> None:
+        """Queue a request."""
+        with self.lock:
+            if not self._closed:
+                self._waiting.append(ticket)
+            self._pump()
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Withdraw a request; False when it is no longer waiting."""
+        with self.lock:
+            if ticket not in self._waiting:
+                return False
+            self._waiting.remove(ticket)
+            self._pump()
+            return True
+
+    def close(self) -> None:
+        """Forget who waits, and grant nothing more."""
+        with self.lock:
+            self._waiting.clear()
+            self._closed = True
+
+    def activate(self) -> None:
+        """Announce a release, so that nobody is refused before it."""
+        with self.lock:
+            self._num_active += 1
+
+    def release(self, num_bytes: int, *, kind: str = WORK, deactivates: bool = False) -> None:
+        """Give bytes back, and at the end of a unit its activity with them."""
+        with self.lock:
+            self._used[kind] -= num_bytes
+            self._num_active -= deactivates
+            assert self._used[kind] >= 0, self._used
+            assert self._num_active >= 0, self._num_active
+            self._pump()
+
+    def grow(self, num_bytes: int) -> None:
+        """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
+        if not self.take(num_bytes):
+            raise DeviceOutOfMemory(self.device, num_bytes, self.free_bytes(), self.limit_bytes())
+
+    def take(self, num_bytes: int, kind: str = WORK) -> bool:
+        """Take more at once, whoever waits; False where there is no room."""
+        with self.lock:
+            self._make_room(num_bytes, kind)
+            fits = num_bytes <= self.free_bytes(kind)
+            if fits:
+                self._used[kind] += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._pump()  # more may have been given up than was taken
+            return fits
+
+    def _make_room(self, num_bytes: int, kind: str) -> None:
+        """Have what is kept given up, for whoever asks here: nobody else is granted anything of it meanwhile."""
+        if num_bytes > self.free_bytes(kind):
+            was_pumping, self._is_pumping = self._is_pumping, True
+            try:
+                self.reclaim(num_bytes, kind)
+            finally:
+                self._is_pumping = was_pumping
+
+    def settle(self, held_bytes: int, num_bytes: int) -> None:
+        """A unit that was granted everything turned out to need `num_bytes`."""
+        if num_bytes > held_bytes:
+            self.grow(num_bytes - held_bytes)
+            return
+        with self.lock:
+            self._used[WORK] -= held_bytes - num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._pump()
+
+    def _pump(self) -> None:
+        if self._is_pumping:  # what a callback asks for or gives back is looked at after it
+            return
+        self._is_pumping = True
+        try:
+            self._grant()
+        finally:
+            self._is_pumping = False
+
+    def _grant(self) -> None:
+        while self._waiting:
+            ticket = self._waiting[0]
+            wanted = self._wanted(ticket)
+            if wanted is None:
+                if self._num_active == 0:
+                    self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
+                    wanted = self.free_bytes(ticket.kind)
+            else:
+                wanted = self._made_room(ticket, wanted)
+            if wanted is not None and wanted <= self.free_bytes(ticket.kind):
+                self._waiting.popleft()
+                self._used[ticket.kind] += wanted
+                if ticket.num_bytes is not None:  # who takes all does not use all: `settle` tells
+                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                self._num_active += ticket.activates
+                ticket.granted(wanted)
+            elif self._num_active == 0:
+                self._waiting.popleft()
+                free, limit = self.free_bytes(ticket.kind), self.limit_bytes(ticket.kind)
+                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, free, limit))
+            else:
+                return
+
+    def _made_room(self, ticket: Ticket, wanted: int) -> int:
+        """Make room for a ticket as far as that goes; what it wants then: more, if what it counted on was given up."""
+        free = -1
+        while free < self.free_bytes(ticket.kind) < wanted:
+            free = self.free_bytes(ticket.kind)
+            self._make_room(wanted, ticket.kind)
+            wanted = self._wanted(ticket) or 0
+        return wanted
+
+    @staticmethod
+    def _wanted(ticket: Ticket) -> int | None:
+        return ticket.num_bytes() if callable(ticket.num_bytes) else ticket.num_bytes
+
+
+NextUse = Callable[[], float]
+
+
+def _nothing() -> None:
+    """Frees what needs nothing but that nobody holds it."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Resident:
+    value: Any
+    num_bytes: int
+    kind: str  # of its bytes
+    users: dict[str, NextUse]  # by task
+    dispose: Callable[[], None] = _nothing
+    num_pins: int = 0
+
+    def next_use_s(self) -> float:
+        return min((next_use_s() for next_use_s in self.users.values()), default=math.inf)
+
+
+class Residents:
+    """Values on one device by key, with bytes that the ledger has granted and may have back unless they are pinned.
+
+    Everything happens under the ledger's lock, so that nothing is given up between being found and being pinned.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._found: dict[Hashable, _Resident] = {}
+        ledger.reclaim = self._give_up
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._found
+
+    def add(
+        self,
+        key: Hashable,
+        value: Any,
+        num_bytes: int,
+        user: str,
+        next_use_s: NextUse,
+        dispose: Callable[[], None],
+    ) -> None:
+        """Take in a slab, pinned once, with bytes that are granted already.
+
+        next_use_s: how far away the user's next use is, as of when it is asked. dispose: frees it.
+        """
+        with self._ledger.lock:
+            assert key not in self._found, key
+            self._found[key] = _Resident(
+                value=value, num_bytes=num_bytes, kind=SLABS, users={user: next_use_s}, dispose=dispose, num_pins=1
+            )
+
+    def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
+        """The value, not to be given up until it is unpinned; None if it is not there."""
+        with self._ledger.lock:
+            resident = self._found.get(key)
+            if resident is None:
+                return None
+            resident.users[user] = next_use_s
+            resident.num_pins += 1
+            return resident.value
+
+    def unpin(self, key: Hashable, *, is_whole: bool = True) -> None:
+        """The other end of `add` and `pin`; what is not whole, or that nobody will need, goes with its last pin."""
+        with self._ledger.lock:
+            resident = self._found[key]
+            resident.num_pins -= 1
+            if resident.num_pins == 0 and (not is_whole or resident.next_use_s() == math.inf):
+                self._drop(key)
+
+    def keep(
+        self,
+        key: Hashable,
+        value: Any,
+        num_bytes: int,
+        user: str,
+        next_use_s: NextUse,
+        dispose: Callable[[], None] = _nothing,
+    ) -> bool:
+        """Take in a value with bytes that are granted already, and from now on its own; False: nobody will need it."""
+        with self._ledger.lock:
+            if key in self._found or next_use_s() == math.inf:
+                return False
+            self._found[key] = _Resident(
+                value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s}, dispose=dispose
+            )
+            return True
+
+    def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
+        """Take in a value if there is room, or less to be lost by making it."""
+        with self._ledger.lock:
+            own_s = next_use_s()
+            if key in self._found or own_s == math.inf or self._ledger.has_waiting:
+                return False
+            missing = num_bytes - self._ledger.free_bytes()
+            if missing > 0:
+                later = [
+                    r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)
+                ]
+                if sum(later) < missing:
+                    return False
+            if not self._ledger.take(num_bytes):
+                return False
+            self._found[key] = _Resident(value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s})
+            return True
+
+    def take(self, key: Hashable) -> Any | None:
+        """Take a value out and give its bytes back: whoever takes it was granted as many before, for its input."""
+        with self._ledger.lock:
+            if key not in self._found:
+                return None
+            value = self._found[key].value
+            self._drop(key)
+            return value
+
+    def sweep(self, user: str) -> None:
+        """Give up what a task had left and nobody will need: of a step that is over, say, which went on elsewhere."""
+        with self._ledger.lock:
+            for key, resident in list(self._found.items()):
+                is_over = user in resident.users and resident.num_pins == 0 and resident.next_use_s() == math.inf
+                if is_over and key in self._found:
+                    self._drop(key)
+
+    def forget(self, user: str | None = None) -> None:
+        """Give up what is there for a task alone, or everything. Nothing of it is pinned but by what goes with it."""
+        with self._ledger.lock:
+            for key, resident in list(self._found.items()):
+                if user is None:
+                    resident.users.clear()
+                elif resident.users.pop(user, None) is None:
+                    continue
+                if not resident.users and resident.num_pins == 0:
+                    self._drop(key)
+
+    def give_up_slab(self) -> bool:
+        """Give up the slab that is needed last, whose place in an arena is wanted; False: all are pinned."""
+        with self._ledger.lock:
+            while free := self._by_next_use():
+                slab = next((key for key, resident in free if resident.kind == SLABS), None)
+                if slab is not None:
+                    self._drop(slab)
+                    return True
+                # Graphs of a shard refer to its slab, which is free without them.
+                holder = next((key for key, resident in free if resident.dispose is not _nothing), None)
+                if holder is None:
+                    return False
+                self._drop(holder)
+            return False
+
+    def _drop(self, key: Hashable) -> None:
+        resident = self._found.pop(key)
+        resident.dispose()
+        resident.value = None  # nobody here holds it when its bytes are given back
+        self._ledger.release(resident.num_bytes, kind=resident.kind)
+
+    def _serves(self, resident: _Resident, kind: str) -> bool:
+        """Whether giving it up makes room for that kind."""
+        return resident.kind == kind or not self._ledger.is_split
+
+    def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:
+        """What is not pinned, the last to be needed first."""
+        free = [item for item in self._found.items() if item[1].num_pins == 0]
+        return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
+
+    def _give_up(self, num_bytes: int, kind: str) -> None:
+        """Until so many bytes of a kind are free, or nothing is left that would make room for it."""
+        while self._ledger.free_bytes(kind) < num_bytes:
+            free = [item for item in self._by_next_use() if self._serves(item[1], kind)]
+            if not free and kind == SLABS and self.give_up_slab():
+                continue
+            if not free:
+                return
+            for key, _ in free:  # one may pin others, which are free then, or gone with it
+                if self._ledger.free_bytes(kind) < num_bytes and key in self._found:
+                    self._drop(key)

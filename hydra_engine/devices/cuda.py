@@ -1,0 +1,615 @@
+"""Devices by name, and CUDA devices: the only module that knows CUDA, streams or pinning.
+
+A lane of a CUDA device is a thread with a stream of its own. What a job has queued on it is waited for on the host, by
+a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
+a copy or kernel that needs it is on its way, whichever stream it came from, and neither `record_stream` nor any wait
+of one stream for another is needed. The compute lane alone runs ahead: kernels of a unit follow each other on its
+stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
+stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
+
+    slabs         one allocation, the arena, made when the device is opened
+    activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what
+    and inputs    that stream is told to do later. Inputs are copied there by other lanes, once it is through with what
+                  it did before the room for them was made
+    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
+                  units leave lies in few such regions, which are used again
+
+None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from hydra_engine.data import extent_bytes, with_bits_of
+from hydra_engine.devices.arena import Arena, Places
+from hydra_engine.devices.budget import Ledger
+from hydra_engine.devices.device import OpenDevice
+from hydra_engine.devices.emulated import EmulatedDevice, OpenEmulatedDevice
+from hydra_engine.devices.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
+from hydra_engine.devices.libraries import load_libraries
+from hydra_engine.devices.rates import MEASURED_NOW, Ceilings, stored
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.system import HostMemory, discard
+from hydra_engine.trace import Timing, Trace
+from partitioners import format_bytes, parse_bytes
+
+__all__ = [
+    "COMPUTE",
+    "INPUT",
+    "LANES",
+    "LOAD",
+    "STORE",
+    "CudaDevice",
+    "DeviceSpec",
+    "EmulatedDevice",
+    "OpenDevice",
+    "OpenEmulatedDevice",
+    "active_autocast",
+    "host_memory",
+    "resolve_devices",
+]
+
+# Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
+# https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+ALIGNMENT_BYTES = 512
+# Of the cap less the context, so much is kept free: the caching allocator rounds up, and leaves holes.
+RESERVED_SHARE = 1 / 16
+# And so much at least: cuBLAS takes 32 MiB for the lane that computes, and each stream up to 22 MiB of what is cached.
+LEAST_RESERVED_BYTES = 2**27
+# What is in use on the card before anything is allocated is the context's, up to so much; more is other processes'.
+MOST_CONTEXT_BYTES = 2**30
+# Budgets are whole pages of the device's memory.
+PAGE_BYTES = 2**21
+# A copy is cut into pieces of so many bytes, so that an urgent one waits for one of them at most.
+PIECE_BYTES = 2**25
+# Copies that tell the speed of the link.
+PROBE_BYTES, NUM_PROBES = 2**26, 5
+# Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
+PLACES_BYTES = 2**25
+# cudaHostRegisterPortable: locked for every device.
+# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+PORTABLE = 1
+# One call fails for 512 GiB, however much is free.
+MOST_LOCKED_BYTES = 2**38
+# cudaErrorMemoryAllocation.
+OUT_OF_MEMORY = 2
+
+
+class CudaDevice:
+    """One CUDA device, its budget capped at `memory` bytes.
+
+    Args:
+        index: of the device among those that this process sees.
+        memory: the most that the process takes of the card, in bytes or as a string ("16GiB"), context and libraries
+            included; None: all that is free when this is made. Of that, a sixteenth, and 128 MiB at least, stays
+            unused: torch's allocator rounds up and leaves holes.
+
+    Raises ValueError where the card has less than `memory`, RuntimeError where there is no such device. That so much is
+    free is checked when a plan is made, and again as training begins.
+    """
+
+    has_arena = True
+    alignment_bytes = ALIGNMENT_BYTES
+    has_room_for_planning = False  # while others train, a rehearsal would need the memory that they have
+
+    def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
+        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise ValueError(f"index: {index!r}, limit: a whole number, at least 0")
+        asked = None if memory is None else parse_bytes(memory, "memory")
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"device 'cuda:{index}': this process sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, "
+                f"or train on EmulatedDevice(memory=...)"
+            )
+        if index >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"device 'cuda:{index}': this process sees {torch.cuda.device_count()} CUDA devices, numbered from 0; "
+                f"check CUDA_VISIBLE_DEVICES"
+            )
+        self.index = index
+        self._measured: Ceilings | None = None  # once, since it keeps the device from working
+        self.torch_device = torch.device("cuda", index)
+        self.product = str(torch.cuda.get_device_properties(index).name)
+        library_bytes = _library_bytes(index)
+        free, self.total_bytes = torch.cuda.mem_get_info(index)
+        used = self.total_bytes - free - torch.cuda.memory_reserved(index)
+        context = self.context_bytes = min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
+        if asked is not None and asked > self.total_bytes:
+            raise ValueError(
+                f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
+                f"{format_bytes(self.total_bytes)} ({self.total_bytes} bytes), which is all that the card has; ask for "
+                f"less, or leave it out"
+            )
+        # What torch's allocator may take, and what of that the ledger gives out.
+        cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        self.allowed_bytes = free + cached if asked is None else asked - context
+        reserved = max(int(self.allowed_bytes * RESERVED_SHARE), LEAST_RESERVED_BYTES)
+        self.memory_bytes = (self.allowed_bytes - reserved) // PAGE_BYTES * PAGE_BYTES
+        if self.memory_bytes <= 0:
+            if asked is None:
+                raise RuntimeError(
+                    f"device 'cuda:{index}': {format_bytes(free + cached)} ({free + cached} bytes) free, limit: more "
+                    f"than the {format_bytes(reserved)} that stay so; end what else uses the card"
+                )
+            raise ValueError(
+                f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: more than the "
+                f"{format_bytes(context)} ({context} bytes) of its context and libraries and the "
+                f"{format_bytes(reserved)} that stay free; ask for more"
+            )
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"
+
+    def check_free(self) -> None:
+        """Raise RuntimeError unless the card has what was asked for, beside what this process holds already."""
+        free, _ = torch.cuda.mem_get_info(self.index)
+        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        if free + cached < self.memory_bytes:  # beside the reserve, which kernels that are loaded later may take
+            raise RuntimeError(
+                f"device 'cuda:{self.index}': {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) asked "
+                f"for, {format_bytes(free + cached)} ({free + cached} bytes) free; end what else uses the card, free "
+                f"this process's own tensors on it, or give CudaDevice({self.index}, memory=...) less"
+            )
+
+    @property
+    def ceilings_name(self) -> str:
+        """By which ceilings of its kind are stored."""
+        return self.product
+
+    def ceilings(self) -> Ceilings:
+        """Rates of its link: as stored, or else each direction alone, measured now."""
+        found = stored(self.product)
+        if found is None and self._measured is None:
+            self._measured = self._measure()
+        return found or cast("Ceilings", self._measured)
+
+    def _measure(self) -> Ceilings:
+        with torch.cuda.device(self.index):
+            there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
+            here = torch.empty(0, dtype=torch.uint8).set_(_PageLocked(self.index).new(PROBE_BYTES))
+            up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
+        return Ceilings(
+            name=self.product,
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+            both_up_bytes_per_s=up,
+            both_down_bytes_per_s=down,
+            origin=MEASURED_NOW,
+        )
+
+    def numa_node(self) -> int | None:
+        """The node of the machine's memory that the card is attached to, where the system says so."""
+        found = torch.cuda.get_device_properties(self.index)
+        try:
+            domain, bus, slot = (int(getattr(found, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
+            address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+            node = int(Path("/sys/bus/pci/devices", address, "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
+    def for_rehearsal(self) -> CudaDevice:
+        """Itself: units take their memory and their time nowhere else."""
+        return self
+
+    def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenCudaDevice:
+        """Start its lanes for one run, with an arena of so many bytes; raises RuntimeError where less is free."""
+        self.check_free()
+        return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
+
+
+@cache
+def _library_bytes(index: int) -> int:
+    """Make a context on a device and load there what training uses: bytes that this took beside the context.
+
+    What is loaded only once a unit needs it goes past a budget that was measured before.
+    """
+    free, _ = torch.cuda.mem_get_info(index)
+    before = free + torch.cuda.memory_reserved(index)
+    # In a thread of its own: nothing that the caller has switched on counts there, and libraries' handles, which are
+    # one thread's, are free for the compute lane's once it has ended.
+    loading = threading.Thread(target=_load_libraries, args=(torch.device("cuda", index),), name="hydra-load")
+    loading.start()
+    loading.join()
+    torch.cuda.synchronize(index)
+    _forget_workspaces()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(index)
+    return max(0, before - free - torch.cuda.memory_reserved(index))
+
+
+def _load_libraries(device: torch.device) -> None:
+    with suppress(Exception), torch.cuda.device(device), torch.autograd.set_multithreading_enabled(False):
+        load_libraries(device)
+
+
+def _forget_workspaces() -> None:
+    """Free what cuBLAS keeps for every thread and stream that has multiplied, 32 MiB each on an H100."""
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
+
+
+@cache
+def _streams(index: int) -> dict[str, torch.cuda.Stream]:
+    """A device's streams, by lane. torch has 32 and begins again, so they are asked for once."""
+    return {lane: torch.cuda.Stream(index) for lane in QUEUES}  # type: ignore[no-untyped-call]
+
+
+def _copy_bytes_per_s(target: Tensor, source: Tensor) -> float:
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(target.device if target.is_cuda else source.device)
+    start_s = time.perf_counter()
+    for _ in range(NUM_PROBES):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(target.device if target.is_cuda else source.device)
+    return NUM_PROBES * source.nbytes / (time.perf_counter() - start_s)
+
+
+class OpenCudaDevice(OpenDevice):
+    """A CUDA device during one run."""
+
+    def __init__(self, spec: CudaDevice, trace: Trace, num_threads: int, arena_bytes: int) -> None:
+        self._index = index = spec.index
+        name = f"cuda:{index}"
+        self._generator = CudaGenerator(index)
+        self._places = Places(_PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
+        self._events = threading.local()  # one for each thread, which waits for it before it records it again
+        torch.cuda.empty_cache()  # what is cached counts towards the limit
+        self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
+        self._is_expandable = False
+        try:
+            limit = torch.cuda.memory_reserved(index) + spec.allowed_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / spec.total_bytes), index)
+            storage = torch.UntypedStorage(arena_bytes, device=spec.torch_device)  # type: ignore[no-untyped-call]
+            # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, holes stay.
+            self._is_expandable = _EXPANDABLE.enter()
+            super().__init__(
+                name=name,
+                torch_device=spec.torch_device,
+                ledger=Ledger(name, spec.memory_bytes, arena_bytes),
+                arena=Arena(storage, ALIGNMENT_BYTES),
+                lanes=open_lanes(name, num_threads, self._inside),
+                trace=trace,
+            )
+        except BaseException:
+            self._places.close()
+            self._restore()
+            raise
+        self.random = self._generator
+
+    @contextmanager
+    def _inside(self, lane: str) -> Iterator[None]:
+        """What a lane's thread is in: its device and stream are current, which they are for each thread apart."""
+        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]):
+            if lane != COMPUTE:
+                yield
+                return
+            # A backward runs here, not in the thread that autograd has for each device: no hand-over, one lane.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+
+    def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
+        for target, source in pairs:
+            # Otherwise torch converts on the way, and the host would go on with what is not there yet.
+            is_plain = target.dtype == source.dtype and target.stride() == source.stride() and _is_dense(source)
+            if not is_plain or target.dim() != 1 or source.nbytes <= PIECE_BYTES:
+                target.copy_(source, non_blocking=is_plain)
+                continue
+            step = PIECE_BYTES // source.element_size()
+            for start in range(0, len(source), step):
+                target[start : start + step].copy_(source[start : start + step], non_blocking=True)
+
+    def finish(self) -> None:
+        event = self._events.__dict__.get("event")
+        if event is None:
+            event = self._events.event = _blocking_event()
+        event.record()
+        event.synchronize()
+
+    def _queued(self) -> Callable[[], None] | None:
+        try:
+            event = _blocking_event()
+            event.record()
+        except RuntimeError:  # lost: whatever the job then does says so
+            return None
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                event.synchronize()
+
+        return wait
+
+    def timer(self) -> CudaTimer:
+        return CudaTimer()
+
+    def place(self, tensor: Tensor) -> Tensor:
+        storage = self._places.take(extent_bytes(tensor))
+        place = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+        return with_bits_of(tensor, place)
+
+    def explained(self, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError) or isinstance(error, DeviceOutOfMemory):
+            return error
+        if _is_out_of_memory(error):
+            return DeviceOutOfMemory(self.name, 0, self.ledger.free_bytes(), self.ledger.limit_bytes())
+        return DeviceLost(self.name, error) if self._is_lost() else error
+
+    def _is_lost(self) -> bool:
+        """Whether nothing can be done on the device any more in this process: the error comes back with every call."""
+        try:
+            torch.cuda.synchronize(self._index)
+        except RuntimeError:
+            return True
+        return False
+
+    def close(self) -> None:
+        super().close()
+        self._places.close()
+        with suppress(RuntimeError):  # it is lost, and the process ends for that
+            self._generator.restore()
+            self._restore()
+
+    def _restore(self) -> None:
+        """Give back what was taken, and leave torch's settings as they were found."""
+        if self._is_expandable:
+            self._is_expandable = False
+            _EXPANDABLE.leave()
+        _forget_workspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
+
+
+class _ExpandableSegments:
+    """Lets torch's segments grow, as PYTORCH_ALLOC_CONF would, while any device of this process is open.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._before = ""
+
+    def enter(self) -> bool:
+        """Whether they do; False where this torch has no such call."""
+        if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+            return False
+        with self._lock:
+            if self._num_users == 0:
+                self._before = _allocator_settings()
+                self._set(True)
+            self._num_users += 1
+            return True
+
+    def leave(self) -> None:
+        """The other end."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                self._set(False)
+
+    def _set(self, expandable: bool) -> None:
+        before = [each for each in self._before.split(",") if each.strip()]
+        own = [each for each in before if "expandable_segments" in each]
+        if expandable or not own:
+            own = [f"expandable_segments:{expandable}"]
+        torch._C._accelerator_setAllocatorSettings(
+            ",".join([*(each for each in before if "expandable_segments" not in each), *own])
+        )
+
+
+def _allocator_settings() -> str:
+    """Settings of torch's allocator: whoever sets one gives all anew."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    with suppress(AttributeError, KeyError, StopIteration):  # torch 2.11 has no such call, but tells them here
+        told = torch.cuda.memory._snapshot()["allocator_settings"]
+        return str(next(text for name, text in told.items() if name.endswith("ALLOC_CONF")))
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+_EXPANDABLE = _ExpandableSegments()
+
+
+def _blocking_event() -> torch.cuda.Event:
+    """Whoever waits for it sleeps, and holds no lock."""
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory from the first to the last."""
+    return extent_bytes(tensor) == tensor.nbytes
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the allocator, a library or the loading of a kernel found no room."""
+    if isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == OUT_OF_MEMORY:
+        return True
+    text = str(error)
+    return any(each in text for each in ("STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"))
+
+
+class CudaTimer:
+    """Of what is queued on the current stream from here on."""
+
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._launch_s = 0.0
+        self._start.record()
+        self._begun_s = time.thread_time()  # waiting for inputs is not launching
+
+    def launched(self) -> None:
+        """All of it is queued."""
+        self._launch_s = time.thread_time() - self._begun_s
+        self._end.record()
+
+    def timing(self) -> Timing:
+        """What it took, once it is finished."""
+        return Timing(self._launch_s, self._start.elapsed_time(self._end) / 1e3)
+
+
+class CudaGenerator:
+    """The default generator of a CUDA device, which ops that take none draw from; one compute lane uses it."""
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._generator = torch.cuda.default_generators[index]
+        self._before = self._generator.get_state()
+
+    def install(self, state: int | bytes) -> bytes:
+        """Go on from a state, or from a seed where nothing was drawn yet; the state that this is."""
+        if isinstance(state, int):
+            self._generator.manual_seed(state)
+            return self.state()
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return state
+
+    def state(self) -> bytes:
+        """Where it stands."""
+        return bytes(self._generator.get_state().numpy())
+
+    def same_seed(self, before: bytes, after: bytes) -> bool:
+        """Whether it went from one state to the other by drawing alone: a seed of 8 bytes comes before the offset."""
+        return before[:8] == after[:8]
+
+    def restore(self) -> None:
+        """Leave it as it was found."""
+        self._generator.set_state(self._before)
+
+
+class _PageLocked(HostMemory):
+    """DRAM that copies to and from devices need not be staged for: of exact size, and locked in place."""
+
+    def __init__(self, index: int) -> None:
+        """`index`: of a device; locked memory is so for all of them, but the call is made for one."""
+        self._index = index
+        self._unlocks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}  # by address
+        self._has_told = False
+
+    def new(self, num_bytes: int) -> torch.UntypedStorage:
+        if num_bytes == 0:
+            return super().new(0)
+        # Pages of its own: two locked regions must not share one. They are shared with processes that are forked off,
+        # a loader's workers: private ones might be copied as they are written to, and devices go on with the old ones.
+        # Touched here, by several threads; locking would touch them one by one.
+        flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).zero_()
+        storage, address = flat.untyped_storage(), flat.data_ptr()
+        locked = self._lock(address, num_bytes)
+        if locked:
+            unlock = self._unlocks[address] = weakref.finalize(storage, self._unlock, address, locked)
+            unlock.atexit = False
+        return storage
+
+    def _lock(self, address: int, num_bytes: int) -> list[int]:
+        """Lock a region; where its pieces start. All of it or nothing: copies may cross from one piece to the next."""
+        locked: list[int] = []
+        with torch.cuda.device(self._index):  # or it would make a context on the first device
+            for start in range(address, address + num_bytes, MOST_LOCKED_BYTES):
+                size = min(MOST_LOCKED_BYTES, address + num_bytes - start)
+                code = int(_runtime().cudaHostRegister(start, size, PORTABLE))
+                if code == 0:
+                    locked.append(start)
+                    continue
+                self._clear_error()
+                self._unlock(address, locked)
+                if not self._has_told:
+                    self._has_told = True
+                    print(
+                        f"hydra_engine: {format_bytes(num_bytes)} ({num_bytes} bytes) of DRAM could not be page-locked "
+                        f"(CUDA error {code}), and copies of it are slower; raise the limit of locked memory "
+                        f"(ulimit -l), or train fewer tasks at once",
+                        file=sys.stderr,
+                    )
+                return []
+        return locked
+
+    def let_go(self, storage: torch.UntypedStorage) -> None:
+        unlock = self._unlocks.get(storage.data_ptr())
+        if unlock is not None:
+            unlock()
+
+    def _unlock(self, address: int, pieces: Sequence[int]) -> None:
+        """Before the pages go: whoever held the storage has waited for every copy."""
+        self._unlocks.pop(address, None)
+        with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
+            for piece in pieces:
+                _runtime().cudaHostUnregister(piece)
+
+    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
+        if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
+            discard(storage, start, num_bytes, is_shared=True)
+
+    def _clear_error(self) -> None:
+        """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
+        with suppress(torch.AcceleratorError):
+            torch.ones(1, device=torch.device("cuda", self._index))
+
+
+def _runtime() -> Any:
+    """CUDA's own functions, which return a code and raise nothing."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+DeviceSpec: TypeAlias = EmulatedDevice | CudaDevice
+
+
+def host_memory(devices: Sequence[DeviceSpec]) -> HostMemory:
+    """DRAM for what crosses the links of these devices."""
+    indices = [device.index for device in devices if isinstance(device, CudaDevice)]
+    return _PageLocked(indices[0]) if indices else HostMemory()
+
+
+def active_autocast() -> str | None:
+    """The kind of device that an autocast is active for in this thread, if any."""
+    return next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+
+
+def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:
+    """The devices a run uses: those named, or else every CUDA device, or one emulated device of `default_bytes`."""
+    if devices is None:
+        found: list[DeviceSpec] = [CudaDevice(index) for index in range(torch.cuda.device_count())]
+        return found or [EmulatedDevice(default_bytes)]
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
+    if not devices:
+        raise ValueError("devices: empty list; give at least one device, or leave it out")
+    resolved = [_resolve(device) for device in devices]
+    indices = [device.index for device in resolved if isinstance(device, CudaDevice)]
+    if indices and len(indices) < len(resolved):
+        raise ValueError(
+            f"devices: {resolved} has CUDA devices and emulated ones, whose units take other bytes; give either kind"
+        )
+    for index in indices:
+        if indices.count(index) > 1:
+            raise ValueError(f"devices: 'cuda:{index}' is there {indices.count(index)} times; name each device once")
+    return resolved
+
+
+def _resolve(device: DeviceSpec | str) -> DeviceSpec:
+    if isinstance(device, (EmulatedDevice, CudaDevice)):
+        return device
+    if isinstance(device, str):
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and (index.isdecimal() or not index):
+            return CudaDevice(int(index or 0))
+        raise ValueError(f"devices: {device!r}, known: 'cuda:0', 'cuda:1', ... and EmulatedDevice(memory=...)")
+    raise TypeError(
+        f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice, a CudaDevice or a string"
+    )

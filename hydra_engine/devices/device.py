@@ -1,0 +1,151 @@
+"""A device during one run. What lanes, slabs and copies are on every kind of device; kinds differ in how they do it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_engine.data import place_in_dram
+from hydra_engine.devices.arena import Arena, Slab
+from hydra_engine.devices.budget import Ledger
+from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, Lane
+from hydra_engine.trace import Timing, Trace
+
+
+class DeviceGenerator(Protocol):
+    """The random generator that a device's kernels draw from."""
+
+    def install(self, state: int | bytes) -> bytes:
+        """Go on from a state, or from a seed where nothing was drawn yet; the state that this is."""
+
+    def state(self) -> bytes:
+        """Where it stands."""
+
+    def same_seed(self, before: bytes, after: bytes) -> bool:
+        """Whether it went from one state to the other by drawing alone."""
+
+
+class Timer(Protocol):
+    """Of what is queued from here on."""
+
+    def launched(self) -> None:
+        """All of it is queued."""
+
+    def timing(self) -> Timing:
+        """What it took, once it is finished."""
+
+
+class OpenDevice(ABC):
+    """A device during one run: its ledger, arena and lanes. Built for the run and thrown away after it.
+
+    A job of a lane only queues copies and kernels: they may be on their way when it returns. So it calls `finish`
+    before it keeps a promise, reports an event, reads what was copied or gives memory back; then all that is promised
+    is there, for whoever asks, and no other module has to know how a device orders its work. Only within the compute
+    lane does one kernel follow the other without that; and a job that the compute lane submits to another begins once
+    everything that the compute lane had queued before is through.
+
+    Attributes:
+        has_link: copies take longer than in memory, so that it pays to do something else meanwhile.
+        random: what kernels draw from, where that is not the CPU's generator.
+    """
+
+    has_link = True
+    meter_every_unit = False
+    random: DeviceGenerator | None = None
+
+    def __init__(
+        self,
+        name: str,
+        torch_device: torch.device,
+        ledger: Ledger,
+        arena: Arena,
+        lanes: Mapping[str, Lane],
+        trace: Trace,
+    ) -> None:
+        """`lanes`: by the names of `QUEUES`."""
+        self.name = name
+        self.torch_device = torch_device
+        self.ledger = ledger
+        self.arena = arena
+        self._lanes = lanes
+        self._trace = trace
+
+    def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
+        """Queue a job in a lane, or do it `at_once` in the caller's thread.
+
+        It is traced as a span named `label`; what computes traces itself, since it waits.
+        """
+        if at_once:
+            self._run(lane, label, job)
+            return
+        queued = self._queued() if lane != COMPUTE and self._lanes[COMPUTE].is_here else None
+
+        def run() -> None:
+            if queued is not None:
+                queued()
+            self._run(lane, label, job)
+
+        self._lanes[lane].submit(run)
+
+    def copies_at_once(self, num_bytes: float) -> bool:
+        """Whether whoever needs so many bytes copies them sooner than it wakes a lane to do it."""
+        return False
+
+    def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
+        if lane == COMPUTE:
+            job()
+            return
+        start_s = self._trace.now_s()
+        try:
+            job()
+        finally:
+            self._trace.add(self.name, LOAD if lane == INPUT else lane, label, start_s)
+
+    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> None:
+        """Queue copies of each (target, source) across the link; `urgent` before what else is on its way."""
+        num_bytes = sum(source.nbytes for _, source in pairs)
+        self._trace.count_bytes(self.name, lane, num_bytes)
+        self._copy(lane, pairs, num_bytes, urgent=urgent)
+
+    @abstractmethod
+    def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for all that the caller, a job of a lane, has queued; raises what became of it."""
+
+    def _queued(self) -> Callable[[], None] | None:
+        """Waits for what the calling compute lane has queued so far; None: nothing is ever left queued."""
+        return None
+
+    def timer(self) -> Timer | None:
+        """Begin to time what the compute lane queues from here on. None: launching is computing."""
+        return None
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """DRAM that a device's tensor goes to, laid out as that is."""
+        return place_in_dram(tensor)
+
+    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
+        """A region of the arena, whose bytes the ledger has granted; where it is in pieces, of what units work with."""
+        return self.arena.take(num_bytes, make_room, self.ledger.take if self.ledger.is_split else lambda _: True)
+
+    def give_slab_back(self, slab: Slab) -> None:
+        """Free a region that nothing queued reads or writes."""
+        self.arena.give_back(slab)
+        if self.ledger.is_split and slab.num_bytes and not self.arena.holds(slab):
+            self.ledger.release(slab.num_bytes)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What the engine makes of an error that something on the device raised."""
+        return error
+
+    def close(self) -> None:
+        """Finish what is queued, end the lanes and free the arena."""
+        for lane in QUEUES:
+            self._lanes[lane].close()
+        self.arena.close()

@@ -1,0 +1,178 @@
+"""A device on the CPU: a memory budget, lanes, and a link as slow as asked for."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_engine.devices.arena import Arena, Slab
+from hydra_engine.devices.budget import Ledger
+from hydra_engine.devices.device import OpenDevice
+from hydra_engine.devices.lanes import LOAD, STORE, Link, open_lanes
+from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
+from hydra_engine.trace import Trace
+from partitioners import format_bytes, parse_bytes
+
+# Where torch's own CPU allocator would start a tensor.
+ALIGNMENT_BYTES = 64
+# The test mode delays this share of jobs, by at most so long: enough to put any two lanes in either order.
+CHAOS_SHARE = 0.3
+CHAOS_MAX_S = 0.0005
+# It puts this share of copies off until their job finishes.
+LATE_SHARE = 0.5
+# As many bytes are copied in the time that it takes to wake a thread which waits.
+HANDOFF_BYTES = 2**17
+# Copies that tell the speed of memory.
+PROBE_BYTES, NUM_PROBES = 2**22, 5
+
+
+class EmulatedDevice:
+    """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
+
+    Args:
+        memory: its budget, in bytes or as a string ("64MiB"). A unit that needs more raises DeviceOutOfMemory.
+        bandwidth: of the link to DRAM in bytes per second, each direction on its own; None: as fast as memory copies.
+        chaos: a seed turns on the test mode: lanes are delayed at random, copies are put off until somebody waits for
+            them, and freed slabs are filled with NaN.
+        meter_every_unit: count the bytes of every unit as it runs (up to twice as slow on small steps), not only of
+            the first one with inputs of a shape.
+        has_arena: part of the memory is for slabs and nothing else, as on a GPU.
+    """
+
+    def __init__(
+        self,
+        memory: int | str = "64MiB",
+        bandwidth: int | str | None = None,
+        *,
+        chaos: int | None = None,
+        meter_every_unit: bool = False,
+        has_arena: bool = False,
+    ) -> None:
+        self.memory_bytes = parse_bytes(memory, "memory")
+        self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
+        self.chaos = chaos
+        self.meter_every_unit = meter_every_unit
+        self.has_arena = has_arena
+        self.alignment_bytes = ALIGNMENT_BYTES
+        self.torch_device = torch.device("cpu")
+        self.has_room_for_planning = True  # a rehearsal has memory of its own
+
+    def __repr__(self) -> str:
+        return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
+
+    @property
+    def ceilings_name(self) -> str:
+        """By which ceilings of its kind are stored."""
+        return "cpu" if self.bandwidth is None else "emulated"
+
+    def ceilings(self) -> Ceilings:
+        """Rates of its link; where none is emulated, of copies in memory: as stored, or else measured now."""
+        if self.bandwidth is not None:
+            return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
+        found = stored(self.ceilings_name)
+        if found is not None:
+            return found
+        bytes_per_s = _copy_bytes_per_s()
+        return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
+
+    def numa_node(self) -> int | None:
+        """The NUMA node it is attached to, if it is attached to one and the system says so."""
+        return None
+
+    def check_free(self) -> None:
+        """Nothing but itself has its memory."""
+
+    def for_rehearsal(self) -> EmulatedDevice:
+        """The same memory, and nothing that slows it down."""
+        return EmulatedDevice(self.memory_bytes, has_arena=self.has_arena)
+
+    def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
+        """Start its lanes for one run; `arena_bytes`: of its memory, for slabs alone, where it has an arena."""
+        return OpenEmulatedDevice(self, f"emulated:{index}", trace, num_threads, arena_bytes)
+
+
+def _copy_bytes_per_s() -> float:
+    """Speed of copies in memory, measured now."""
+    source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    start_s = time.perf_counter()
+    for _ in range(NUM_PROBES):
+        target.copy_(source)
+    return NUM_PROBES * PROBE_BYTES / (time.perf_counter() - start_s)
+
+
+class OpenEmulatedDevice(OpenDevice):
+    """An emulated device during one run."""
+
+    def __init__(
+        self, spec: EmulatedDevice, name: str, trace: Trace, num_threads: int, arena_bytes: int | None = None
+    ) -> None:
+        arena_bytes = arena_bytes if spec.has_arena else None
+        size = spec.memory_bytes if arena_bytes is None else arena_bytes
+        storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
+        super().__init__(
+            name=name,
+            torch_device=torch.device("cpu"),
+            ledger=Ledger(name, spec.memory_bytes, arena_bytes),
+            arena=Arena(storage, ALIGNMENT_BYTES),
+            lanes=open_lanes(name, num_threads),
+            trace=trace,
+        )
+        self.meter_every_unit = spec.meter_every_unit
+        self.has_link = spec.bandwidth is not None or spec.chaos is not None
+        self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
+        self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
+        self._late = threading.local()
+
+    def copies_at_once(self, num_bytes: float) -> bool:
+        return not self.has_link and num_bytes <= HANDOFF_BYTES
+
+    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
+        # Elsewhere is the same memory: nothing is given up for lying in one piece, but where that is to be tested.
+        return super().take_slab(num_bytes, make_room) if self.ledger.is_split else self.arena.take(num_bytes)
+
+    def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
+        if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:
+            time.sleep(self._chaos.uniform(0, CHAOS_MAX_S))
+        super()._run(lane, label, job)
+
+    def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
+        start_s = time.perf_counter()
+        for target, source in pairs:
+            if not self._is_put_off(target, source):
+                target.copy_(source)
+        if self._links is not None:
+            self._links[lane].spend(num_bytes, time.perf_counter() - start_s, urgent=urgent)
+
+    def _is_put_off(self, target: Tensor, source: Tensor) -> bool:
+        """In the test mode: whether a copy waits for `finish`, as on a real link. Who reads before, reads NaN."""
+        if self._chaos is None:
+            return False
+        queue = self._late.__dict__.setdefault("queue", [])
+        if not queue and self._chaos.random() >= LATE_SHARE:
+            return False
+        if target.is_floating_point():
+            target.fill_(float("nan"))
+        elif target.dtype == torch.uint8:  # of a slab
+            target.fill_(255)
+        queue.append((target, source))
+        return True
+
+    def finish(self) -> None:
+        if self._chaos is None:
+            return
+        queue = self._late.__dict__.setdefault("queue", [])
+        while queue:
+            target, source = queue.pop(0)
+            target.copy_(source)
+
+    def give_slab_back(self, slab: Slab) -> None:
+        """Free a region; in the test mode whoever still reads it reads NaN."""
+        if self._chaos is not None:
+            whole = slab.bytes(0, slab.num_bytes)
+            whole.view(torch.float32).fill_(float("nan"))
+        super().give_slab_back(slab)

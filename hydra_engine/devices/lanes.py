@@ -1,0 +1,158 @@
+"""Threads of a device that work at the same time, the two directions of an emulated link, and results to wait for."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Promise(Generic[T]):
+    """Kept or broken once, by one thread; any other may wait for it."""
+
+    __slots__ = ("_error", "_lock", "_value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def keep(self, value: T) -> None:
+        """Give the result."""
+        self._value = value
+        self._lock.release()
+
+    def give_up(self, error: BaseException) -> None:
+        """Say why there is no result."""
+        self._error = error
+        self._lock.release()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nobody has to wait any more."""
+        return not self._lock.locked()
+
+    def is_kept(self) -> bool:
+        """Wait, and tell whether there is a result."""
+        with self._lock:
+            return self._error is None
+
+    def result(self) -> T:
+        """Wait for the result; raises why there is none."""
+        with self._lock:
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # T may be None
+
+
+LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
+# What units start from comes through a queue of its own, or it would wait behind the shard of the unit after; in traces
+# it is part of the load lane.
+INPUT = "input"
+QUEUES = (LOAD, INPUT, COMPUTE, STORE)
+
+# A copy over an emulated link is in the way of an urgent one for so long at most.
+PIECE_S = 0.002
+
+
+class Lane:
+    """A thread that works off a queue of jobs in order. Jobs handle their own errors."""
+
+    def __init__(self, name: str, num_threads: int, inside: Callable[[], AbstractContextManager[Any]] = nullcontext):
+        """`num_threads`: for the operations of its jobs; `inside`: what the thread is in for as long as it lives."""
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_threads = num_threads
+        self._inside = inside
+        self._entered: Promise[None] = Promise()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+        self._entered.result()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is one of its jobs."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        # A new thread inherits the last value that any thread set, and bits depend on it.
+        torch.set_num_threads(self._num_threads)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._inside())
+            except BaseException as error:  # or whoever waits for its jobs would wait for ever
+                self._entered.give_up(error)
+                return
+            self._entered.keep(None)
+            while (job := self._jobs.get()) is not None:
+                try:
+                    job()
+                except BaseException:  # jobs handle their own; without its thread, whoever waits would for ever
+                    traceback.print_exc()
+                del job  # or the last job of a queue would keep its unit's tensors alive until the next one comes
+
+
+def open_lanes(
+    name: str, num_threads: int, inside: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext()
+) -> dict[str, Lane]:
+    """A device's lanes, by the names of `QUEUES`, each in `inside(its name)`; where one cannot begin, none is left."""
+    lanes: dict[str, Lane] = {}
+    try:
+        for lane in QUEUES:
+            lanes[lane] = Lane(f"{name}-{lane}", num_threads, partial(inside, lane))
+    except BaseException:
+        for begun in lanes.values():
+            begun.close()
+        raise
+    return lanes
+
+
+class Link:
+    """One direction of an emulated link: one copy at a time, urgent ones between the pieces of others.
+
+    What a unit starts from holds the device up; the shard of the unit after it does not.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._changed = threading.Condition()
+        self._is_busy = False
+        self._num_urgent = 0
+
+    def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
+        """Take as long as so many bytes take, less what was spent on them."""
+        left_s = num_bytes / self._bytes_per_s - spent_s
+        with self._changed:
+            self._num_urgent += urgent
+        while left_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
+                self._is_busy = True
+            start_s = time.perf_counter()
+            time.sleep(left_s if urgent else min(left_s, PIECE_S))
+            left_s -= time.perf_counter() - start_s
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+        with self._changed:
+            self._num_urgent -= urgent
+            self._changed.notify_all()

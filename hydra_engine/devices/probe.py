@@ -1,0 +1,201 @@
+"""Measures a machine's ceilings, through the lanes of a device as a run uses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from functools import partial
+from statistics import median
+from threading import Barrier, Event
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hydra_engine.devices.cuda import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice, host_memory
+from hydra_engine.devices.lanes import Promise
+from hydra_engine.devices.rates import Ceilings
+from hydra_engine.system import dram
+from hydra_engine.trace import Trace
+from partitioners import format_bytes
+from partitioners.precision import DTYPES
+
+T = TypeVar("T")
+
+# A median of so many; what is measured was done once before.
+NUM_REPEATS = 7
+# One copy over the link: long enough that starting and awaiting it is nothing beside.
+COPY_BYTES = 2**26
+# One copy in DRAM, of all threads together: more than any cache holds.
+DRAM_BYTES = 2**29
+# A product takes so long at least: its matrices are grown until it does.
+MATMUL_S = 4e-3
+SMALLEST_MATRIX = 64
+# Of a device's memory, that one copy may take, and the matrices of a product.
+SHARE = 4
+LEAST_MEMORY_BYTES = SHARE * 3 * 4 * SMALLEST_MATRIX**2
+
+
+def plain_host_bytes(num_bytes: int) -> Tensor:
+    """Bytes of DRAM, each page of them written to."""
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+def probe(spec: DeviceSpec, *, num_workers: int, num_threads: int) -> Ceilings:
+    """Open a device, measure, close it; arguments as `measure` has them."""
+    if spec.memory_bytes < LEAST_MEMORY_BYTES:
+        raise ValueError(
+            f"device: {format_bytes(spec.memory_bytes)}, limit: {format_bytes(LEAST_MEMORY_BYTES)} to measure on; give "
+            f"it more memory"
+        )
+    opened, host = spec.open(0, Trace(), num_threads, spec.memory_bytes // SHARE), host_memory([spec])
+
+    def new_host_bytes(num_bytes: int) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(host.new(num_bytes)).fill_(1)
+
+    try:
+        return measure(
+            opened,
+            spec.ceilings_name,
+            num_workers=num_workers,
+            num_threads=num_threads,
+            new_host_bytes=new_host_bytes,
+        )
+    finally:
+        opened.close()
+
+
+def measure(
+    opened: OpenDevice,
+    name: str,
+    *,
+    num_workers: int,
+    num_threads: int,
+    new_host_bytes: Callable[[int], Tensor] = plain_host_bytes,
+) -> Ceilings:
+    """Measure everything, in a second or two. Nothing else may be at work, there or on the host.
+
+    Args:
+        name: by which it is to be stored.
+        num_workers: threads that update weights on the host. num_threads: intra-op, of each of them and of a lane.
+        new_host_bytes: makes DRAM as a run copies it from and to: a tensor of so many uint8.
+    """
+    up, down, both_up, both_down = _link_rates(opened, new_host_bytes)
+    most_bytes = opened.ledger.memory_bytes // SHARE
+    matmul = {
+        precision: _in_lane(opened, COMPUTE, partial(_matmul_flops, opened, dtype, most_bytes)).result()
+        for precision, dtype in DTYPES.items()
+    }
+    return Ceilings(
+        name=name,
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+        both_up_bytes_per_s=both_up,
+        both_down_bytes_per_s=both_down,
+        dram_bytes_per_s=dram_bytes_per_s(num_workers, num_threads),
+        matmul_flops=matmul,
+        measured=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        torch_version=torch.__version__,
+        num_threads=num_threads,
+    )
+
+
+def dram_bytes_per_s(num_workers: int, num_threads: int) -> float:
+    """Bytes read and written in a second by copies in DRAM, one in each of so many threads."""
+    num_bytes = max(1, min(DRAM_BYTES, dram.available_dram_bytes() // 8) // num_workers)
+    sources = [plain_host_bytes(num_bytes) for _ in range(num_workers)]
+    targets = [plain_host_bytes(num_bytes) for _ in range(num_workers)]
+    with ThreadPoolExecutor(num_workers, "hydra-probe", torch.set_num_threads, (num_threads,)) as pool:
+
+        def copy_all() -> None:
+            for copied in [pool.submit(target.copy_, source) for source, target in zip(sources, targets, strict=True)]:
+                copied.result()
+
+        seconds = _median_s(copy_all)
+    return 2 * num_bytes * num_workers / seconds
+
+
+def _link_rates(opened: OpenDevice, new_host_bytes: Callable[[int], Tensor]) -> list[float]:
+    """Bytes per second up alone, down alone, up while others go down, down while others go up."""
+    num_bytes = min(COPY_BYTES, opened.ledger.memory_bytes // SHARE)
+    slabs = [opened.take_slab(num_bytes) for _ in range(2)]
+    try:
+        on_device = [slab.bytes(0, num_bytes) for slab in slabs]
+        up = partial(_copy, opened, LOAD, on_device[0], new_host_bytes(num_bytes))
+        down = partial(_copy, opened, STORE, new_host_bytes(num_bytes), on_device[1])
+        up_s = _in_lane(opened, LOAD, partial(_median_s, up)).result()
+        down_s = _in_lane(opened, STORE, partial(_median_s, down)).result()
+        both_up_s, both_down_s = _both_s(opened, [(LOAD, up), (STORE, down)])
+    finally:
+        for slab in slabs:
+            opened.give_slab_back(slab)
+    return [num_bytes / seconds for seconds in (up_s, down_s, both_up_s, both_down_s)]
+
+
+def _copy(opened: OpenDevice, lane: str, target: Tensor, source: Tensor) -> None:
+    opened.copy(lane, [(target, source)])
+    opened.finish()
+
+
+def _both_s(opened: OpenDevice, copies: Sequence[tuple[str, Callable[[], None]]]) -> list[float]:
+    """Median seconds of copies in two lanes at once: each goes on until the other was timed often enough."""
+    together, timed = Barrier(len(copies)), [Event() for _ in copies]
+
+    def job(k: int, copy: Callable[[], None]) -> float:
+        together.wait()
+        try:
+            seconds = _median_s(copy)
+        finally:
+            timed[k].set()
+        while not all(each.is_set() for each in timed):
+            copy()
+        return seconds
+
+    promises = [_in_lane(opened, lane, partial(job, k, copy)) for k, (lane, copy) in enumerate(copies)]
+    return [promise.result() for promise in promises]
+
+
+def _matmul_flops(opened: OpenDevice, dtype: torch.dtype, most_bytes: int) -> float:
+    """Operations per second of a product of square matrices, as large as takes MATMUL_S or fits."""
+    generator = torch.Generator(opened.torch_device).manual_seed(0)
+    size = SMALLEST_MATRIX
+    while True:
+        shape = (size, size)
+        left, right, product = (torch.empty(shape, dtype=dtype, device=opened.torch_device) for _ in range(3))
+        for factor in (left, right):  # of zeros, some devices make more in a second
+            factor.uniform_(-1, 1, generator=generator)
+
+        def multiply(factors: tuple[Tensor, Tensor] = (left, right), out: Tensor = product) -> None:
+            torch.mm(*factors, out=out)
+            opened.finish()
+
+        seconds = _median_s(multiply)
+        if seconds >= MATMUL_S or 3 * (2 * size) ** 2 * dtype.itemsize > most_bytes:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def _median_s(work: Callable[[], None]) -> float:
+    """Median seconds, after a first time that is not counted."""
+    seconds = []
+    for _ in range(1 + NUM_REPEATS):
+        start_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start_s)
+    return median(seconds[1:])
+
+
+def _in_lane(opened: OpenDevice, lane: str, work: Callable[[], T]) -> Promise[T]:
+    """Do it in a lane of the device."""
+    promise: Promise[T] = Promise()
+
+    def job() -> None:
+        try:
+            promise.keep(work())
+        except BaseException as error:
+            promise.give_up(error)
+
+    opened.submit(lane, "probe", job)
+    return promise

@@ -1,0 +1,8 @@
+"""Pictures of schedules and lines of progress, made from reports and spans."""
+
+from hydra_engine.display.progress import Progress, TaskProgress
+
+__all__ = [
+    "Progress",
+    "TaskProgress",
+]

@@ -1,0 +1,55 @@
+"""Weights at home: how a model is laid out in DRAM, the pool that owns it, and its optimizer."""
+
+from hydra_engine.host.blocked import part_of
+from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
+from hydra_engine.host.device_step import DeviceStep, DeviceStepper
+from hydra_engine.host.frozen import FrozenBlocks
+from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
+from hydra_engine.host.optimizer import (
+    TORCHS,
+    StepRecord,
+    TaskOptimizer,
+    check_no_hooks,
+    has_hooks,
+    has_step_hooks,
+    is_torchs,
+    kept_groups,
+    make_optimizer,
+    with_averages,
+)
+from hydra_engine.host.pool import BorrowedPool, HostPool
+from hydra_engine.host.staging import BuffersChanged, StepParts
+from hydra_engine.host.state import Region, TaskState, layout_of
+from hydra_engine.host.unit_bytes import UnitBytes
+
+__all__ = [
+    "TORCHS",
+    "BorrowedPool",
+    "BuffersChanged",
+    "DeviceStep",
+    "DeviceStepper",
+    "FrozenBlocks",
+    "HostPool",
+    "LayerFault",
+    "ModelLayout",
+    "Region",
+    "Shard",
+    "Slot",
+    "Stale",
+    "StepParts",
+    "StepRecord",
+    "Structure",
+    "TaskOptimizer",
+    "TaskState",
+    "UnitBytes",
+    "check_no_hooks",
+    "has_hooks",
+    "has_step_hooks",
+    "is_torchs",
+    "kept_by",
+    "kept_groups",
+    "layout_of",
+    "make_optimizer",
+    "part_of",
+    "with_averages",
+]

@@ -1,0 +1,222 @@
+"""Frozen parameters in DRAM: once, however many tasks hold them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hydra_engine.data import copy_of, flat
+from hydra_engine.host.layout import ModelLayout, Slot
+from hydra_engine.system import Freed, HostMemory, is_alone
+
+Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
+
+
+@dataclass(eq=False, kw_only=True)
+class Block:
+    """One frozen parameter, and its casts that devices are sent; where nothing is cast, the two are one."""
+
+    serial: int  # never used twice, so that a device can tell blocks apart
+    slot: Slot  # of the layout that brought it
+    storage: torch.UntypedStorage
+    host: HostMemory  # which the storage is of
+    offset: int
+    links: dict[torch.dtype, Link] = field(default_factory=dict)
+    parameters: list[nn.Parameter] = field(default_factory=list)  # bound to it
+    num_users: int = 0
+    _bound_versions: int = 0
+
+    @property
+    def weight(self) -> Tensor:
+        return self.slot.view(self.storage, self.offset)
+
+    def cast(self, slot: Slot) -> Tensor:
+        """What devices are sent for a slot."""
+        return slot.link_view(*self.links[slot.link_dtype])
+
+    @property
+    def version(self) -> int:
+        """Grows when it is written to: nobody here does, but a callback may."""
+        return sum(parameter._version for parameter in self.parameters) - self._bound_versions
+
+    def bind(self, parameter: nn.Parameter) -> None:
+        """Point a parameter at it."""
+        if any(each is parameter for each in self.parameters):
+            return
+        parameter.data = self.weight
+        self.parameters.append(parameter)
+        self._bound_versions += parameter._version
+
+
+class FrozenBlocks:
+    """The frozen parameters of tasks that may share some: one `nn.Parameter`, or several on the same memory.
+
+    What a task brings lies in one piece, in the order of its layers. Several threads may call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._serials = count()
+        self._layouts: list[ModelLayout] = []  # in order, whose parameters will be here, or are
+        self._blocks: dict[int, Block] = {}  # by group
+        # By id: a parameter, the group of those that lay on one memory with it, and where it lies as far as is known
+        # here. One by one they are moved, for a rehearsal, say, and are still of one group.
+        self._members: dict[int, tuple[nn.Parameter, int, Hashable]] = {}
+        self._at: dict[Hashable, dict[int, int]] = {}  # by place: groups of those that lie there, by id
+
+    def plan(self, layout: ModelLayout) -> None:
+        """Tell of a layout before its parameters are moved here."""
+        with self._lock:
+            self._layouts.append(layout)
+            for slot in _frozen(layout):
+                self._group(slot.parameter)
+
+    def forget(self, layout: ModelLayout) -> None:
+        """A layout that was told of will not come any more."""
+        with self._lock:
+            self._layouts = [each for each in self._layouts if each is not layout]
+            held = {id(slot.parameter) for each in self._layouts for slot in _frozen(each)}
+            held |= {id(parameter) for block in self._blocks.values() for parameter in block.parameters}
+            for key in [key for key in self._members if key not in held]:
+                self._leave(key)
+
+    def brought(self, layout: ModelLayout) -> tuple[list[Slot], list[Slot]]:
+        """The frozen slots whose weights a planned layout brings, and those whose casts: no other has them before."""
+        with self._lock:
+            known: set[tuple[int, torch.dtype | None]] = set()  # with None: the weights
+            for group, block in self._blocks.items():
+                known |= {(group, None), *((group, dtype) for dtype in block.links)}
+            weights: list[Slot] = []
+            casts: list[Slot] = []
+            for each in self._layouts:
+                weights, casts = [], []
+                for slot in _frozen(each):
+                    group = self._group(slot.parameter)
+                    if (group, None) not in known:
+                        weights.append(slot)
+                    if (group, slot.link_dtype) not in known and slot.link_dtype != slot.dtype:
+                        casts.append(slot)
+                    known |= {(group, None), (group, slot.link_dtype)}
+                if each is layout:
+                    break
+            return weights, casts
+
+    def acquire(
+        self, layout: ModelLayout, host: HostMemory | None = None
+    ) -> tuple[dict[int, Block], list[torch.UntypedStorage]]:
+        """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them by `host`."""
+        host = HostMemory() if host is None else host
+        with self._lock:
+            groups = {slot.index: self._group(slot.parameter) for slot in _frozen(layout)}
+            new: dict[int, Slot] = {}
+            uncast: dict[tuple[int, torch.dtype], Slot] = {}
+            for slot in _frozen(layout):
+                group = groups[slot.index]
+                block = self._blocks.get(group)
+                if block is None:
+                    new.setdefault(group, slot)
+                if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
+                    uncast.setdefault((group, slot.link_dtype), slot)
+            # Weights that all tasks here are sent casts of cross no link themselves.
+            planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
+            crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
+            masters_host = host if crosses else HostMemory()
+            storage = masters_host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
+            link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
+            offset, freed = 0, Freed()
+            for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
+                start = offset + slot.residue
+                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start)
+                block.links[slot.dtype] = (storage, start)
+                flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
+                self._blocks[group] = block
+                self._bind(block, slot.parameter)
+                freed.add(slot.num_bytes)
+                offset += layout.aligned(slot.residue + slot.num_bytes)
+            found = {}
+            for slot in _frozen(layout):
+                block = found[slot.index] = self._blocks[groups[slot.index]]
+                block.num_users += 1
+                self._bind(block, slot.parameter)
+            offset = 0
+            for slot in uncast.values():
+                block = found[slot.index]
+                block.links[slot.link_dtype] = (link, offset)
+                flat(block.cast(slot)).copy_(flat(block.weight))
+                offset += layout.aligned(slot.link_bytes)
+            return found, [storage, link]
+
+    def _bind(self, block: Block, parameter: nn.Parameter) -> None:
+        block.bind(parameter)
+        self._moved(parameter)
+
+    def _moved(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._members:
+            self._join(parameter, self._members[id(parameter)][1])
+
+    def _join(self, parameter: nn.Parameter, group: int) -> None:
+        if id(parameter) in self._members:
+            self._leave(id(parameter))
+        place = _place(parameter)
+        self._members[id(parameter)] = (parameter, group, place)
+        self._at.setdefault(place, {})[id(parameter)] = group
+
+    def _leave(self, key: int) -> None:
+        _, _, place = self._members.pop(key)
+        del self._at[place][key]
+        if not self._at[place]:
+            del self._at[place]
+
+    def _group(self, parameter: nn.Parameter) -> int:
+        """Which parameters it is one with: those on its memory, unless its user gave it another since."""
+        place = _place(parameter)
+        known = self._members.get(id(parameter))
+        if known is not None and known[2] == place:
+            return known[1]
+        there = self._at.get(place)
+        group = next(self._serials) if there is None else next(iter(there.values()))
+        self._join(parameter, group)
+        return group
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """A task is through with them; whose last user it was gets ordinary storage again."""
+        with self._lock:
+            alone: dict[int, bool] = {}
+            over = []
+            for block in blocks:
+                block.num_users -= 1
+                if block.num_users == 0:
+                    over.append(block)
+            for block in over:
+                if id(block.storage) not in alone:
+                    inside = [b for b in self._blocks.values() if b.storage is block.storage]
+                    alone[id(block.storage)] = is_alone(block.storage, [p for b in inside for p in b.parameters])
+                    if not any(each.num_users for each in inside):
+                        block.host.let_go(block.storage)
+            for block in over:
+                own = copy_of(block.weight)
+                for parameter in block.parameters:
+                    if parameter.data_ptr() == block.weight.data_ptr():  # or its user gave it another memory since
+                        parameter.grad = None
+                        parameter.data = own.detach()
+                        self._moved(parameter)
+                if alone[id(block.storage)]:  # or all weights would be there twice
+                    block.host.discard(block.storage, block.offset, block.slot.num_bytes)
+            self._blocks = {group: block for group, block in self._blocks.items() if block.num_users}
+
+
+def _frozen(layout: ModelLayout) -> list[Slot]:
+    return [slot for slot in layout.slots if not slot.trainable]
+
+
+def _place(parameter: nn.Parameter) -> Hashable:
+    """Where it lies. While this is kept, nothing else will lie at the same address."""
+    storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, parameter.storage_offset(), parameter.dtype, tuple(parameter.shape), parameter.stride()

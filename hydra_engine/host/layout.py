@@ -1,0 +1,435 @@
+"""Where each parameter of a task lies, which shard holds it, and the layers' structure without their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.data import ALIGNMENT_BYTES, extent, extent_bytes, identical, residue
+from hydra_engine.host.bound_copy import Layers, Registered, StalePlace
+from partitioners.cost import Skip
+from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
+
+
+def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """Rounded up to the alignment."""
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One parameter of a task and its place in the host buffers of its kind (trainable or frozen).
+
+    At `offset` lies the parameter itself, the master that the optimizer steps; at `link_offset` of another buffer what
+    devices are sent. Where the precision casts nothing, the two are one. Places of parameters follow each other at
+    multiples of the alignment; within its own a parameter begins at its user's address modulo 64 (`residue`).
+    """
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    trainable: bool
+    owner: int  # the first layer that holds it: there it is stored, and updated
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    gradient_stride: tuple[int, ...]  # as autograd lays a gradient out: without the gaps of a parameter that has any
+    dtype: torch.dtype
+    link_offset: int
+    link_bytes: int
+    link_dtype: torch.dtype  # on devices, and of the gradient
+
+    @property
+    def residue(self) -> int:
+        """Bytes from the start of its place to the parameter."""
+        return self.offset % ALIGNMENT_BYTES
+
+    @property
+    def link_residue(self) -> int:
+        """Bytes from the start of its place to what devices are sent."""
+        return self.link_offset % ALIGNMENT_BYTES
+
+    def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """The gradient's tensor at byte `offset` of a host buffer."""
+        start = offset // self.link_dtype.itemsize
+        return torch.empty(0, dtype=self.link_dtype).set_(storage, start, self.shape, self.gradient_stride)
+
+    def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """The parameter's tensor at byte `offset` of a host buffer."""
+        return self._view(storage, offset, self.dtype)
+
+    def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
+        """What devices compute with, at byte `offset` of a slab or a host buffer."""
+        return self._view(storage, offset, self.link_dtype)
+
+    def _view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> Tensor:
+        # By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
+        # arena would then make autograd refuse this one.
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        if offset % dtype.itemsize:  # a file that was mapped may have any address; storages begin at any byte
+            storage, offset = storage[offset:], 0
+        return tensor.set_(storage, offset // dtype.itemsize, self.shape, self.stride)
+
+
+class Binding(NamedTuple):
+    """Attribute `attribute` of submodule `path` of a layer is slot (or buffer) `number`."""
+
+    path: str
+    attribute: str
+    number: int
+
+
+class SlabPiece(NamedTuple):
+    """`num_bytes` at `source` of a link buffer go to `target` of a slab, in one copy."""
+
+    trainable: bool
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Layers `[first, last)` of a task, and what their slab looks like."""
+
+    index: int
+    first: int
+    last: int
+    slots: tuple[int, ...]  # every parameter it holds
+    offsets: tuple[int, ...]  # of each within the slab
+    pieces: tuple[SlabPiece, ...]  # one per kind, and one for each tied parameter that a lower shard owns
+    slab_bytes: int
+    own_bytes: int  # of these, for trainable parameters, which come first; frozen ones may be other tasks', too
+    owned: tuple[int, ...]  # trainable parameters it updates
+    borrowed: tuple[int, ...]  # trainable parameters that a lower shard owns
+    upper: dict[int, int]  # slot -> the next higher shard that holds it, whose gradient is handed down
+    buffers: tuple[int, ...]
+    buffer_bytes: int
+    needs: tuple[int, ...]  # shards whose update this one's load waits for
+    arriving: tuple[str, ...] = ()  # names of the values that skip layers and are gotten here
+    leaving: tuple[str, ...] = ()  # names of those that are put here and gotten above
+    above: dict[str, int] = field(default_factory=dict)  # by such a name: the next higher shard that gets it
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+
+class ModelLayout:
+    """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
+
+    In a narrow precision, floating-point parameters cross the link in it, but for those of norms and of the loss.
+    Where nothing `trains`, all parameters lie with the frozen ones: there are no gradients.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        names: Sequence[str],
+        loss: nn.Module | None,
+        precision: str = "float32",
+        *,
+        trains: bool = True,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+    ) -> None:
+        """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
+
+        Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
+        """
+        self._trains = trains
+        self._alignment_bytes = alignment_bytes
+        self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
+        self.layers = [*layers, *([loss] if loss is not None else [])]
+        self.names = [*names, *(["loss_fn"] if loss is not None else [])]
+        self.num_layers = len(layers)
+        self.slots: list[Slot] = []
+        self.buffers: list[Tensor] = []
+        self.num_bytes = {True: 0, False: 0}  # of the parameters, by trainable
+        self.link_bytes = {True: 0, False: 0}  # of what devices are sent
+        self.narrow = None if precision == "float32" else DTYPES[precision]
+        kept = [kept_parameters(layer) for layer in layers] if self.narrow else []
+        kept += [{id(parameter) for parameter in loss.parameters()}] if loss is not None else []
+        self._kept = set().union(*kept)
+        self.skips: list[Skip] = []  # known once the layers are profiled
+        self.parameters: list[list[Binding]] = []  # by layer
+        self.buffer_bindings: list[list[Binding]] = []
+        self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
+        numbers: dict[int, int] = {}
+        buffer_numbers: dict[int, int] = {}
+        for k, layer in enumerate(self.layers):
+            self.parameters.append([self._place(k, *found, numbers) for found in _named_parameters(layer)])
+            self.buffer_bindings.append([self._number(*found, buffer_numbers) for found in _named_buffers(layer)])
+            self._ends.append(dict(self.link_bytes))
+
+    def _place(self, layer: int, path: str, name: str, parameter: nn.Parameter, numbers: dict[int, int]) -> Binding:
+        if id(parameter) not in numbers:
+            kind = self._trains and parameter.requires_grad
+            size = extent(parameter.shape, parameter.stride())
+            num_bytes = size * parameter.element_size()
+            link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
+            start = residue(parameter) if self.keeps_residues else 0
+            link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
+            slot = Slot(
+                index=len(self.slots),
+                name=self.full_name(layer, path, name),
+                parameter=parameter,
+                trainable=kind,
+                owner=min(layer, self.num_layers - 1),
+                offset=self.num_bytes[kind] + start,
+                num_bytes=num_bytes,
+                shape=tuple(parameter.shape),
+                stride=parameter.stride(),
+                gradient_stride=torch.empty_like(parameter, device="meta").stride(),
+                dtype=parameter.dtype,
+                link_offset=self.link_bytes[kind] + link_start,
+                link_bytes=size * link_dtype.itemsize,
+                link_dtype=link_dtype,
+            )
+            numbers[id(parameter)] = slot.index
+            self.slots.append(slot)
+            self.num_bytes[kind] += self.aligned(start + num_bytes)
+            self.link_bytes[kind] += self.aligned(link_start + slot.link_bytes)
+        return Binding(path, name, numbers[id(parameter)])
+
+    def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
+        if id(buffer) not in numbers:
+            numbers[id(buffer)] = len(self.buffers)
+            self.buffers.append(buffer)
+        return Binding(path, name, numbers[id(buffer)])
+
+    def full_name(self, layer: int, path: str, attribute: str) -> str:
+        """As a state dict of the model has it."""
+        return ".".join(filter(None, (self.names[layer], path, attribute)))
+
+    @cached_property
+    def originals(self) -> Layers:
+        """The layers, as they were when this was asked for first: before the host pool moves their parameters.
+
+        Raises LayerFault for those that cannot be copied.
+        """
+        names: dict[int, str] = {}
+        for k, bindings in enumerate(self.buffer_bindings):
+            for path, attribute, number in bindings:
+                names.setdefault(number, f"buffer {self.full_name(k, path, attribute)}")
+        parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
+        buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
+        return Layers(self.layers, self.names, [*parameters, *buffers])
+
+    def persistent_buffers(self) -> dict[str, int]:
+        """Buffers that a state dict of the model has, by name, and their numbers."""
+        return {
+            self.full_name(k, path, attribute): number
+            for k, layer in enumerate(self.layers[: self.num_layers])
+            for path, attribute, number in self.buffer_bindings[k]
+            if attribute not in layer.get_submodule(path)._non_persistent_buffers_set
+        }
+
+    def named_slots(self) -> Iterator[tuple[str, Slot, bool]]:
+        """Parameters by every name that they have, and whether a loss holds it."""
+        for k, bindings in enumerate(self.parameters):
+            for path, attribute, number in bindings:
+                yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
+
+    def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
+        """Give the user's modules these values, by number; `numbers`: only these of them."""
+        before, self.buffers = self.buffers, list(self.buffers)
+        for layer, bindings in zip(self.layers, self.buffer_bindings, strict=True):
+            for path, name, index in bindings:
+                if numbers is not None and index not in numbers:
+                    continue
+                module, value = layer.get_submodule(path), values[index]
+                own = before[index]
+                is_there = not self.keeps_residues or residue(own) == residue(value)
+                if own.shape == value.shape and own.dtype == value.dtype and is_there:
+                    # Expanded ones cannot be written to.
+                    if not identical(own, value) and (own.stride() == value.stride() or not torch.equal(own, value)):
+                        own.copy_(value)
+                else:  # a forward bound a tensor of another kind, or at another address
+                    module._buffers[name] = self.buffers[index] = value
+
+    def moved(self) -> Slot | None:
+        """The first parameter whose address modulo 64 is another than it was, if it is kept."""
+        slots = self.slots if self.keeps_residues else []
+        return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
+
+    def aligned(self, num_bytes: int) -> int:
+        """Rounded up to the alignment."""
+        return aligned(num_bytes, self._alignment_bytes)
+
+    def buffer_bytes(self, buffer: Tensor) -> int:
+        """Bytes that a buffer takes on a device."""
+        return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
+
+    def trainable_slots(self) -> list[Slot]:
+        """In the order of `model.parameters()`."""
+        return [slot for slot in self.slots if slot.trainable]
+
+    def shards(self, boundaries: Sequence[int]) -> list[Shard]:
+        """The shards with these cumulative end indices."""
+        firsts = [0, *boundaries[:-1]]
+        owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
+        holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
+        spans = []
+        for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
+            end = last if last < self.num_layers else len(self.layers)
+            held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
+            for slot in held:
+                holders[slot].append(j)
+            spans.append((first, last, end, held))
+        return [self._shard(j, span, boundaries, owner_shard, holders) for j, span in enumerate(spans)]
+
+    def _shard(
+        self,
+        j: int,
+        span: tuple[int, int, int, list[int]],
+        boundaries: Sequence[int],
+        owner_shard: dict[int, int],
+        holders: dict[int, list[int]],
+    ) -> Shard:
+        first, last, end, held = span
+        pieces: list[SlabPiece] = []
+        offsets: dict[int, int] = {}
+        target = own_bytes = 0
+        for kind in (True, False):
+            start = self._ends[first - 1][kind] if first else 0
+            stop = self._ends[end - 1][kind]
+            if stop > start:
+                pieces.append(SlabPiece(kind, start, target, stop - start))
+            for index in held:
+                if self.slots[index].trainable == kind and owner_shard[index] == j:
+                    offsets[index] = target + self.slots[index].link_offset - start
+            target += stop - start
+            for index in held:
+                slot = self.slots[index]
+                if slot.trainable == kind and owner_shard[index] != j:
+                    offsets[index] = target + slot.link_residue
+                    pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
+                    target += self.aligned(slot.link_residue + slot.link_bytes)
+            own_bytes = target if kind else own_bytes
+        held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
+        next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
+        buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
+        trainable = [index for index in held if self.slots[index].trainable]
+        upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
+        return Shard(
+            index=j,
+            first=first,
+            last=last,
+            slots=tuple(held),
+            offsets=tuple(offsets[index] for index in held),
+            pieces=tuple(pieces),
+            slab_bytes=target,
+            own_bytes=own_bytes,
+            owned=tuple(index for index in trainable if owner_shard[index] == j),
+            borrowed=tuple(index for index in trainable if owner_shard[index] != j),
+            upper=upper,
+            buffers=tuple(buffers),
+            buffer_bytes=sum(self.buffer_bytes(self.buffers[index]) for index in buffers),
+            needs=tuple(sorted({owner_shard[index] for index in trainable})),
+            arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
+            leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
+            above={name: sum(end <= layer for end in boundaries) for name, layer in next_get.items()},
+        )
+
+
+def _named_parameters(layer: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    # Attributes, not tensors, are what a structure binds: one parameter under two names is found twice.
+    for path, module in layer.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield path, name, parameter
+
+
+def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for path, module in layer.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield path, name, buffer
+
+
+class Structure:
+    """One device's copy of a task's layers: all of their Python, none of their tensors.
+
+    Parameters and buffers are empty placeholders whose `.data` is pointed at a slab while a unit runs, so that two
+    devices can run one shard at once, and whatever else in a layer refers to the same Parameter object (an LSTM's list
+    of flat weights) follows. Python attributes that a forward changes are put back after each unit, by the executor.
+    """
+
+    def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
+        narrow = layout.narrow if casts else None
+        self.device = device
+        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self.parameters: list[nn.Parameter] = []
+        for slot in layout.slots:
+            # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
+            empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
+            self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
+        self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
+        self.layers: list[nn.Module]
+        self.stale: list[StalePlace]
+        self._registered = layout.originals.registered
+        self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
+        if narrow is not None:
+            for layer in self.layers[: layout.num_layers]:
+                compute_norms_in_float32(layer, narrow)
+        self.names = layout.names
+        self.slot_names = [slot.name for slot in layout.slots]
+        self.narrow = narrow
+        self._buffer_places = [
+            [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
+            for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
+        ]
+
+    def _placeholder(self, dtype: torch.dtype) -> Tensor:
+        """Nothing of a dtype: one for all, kept for good.
+
+        Made anew after each unit, it would lie behind the unit's gradient in the heap, so that the gradient's place,
+        once free, grows with nothing around it and is too small for the next one (an aligned block of the C library is
+        cut from a larger one): every unit of a step would leave such a place behind.
+        """
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.empty(0, dtype=dtype, device=self.device)
+        return self._placeholders[dtype]
+
+    def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:
+        """Point parameters and buffers at these tensors."""
+        for index, view in views.items():
+            self.parameters[index].data = view
+        for index, buffer in buffers.items():
+            self.buffers[index].data = buffer
+
+    def unbound(self) -> dict[int, str]:
+        """Ids of the placeholders that are empty now, and what they stand for."""
+        places = zip([*self.parameters, *self.buffers], self._registered, strict=True)
+        return {id(place): each.name for place, each in places if each.tensor.numel() and not place.numel()}
+
+    def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
+        """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
+        found: dict[int, Tensor] = {}
+        for places in self._buffer_places[first:end]:
+            for module, name, index in places:
+                value = module._buffers.get(name)  # one that was deleted, its executor refuses
+                if value is not None and value is not self.buffers[index]:
+                    found[index] = value.detach()
+                    module._buffers[name] = self.buffers[index]
+                else:
+                    found.setdefault(index, self.buffers[index].data)
+        return found
+
+    def release(self, shard: Shard) -> None:
+        """Let go of the slab: nothing here keeps device memory alive between units."""
+        for index in shard.slots:
+            parameter = self.parameters[index]
+            parameter.grad = None
+            parameter.data = self._placeholder(parameter.dtype)
+        for index in shard.buffers:
+            buffer = self.buffers[index]
+            buffer.data = self._placeholder(buffer.dtype)
+        for module, attribute, stale in self.stale:  # made by this unit: another one cannot go on from it
+            vars(module)[attribute] = stale

@@ -1,0 +1,585 @@
+"""The host optimizer: one optimizer object per task, stepped shard by shard from a record made at the commit.
+
+A shard is copied before its optimizer steps it, so that a step that raises half-way leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as base
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
+
+from hydra_engine.data import DrawsRefused, copied, restore_optimizer
+from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
+from hydra_engine.host.device_step import DeviceStep
+from hydra_engine.host.layout import ModelLayout, Shard, Slot
+from hydra_engine.host.loss_scale import LossScale
+from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+
+
+class BeforeUpdate:
+    """Copies of a shard's weights, gradients, averages and optimizer state: as many bytes again, until it is let go of.
+
+    Gradients too: clipping scales them in place, and so do some optimizers.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[Slot],
+        gradients: Iterable[Tensor],
+        averages: Iterable[Tensor],
+    ) -> None:
+        """`slots`: that the update may step."""
+        self._optimizer = optimizer
+        self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
+        tensors = [*(place for _, place in self._places), *gradients, *averages]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        self._states = [(slot.parameter, _with_copies(optimizer.state.get(slot.parameter))) for slot in slots]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make everything as it was: in the same memory, which others may refer to."""
+        for parameter, place in self._places:
+            parameter.data = place  # which an optimizer may have put elsewhere
+        for tensor, before in self._tensors:
+            tensor.copy_(before)
+        for parameter, state in self._states:
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
+            else:
+                self._optimizer.state[parameter] = {name: _as_it_was(*each) for name, each in state.items()}
+
+
+def _with_copies(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
+    """Each value of a parameter's state, with a copy of it."""
+    return None if state is None else {name: (value, copied(value)) for name, value in state.items()}
+
+
+def _as_it_was(value: Any, before: Any) -> Any:
+    if isinstance(value, Tensor) and value.shape == before.shape and value.dtype == before.dtype:
+        value.copy_(before)
+        return value
+    return before
+
+
+# What torch itself keeps and changes on an optimizer.
+TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
+TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a step's updates need, as it was at its commit: the next step and the scheduler go on meanwhile."""
+
+    groups: list[dict[str, Any]]  # hyperparameters and parameters of each group
+    has_gradient: dict[int, bool]
+    total_norm: Tensor | None
+    is_first: bool = False
+    loss_scale: float | None = None  # that the gradients carry
+    is_skipped: bool = False  # a gradient was not finite: nothing is updated
+    hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
+
+
+class TaskOptimizer:
+    """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
+
+    def __init__(self, task: ModelTask, layout: ModelLayout, *, commits: bool = True) -> None:
+        self.commits = commits
+        self._task = task
+        self._layout = layout
+        self._slots = layout.trainable_slots()
+        self._by_index = {slot.index: slot for slot in self._slots}
+        self.epoch = 0  # of the step in progress
+        self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
+        self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
+        self._is_torchs = is_torchs(self.optimizer)
+        self._epoch = 0
+        self._num_steps = 0
+        self._loss_scale = LossScale.of(task)
+        self._releasing = threading.Lock()  # shards of a step are released side by side
+        self._released: StepRecord | None = None  # of the step in progress, with early release
+        averaged = self._slots if task.ema_decay is not None else []
+        self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
+        # Called before parameters, by slot, their averages or states change; None: any. It may wait.
+        self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next step's loss is multiplied by; None: by nothing."""
+        return None if self._loss_scale is None else self._loss_scale.scale
+
+    def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
+        """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
+        self.secure(None if self._task.optimizer_scope == "task" else ())
+        if pool.early_release:
+            return self._commit_released(epoch)
+        self.reach_epoch(epoch)
+        scale = self.loss_scale
+        if self._loss_scale is not None:
+            received = [pool.gradient(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
+            is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
+            self._loss_scale.update(is_finite)
+            if not is_finite:
+                return replace(self.skipped(), loss_scale=scale)
+        hooked = self._call_hooks(self._slots, staging, pool, scale)
+        finished = partial(self._finished, pool, scale, hooked)
+        total_norm = None
+        if self._task.optimizer_scope == "task":
+            self._step_all(pool, staging.has_gradient, finished)
+        elif self._task.max_grad_norm is not None:
+            total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
+        record = StepRecord(
+            groups=kept_groups(self.optimizer),
+            has_gradient=dict(staging.has_gradient),
+            total_norm=total_norm,
+            is_first=self._num_steps == 0,
+            loss_scale=scale,
+            hooked=hooked,
+        )
+        if self._task.optimizer_scope == "task":
+            self._average(self._slots, record)
+        self._count_step()
+        return record
+
+    def skipped(self) -> StepRecord:
+        """The record of a step that changes nothing, nor the loss scale."""
+        return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=self.loss_scale, is_skipped=True)
+
+    def _count_step(self) -> None:
+        self._num_steps += 1
+        # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def end_step(self, record: StepRecord) -> None:
+        """Move the scheduler past a committed step: what it raises comes after the step, as in the plain loop."""
+        if self._task.lr_scheduler_interval == "step" and not record.is_skipped:
+            self._move_schedule()
+
+    def _move_schedule(self) -> None:
+        if self.scheduler is not None:
+            with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
+                self.scheduler.step()
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Around a step of the optimizer. Those of torch draw nothing, and take less time than the watch would."""
+        return nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+
+    def _step_part(self, part: torch.optim.Optimizer) -> None:
+        """Step the parameters of some shards.
+
+        On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
+        """
+        if self._is_torchs:
+            part.step()
+            return
+        kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
+        versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
+        with self._watched():
+            part.step()
+        found = vars(part)
+        changed = [name for name in found if name not in TORCHS and found[name] is not kept.get(name)]
+        for group, before in zip(part.param_groups, groups, strict=True):
+            changed += [key for key in group if group[key] is not before.get(key)]
+        if changed or any(tensor._version != version for tensor, version in versions):
+            raise RuntimeError(
+                f"optimizer: {type(self.optimizer).__name__} changed {', '.join(changed) or 'a tensor of its groups'} "
+                f"in a step, which it did not on trial; outside of each parameter's state it is lost where shards are "
+                f"stepped one by one: set optimizer_scope='task'"
+            )
+
+    def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
+        """Update a shard before its step is committed, and give its gradients' place back."""
+        self.secure(shard.owned)
+        record = self._record_released(epoch)
+        if not pool.keeps_gradients:  # the device has stepped it
+            self._average(pool.owned(shard), record)
+            return
+        try:
+            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
+            self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
+        finally:
+            pool.take_gradients_back(shard)
+
+    def _record_released(self, epoch: int) -> StepRecord:
+        """The record of the step in progress, made where its first shard is released."""
+        with self._releasing:
+            self.reach_epoch(epoch)
+            if self._released is None:
+                self._released = StepRecord(
+                    groups=kept_groups(self.optimizer), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
+                )
+            return self._released
+
+    @property
+    def counts_on_device(self) -> bool:
+        """As torch.optim's fused and capturable optimizers have them; others read them on the host."""
+        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+
+    def host_step(self, shard: Shard) -> DeviceStep:
+        """What a device needs to step a shard: masters and states as they are in DRAM."""
+        slots = [self._by_index[index] for index in shard.owned]
+        return DeviceStep(
+            masters={slot.index: slot.parameter.data for slot in slots if slot.dtype != slot.link_dtype},
+            states={slot.index: dict(self.optimizer.state.get(slot.parameter, {})) for slot in slots},
+        )
+
+    def step(
+        self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
+    ) -> DeviceStep:
+        """Step the parameters of a shard on the device that they and their gradients are on."""
+        received = {index: gradients[index] for index in shard.owned}
+        if self._is_torchs:  # see `_without`
+            received = {index: gradient for index, gradient in received.items() if gradient is not None}
+        own: dict[int, nn.Parameter] = {}  # by id of the user's parameter
+        for index, gradient in received.items():
+            master = loaded.masters.get(index)
+            parameter = parameters[index] if master is None else nn.Parameter(master)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            own[id(self._by_index[index].parameter)] = parameter
+        self.secure(())  # the schedule may go on to an epoch
+        groups = self._record_released(self.epoch).groups
+        part = part_of(
+            self.optimizer, [{**g, "params": [own[id(p)] for p in g["params"] if id(p) in own]} for g in groups]
+        )
+        part.state = defaultdict(dict)
+        for index in received:
+            parameter = own[id(self._by_index[index].parameter)]
+            part.state[parameter] = loaded.states[index]
+        try:
+            if received:
+                self._step_part(part)
+        finally:
+            for parameter in own.values():
+                parameter.grad = None
+        found = {index: own[id(self._by_index[index].parameter)] for index in received}
+        for index, parameter in found.items():
+            if index in loaded.masters:
+                parameters[index].data.copy_(parameter.data)
+        return DeviceStep(
+            masters={index: parameter.data for index, parameter in found.items() if index in loaded.masters},
+            states={index: part.state[parameter] for index, parameter in found.items()},
+        )
+
+    def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
+        """Take over the states of a shard that are in DRAM again."""
+        for index, state in states.items():
+            self.optimizer.state[self._by_index[index].parameter] = state
+
+    def _commit_released(self, epoch: int) -> StepRecord:
+        with self._releasing:
+            self.reach_epoch(epoch)
+            record, self._released = self._released, None
+            self._count_step()
+        return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
+
+    def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
+        """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
+        if slot.index in hooked:
+            return hooked[slot.index]
+        gradient = pool.gradient(slot).to(slot.dtype)
+        return gradient if scale is None else gradient * (1 / scale)
+
+    @torch.no_grad()  # as in a backward
+    def _call_hooks(
+        self, slots: Iterable[Slot], staging: StepStaging, pool: HostPool, scale: float | None
+    ) -> dict[int, Tensor]:
+        """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
+        hooked: dict[int, Tensor] = {}
+        drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
+        for slot in slots:
+            parameter = slot.parameter
+            hooks = list((parameter._backward_hooks or {}).values())
+            after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+            if not (hooks or after) or not staging.has_gradient.get(slot.index):
+                continue
+            self.secure(None)  # a hook may step what it likes
+            gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
+            with DrawsRefused(f"a hook on parameter {slot.name}") as watch:
+                for hook in hooks:
+                    changed = hook(gradient)
+                    if changed is not None and changed is not gradient:
+                        gradient.copy_(changed)
+                for hook in after:
+                    parameter.grad = gradient
+                    hook(parameter)
+                    if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
+                        staging.has_gradient[slot.index] = False
+                    elif parameter.grad is not gradient:
+                        gradient.copy_(parameter.grad)
+                    parameter.grad = None
+                    pool.bring_back([slot])
+                    pool.renew([slot])  # the hook may have stepped an optimizer of its own
+            if watch.own.keys() & drawing.keys():  # a backward calls hooks in another order
+                raise RuntimeError(
+                    f"hooks on parameter {slot.name} and another one draw from the same torch.Generator, in an order "
+                    f"that is not that of a backward; give each parameter's hook a generator of its own"
+                )
+            drawing |= watch.own
+        return hooked
+
+    def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
+        """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
+        slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
+        for slot in slots:
+            slot.parameter.grad = finished(slot)
+        try:
+            if self._task.max_grad_norm is not None:
+                nn.utils.clip_grad_norm_([slot.parameter for slot in slots], self._task.max_grad_norm)
+            with self._watched():
+                self.optimizer.step()
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
+            pool.bring_back(self._slots)
+        pool.renew(self._slots)
+
+    def reach_epoch(self, epoch: int) -> None:
+        """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
+        while self._epoch < epoch:
+            if self._task.lr_scheduler_interval == "epoch":
+                self._move_schedule()
+            self._epoch += 1
+
+    def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
+        """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
+        if record.is_skipped:
+            return
+        self.secure(shard.owned)
+        slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
+        hooked = [slot for slot in slots if slot.index in record.hooked]
+        self._step(hooked, pool, record, None)
+        without = self._without(pool.owned(shard), record)
+        rest = [slot for slot in slots if slot.index not in record.hooked]
+        self._step(rest, pool, record, record.loss_scale, without)
+        if not self._is_torchs:
+            pool.bring_back([*slots, *without])
+            pool.renew(without)
+        self._average(pool.owned(shard), record)
+
+    def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
+        """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
+        return [] if self._is_torchs else [slot for slot in owned if not record.has_gradient.get(slot.index)]
+
+    def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
+        """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
+        owned = pool.owned(shard) if not record.is_skipped else []
+        slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
+        gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
+        averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
+
+    def _step(
+        self,
+        slots: Sequence[Slot],
+        pool: HostPool,
+        record: StepRecord,
+        scale: float | None,
+        without: Sequence[Slot] = (),
+    ) -> None:
+        """Step some parameters, whose gradients carry a loss scale or none, and those that have no gradient."""
+        if not slots and not without:
+            return
+        mine = {id(slot.parameter) for slot in (*slots, *without)}
+        groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
+        part = part_of(self.optimizer, groups)
+        if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls
+            self._step_wide(part, slots, pool, record)
+            return
+        updates = [
+            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradient(slot)), pool.narrow(slot))
+            for slot in slots
+        ]
+        clip = None
+        if record.total_norm is not None and self._task.max_grad_norm is not None:
+            # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
+            clip = torch.clamp(self._task.max_grad_norm / (record.total_norm + 1e-6), max=1.0)
+
+        def finish(gradient: Tensor) -> None:
+            if scale is not None:
+                gradient.mul_(1 / scale)
+            if clip is not None:
+                gradient.mul_(clip)
+
+        is_plain = scale is None and clip is None
+        step_narrow(part, updates, None if is_plain else finish, partial(self._step_part, part))
+
+    def _step_wide(
+        self, part: torch.optim.Optimizer, slots: Sequence[Slot], pool: HostPool, record: StepRecord
+    ) -> None:
+        try:
+            for slot in slots:
+                slot.parameter.grad = record.hooked.get(slot.index, pool.gradient(slot))
+            if record.total_norm is not None and self._task.max_grad_norm is not None:
+                parameters = [slot.parameter for slot in slots]
+                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
+            self._step_part(part)
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
+
+    @torch.no_grad()
+    def _average(self, slots: Iterable[Slot], record: StepRecord) -> None:
+        """Move the averages towards the weights, also of those that received no gradient."""
+        if self._task.ema_decay is None:
+            return
+        for slot in slots:
+            average = self._averages[slot.index]
+            if record.is_first:
+                average.copy_(slot.parameter)
+            else:
+                average.lerp_(slot.parameter, 1 - self._task.ema_decay)
+
+    def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
+        """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
+        for slot in self._slots:
+            if slot.index in self._averages:
+                yield slot.index, self._averages[slot.index]
+            for value in self.optimizer.state.get(slot.parameter, {}).values():
+                if isinstance(value, Tensor):
+                    yield slot.index, value
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint takes of the updates: the tensors themselves, which the next step changes."""
+        averages = {slot.name: self._averages[slot.index] for slot in self._slots if self._averages}
+        return {"optimizer": self.optimizer.state_dict(), "averages": averages if self._num_steps else {}}
+
+    def schedule(self) -> dict[str, Any]:
+        """What a checkpoint takes of all else."""
+        return {
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
+            "num_steps": self._num_steps,
+            "epoch": self._epoch,
+        }
+
+    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+        """Go on from what `state` and `schedule` gave, whose tensors are taken over.
+
+        Raises ValueError where the optimizer, its schedule or the precision are of another kind.
+        """
+        for what, own, saved in (
+            ("lr_scheduler", self.scheduler, schedule["scheduler"]),
+            ("a loss scale (precision 'float16')", self._loss_scale, schedule["loss_scale"]),
+        ):
+            if (own is None) != (saved is None):
+                kinds = ("has none", "was saved with one") if own is None else ("has one", "was saved with none")
+                raise ValueError(f"{what}: the task {kinds[0]}, and {kinds[1]}; resume with the task that was saved")
+        restore_optimizer(self.optimizer, state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(schedule["scheduler"])
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(schedule["loss_scale"])
+        self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
+        if self._num_steps:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
+        if self._averages and self._num_steps:
+            for slot in self._slots:
+                if slot.name not in state["averages"]:
+                    raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
+                self._averages[slot.index] = state["averages"][slot.name]
+
+    def ema_state(self) -> dict[str, Tensor] | None:
+        """The model's state dict with the averages in the place of the weights; None before the first step."""
+        if self._task.ema_decay is None or self._num_steps == 0:
+            return None
+        return with_averages(self._task.model, {id(slot.parameter): self._averages[slot.index] for slot in self._slots})
+
+
+def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """A model's state dict, with copies of all values, and averages by id of a parameter in its place."""
+    own = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
+
+
+def has_hooks(layout: ModelLayout) -> bool:
+    """Whether the user has registered hooks on parameters."""
+    return any(
+        slot.parameter._backward_hooks or getattr(slot.parameter, "_post_accumulate_grad_hooks", None)
+        for slot in layout.trainable_slots()
+    )
+
+
+def check_no_hooks(name: str, layout: ModelLayout) -> None:
+    """Refuse hooks on parameters where devices step the optimizer."""
+    if has_hooks(layout):
+        raise ValueError(
+            f"{name}: hooks are registered on parameters, which act on the host; remove them, or set "
+            f"optimizer_device='host'"
+        )
+
+
+def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer over these parameters, by name in the model's order, in the groups that are asked for."""
+    options = {} if task.lr is None else {"lr": task.lr}
+    optimizer = task.optimizer(_groups(task, parameters), **options)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    check_optimizer_needs_no_closure(optimizer)
+    return optimizer
+
+
+def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+    """Parameters, or one dict for each set of options."""
+    if task.param_groups is None:
+        return list(parameters.values())
+    groups: list[dict[str, Any]] = []
+    for name, parameter in parameters.items():
+        options = task.param_groups(name)
+        if not isinstance(options, dict) or "params" in options:
+            raise TypeError(f"param_groups: {options!r} for parameter {name}; return a dict of the optimizer's options")
+        group = next((each for each in groups if {k: v for k, v in each.items() if k != "params"} == options), None)
+        if group is None:
+            groups.append({**options, "params": [parameter]})
+        else:
+            group["params"].append(parameter)
+    return groups
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a step runs nothing but torch's own code, which draws no random numbers."""
+    return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if something is called before or after each of its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
+    own = [getattr(optimizer, name, None) for name in names]
+    return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
+
+
+def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Its groups as they are now, for updates that come after the schedule has moved on."""
+    return [{name: _kept(value) for name, value in group.items()} for group in optimizer.param_groups]
+
+
+def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """As `torch.nn.utils.get_total_norm`, with one gradient at a time: a widened one is gone before the next.
+
+    That takes the norms by type and device, in an order of its own, and rounds to the types that meet.
+    """
+    norms: list[Tensor] = []
+    kinds: list[Tensor | None] = []
+    for gradient in gradients:
+        norms.append(torch.linalg.vector_norm(gradient))
+        kinds.append(gradient.new_empty(0))
+    if not norms:
+        return torch.tensor(0.0)
+    order = [index for _, indices in group_tensors([kinds], with_indices=True).values() for index in indices]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
+    return total
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,35 @@
+"""The cost of a run before it runs: profiles, cuts, rehearsals, predictions."""
+
+from hydra_engine.planning.ahead import OPTIMIZERS, AheadPlan, Machine, Shard, plan_ahead
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.fit import Misfit, Room, refit, shared_out
+from hydra_engine.planning.planner import PlannedTask, arena_bytes, check_arena, check_dram, fits_arena
+from hydra_engine.planning.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
+from hydra_engine.planning.simulate import simulate
+from hydra_engine.planning.world import Simulation
+
+__all__ = [
+    "OPTIMIZERS",
+    "AheadPlan",
+    "DeviceCost",
+    "HostCost",
+    "Machine",
+    "Misfit",
+    "PlannedTask",
+    "Room",
+    "Shard",
+    "Simulation",
+    "TaskCost",
+    "arena_bytes",
+    "check_apart",
+    "check_arena",
+    "check_dram",
+    "check_nothing_shared",
+    "check_shared_buffers",
+    "check_sharing",
+    "fits_arena",
+    "plan_ahead",
+    "refit",
+    "shared_out",
+    "simulate",
+]

@@ -1,0 +1,233 @@
+"""Makes room when a batch does not fit: finer shards first, then more micro-batches where their number is "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hydra_engine.data import Batch, Boundary, Reader, Signature, Stream, TaskGenerator, capture, installed, resized
+from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
+from hydra_engine.host import Shard, TaskState
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
+from hydra_engine.tasks import batch_size
+from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
+
+
+class Room(NamedTuple):
+    """Memory of the devices that a unit may run on."""
+
+    can_hold: Callable[[int, int], bool]  # on each: (bytes beside a slab, bytes of the slab), at the same time
+    memory_bytes: int  # of the smallest
+
+
+class Misfit(NamedTuple):
+    """A shard for which a device has no room, and what was raised where it ran out."""
+
+    shard: int
+    error: Exception | None = None
+
+
+def refit(
+    state: TaskState,
+    reader: Reader,
+    batch: Batch,
+    room: Room,
+    *,
+    misfit: Misfit | None = None,
+    may_split: bool = True,
+) -> Batch:
+    """Cut the task so that this batch fits a device; returns the batch, split as it then has to be.
+
+    `room`: of the devices. Shapes are measured on fake tensors. `misfit`: the shard of a unit in which a device ran out
+    of memory. `may_split`: whether the number of micro-batches may still change for this batch. That of training
+    batches changes under "auto" alone, and for good: for those to come, too. An evaluation batch is split for itself.
+
+    Raises ShardDoesNotFit when one layer is too large, and the batch cannot be split, or not any further.
+    """
+    if batch.training and batch.accumulation_steps != state.accumulation_steps:
+        batch = reader.split_again(batch, state.accumulation_steps)
+    whole = tuple(each.signature for each in batch.whole)
+    if not batch.training and misfit is None and whole in state.evaluated_parts:
+        return reader.split_again(batch, state.evaluated_parts[whole])
+    if misfit is None and _fits_wider(state, batch, room):
+        return batch
+    costs: Sequence[LayerCost] | None = _measure(state, batch)
+    if misfit is not None:
+        batch, costs = _make_room(state, reader, batch, costs, room, misfit, may_split)
+    while costs is not None:
+        wide = _too_wide(state, costs, len(batch.micro_batches), room)
+        # A lone layer's figure is an upper bound, exact for one training micro-batch in almost all layers. A larger
+        # number of micro-batches changes bits, so the device itself has to say, unless it would say so too late.
+        is_late = state.draws and batch.training and state.task.accumulation_steps == "auto"
+        shards = [s for s in wide if s.last - s.first > 1 or is_late]
+        if not shards:
+            break
+        batch, costs = _make_room(state, reader, batch, costs, room, Misfit(shards[0].index), may_split)
+    else:
+        state.known.cannot_count()
+        wide = []
+    state.check_buffers()
+    state.note_fitting(batch.training, batch.signature, None if wide else costs)
+    if not batch.training and len(batch.micro_batches) > 1:
+        state.evaluated_parts[whole] = len(batch.micro_batches)
+    return batch
+
+
+def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
+    """See if this batch and others a little larger fit as the task is cut. Those are then not measured again."""
+    found = state.known.wider(batch.training, batch.signature)
+    if found is None or found[0] == batch.signature.of_batch or len(set(batch.signature.forms)) > 1:
+        return False
+    sizes, smaller = found
+    costs = _count_at(state, batch, sizes)
+    if costs is None or _too_wide(state, costs, sizes.num_micro_batches, room):
+        return False  # layers that need other sizes, or there is no room for as much
+    less = None if smaller is None else _count_at(state, batch, smaller)
+    if less is not None and any(
+        shard_bytes(less, s.first, s.last) > shard_bytes(costs, s.first, s.last) for s in state.shards
+    ):
+        state.known.distrust_sizes()  # a layer that pads, say
+        return False
+    if smaller is not None:  # what its units take is compared with what was counted for the very same sizes
+        state.note_fitting(batch.training, batch.signature, _count_at(state, batch, batch.signature))
+    state.note_fitting(batch.training, sizes, costs)
+    return True
+
+
+def _count_at(state: TaskState, batch: Batch, sizes: Signature) -> Sequence[LayerCost] | None:
+    """Costs of the layers for a micro-batch with the largest of these sizes; its micro-batches are of one form."""
+    inputs, target, _ = batch.micro_batches[0]
+    own = Boundary.of(inputs, "a batch").signature
+    num_sizes, num_numbers = len(own.sizes), len(own.numbers)
+    most_sizes = [max(column) for column in zip(*sizes.sizes, strict=True)]
+    most_numbers = [max(column) for column in zip(*sizes.numbers, strict=True)]
+    return _count(
+        state,
+        batch.training,
+        resized(inputs, most_sizes[:num_sizes], most_numbers[:num_numbers]),
+        resized(target, most_sizes[num_sizes:], most_numbers[num_numbers:]),
+    )
+
+
+def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: int, room: Room) -> list[Shard]:
+    """The shards for which devices have no room."""
+
+    def needed_bytes(shard: Shard) -> int:
+        grown = state.buffer_bytes(shard) - shard.buffer_bytes
+        return shard_bytes(costs, shard.first, shard.last, num_micro_batches) - shard.slab_bytes + grown
+
+    return [shard for shard in state.shards if not room.can_hold(needed_bytes(shard), shard.slab_bytes)]
+
+
+def _make_room(
+    state: TaskState,
+    reader: Reader,
+    batch: Batch,
+    costs: Sequence[LayerCost] | None,
+    room: Room,
+    misfit: Misfit,
+    may_split: bool,
+) -> tuple[Batch, Sequence[LayerCost] | None]:
+    finer = halved(state.boundaries, misfit.shard, costs or ())
+    if finer is not None:
+        state.cut(finer)
+        return batch, costs
+    why_not = _why_not_split(state, batch, may_split)
+    if why_not is not None:
+        text, remedy = _message(state, batch, costs, room, misfit, why_not[0]), why_not[1]
+        raise ShardDoesNotFit(f"{text}; {remedy}use a device with more memory, or smaller batches") from misfit.error
+    number = min(2 * len(batch.micro_batches), batch.num_samples)
+    if batch.training:
+        state.accumulation_steps = reader.accumulation_steps = number
+        state.forget_units()
+    batch = reader.split_again(batch, number)
+    return batch, _measure(state, batch)
+
+
+def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
+    """Costs of the largest micro-batch; None where only a run can tell."""
+    inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
+    return _count(state, batch.training, inputs, target)
+
+
+def _count(state: TaskState, training: bool, inputs: Any, target: Any) -> Sequence[LayerCost] | None:
+    """Costs of the layers for a micro-batch, counted on fake tensors."""
+    # Other tasks' loaders and layers draw meanwhile. Draws from torch go elsewhere; others need the lock.
+    apart = installed(Stream(capture())) if state.locked else TaskGenerator(torch.Generator())
+    task = state.task
+    with apart:
+        try:
+            if training:
+                return profile_shapes(task.model, inputs, target, task.loss_fn, task.precision, state.place)
+            loss_fn = None if task.predicts else task.loss_fn
+            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision, may_run=False)
+        except Exception:  # the layer's own mistake shows when the step runs
+            return None
+
+
+def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str, str] | None:
+    """Why a batch cannot be in more micro-batches, and a remedy, if there is one; None when it can."""
+    if len(batch.micro_batches) >= batch.num_samples:
+        return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already", ""
+    if state.task.predicts:
+        return "the outputs of its parts would not be the bits of the whole batch's", ""
+    if not batch.training:
+        return None
+    if state.draws_outside_torch:
+        return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order", ""
+    if state.shares_changed_buffer():
+        why = "layers of several shards share a buffer that changes, which micro-batches would do in another order"
+        return why, ""
+    number = state.task.accumulation_steps
+    if number != "auto":  # with others, results would not be those of the plain loop with this one
+        return f"accumulation_steps={number} is fixed", 'set accumulation_steps="auto", '
+    if not may_split:
+        return (
+            "the next batch is read already, from where the layers left the random stream, so this one cannot be split "
+            "any more",
+            "set accumulation_steps to more than 1 from the start, ",
+        )
+    return None
+
+
+def _message(
+    state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, room: Room, misfit: Misfit, why_not: str
+) -> str:
+    shard, error = state.shards[misfit.shard], misfit.error
+    grown = 0 if state.resized.isdisjoint(shard.buffers) else state.buffer_bytes(shard)
+    needed = 0
+    if costs is not None:
+        needed = shard_bytes(costs, shard.first, shard.last, len(batch.micro_batches))
+        needed += grown and grown - shard.buffer_bytes
+    if isinstance(error, DeviceOutOfMemory):  # beside what was there
+        needed = max(needed, room.memory_bytes - error.free_bytes + error.needed_bytes)
+    kind = "training step" if batch.training else "evaluation batch"
+    return (
+        f"{state.name}: layer {shard.first} ({state.layout.names[shard.first]})"
+        + (f" needs {format_bytes(needed)} ({needed} bytes) and" if needed else "")
+        + f" does not fit a device alone at {kind} {batch.step}, and {why_not}; limit: "
+        + f"{format_bytes(room.memory_bytes)} ({room.memory_bytes} bytes)"
+        + (f", of which buffers that the layer resizes take {format_bytes(grown)}" if grown else "")
+    )
+
+
+def shared_out(
+    unit_s: Mapping[tuple[str, int], float], old: Sequence[Shard], shards: Sequence[Shard]
+) -> dict[tuple[str, int], float]:
+    """Estimates for the units of finer shards: an old unit's seconds in equal parts for its layers.
+
+    Only the last shard runs forward and backward as one unit; what it takes is what its parts' backward units take.
+    """
+    found: dict[tuple[str, int], float] = {}
+    last = len(shards) - 1
+    for shard in shards:
+        whole = next(each for each in old if each.first <= shard.first < each.last)
+        share = (shard.last - shard.first) / (whole.last - whole.first)
+        backward_s = share * unit_s.get((FUSED if whole is old[-1] else BACKWARD, whole.index), 0.0)
+        forward_s = share * unit_s.get((FORWARD, whole.index), 0.0) or backward_s / 3
+        kinds = {FUSED: backward_s} if shard.index == last else {FORWARD: forward_s, BACKWARD: backward_s}
+        found |= {(kind, shard.index): seconds for kind, seconds in kinds.items()}
+        found[EVALUATE, shard.index] = share * unit_s.get((EVALUATE, whole.index), 0.0)
+    return found

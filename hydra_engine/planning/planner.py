@@ -1,0 +1,636 @@
+"""Plans a task: profiles its layers, cuts them into shards, rehearses a step on a device, sees that all of it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hydra_engine.checkpoints import SavedTask
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
+from hydra_engine.devices import STATED, Ceilings, DeviceSpec
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
+from hydra_engine.host import (
+    BorrowedPool,
+    FrozenBlocks,
+    HostPool,
+    LayerFault,
+    Structure,
+    TaskState,
+    check_no_hooks,
+    has_hooks,
+    layout_of,
+)
+from hydra_engine.planning.costs import DeviceCost, TaskCost
+from hydra_engine.planning.keep import choose_kept, kept_bytes, least_step_s
+from hydra_engine.planning.rehearsal import REMEDY, TooLarge, rehearse
+from hydra_engine.planning.same_model import check_own_forward
+from hydra_engine.planning.simulate import predict_spreads
+from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
+from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
+from hydra_engine.system import dram
+from hydra_engine.tasks import ModelTask, ModelWatch, TaskPlan, TaskReport, begin_epochs
+from partitioners import (
+    STATED_RATES,
+    Budget,
+    LayerCost,
+    LayerTooLarge,
+    Rates,
+    format_bytes,
+    profile,
+    profile_evaluation,
+    shard_bytes,
+)
+from partitioners.boundary import UnfitTensor
+from partitioners.cost import ChangesParameters, skips_of
+from partitioners.precision import DTYPES
+from partitioners.profile import noted
+
+# What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
+UNIT_S = 450e-6
+
+# More micro-batches than memory asks for, under "auto", are for a step that is predicted to be so many times shorter:
+# predictions from one rehearsal are no better than that.
+LEAST_GAIN = 1.05
+
+
+# Batches larger than the sample by so much find room on a device whose slabs have an arena.
+WORK_HEADROOM = 1.25
+
+
+class _Machine(NamedTuple):
+    """What a task is planned for."""
+
+    device: DeviceSpec  # whose memory is the smallest
+    budget: Budget
+    num_threads: int
+    devices: Sequence[DeviceSpec]  # that a step may be spread over
+    share: int  # of them, that the task has to itself while all tasks train
+    most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
+
+
+@contextmanager
+def _naming(task: str) -> Iterator[None]:
+    """Name the task in what is wrong with its layers."""
+    try:
+        yield
+    except LayerFault as error:
+        raise ValueError(f"{task}: {error}") from error
+
+
+class PlannedTask:
+    """A task that is ready to train: its state, its reader with the sample in it, its plan."""
+
+    def __init__(
+        self,
+        task: ModelTask,
+        name: str,
+        frozen: FrozenBlocks | None = None,
+        *,
+        alignment_bytes: int = ALIGNMENT_BYTES,
+        keeps_positions: bool = False,
+        saved: SavedTask | None = None,
+    ) -> None:
+        """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
+
+        keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
+        back.
+        """
+        self.task = task
+        self.name = name
+        self.saved = saved
+        self.saves = keeps_positions
+        self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
+        self._stopping: list[StopTask] = []  # what a callback raised before it is begun
+        self.reader = Reader(
+            task,
+            name,
+            keeps_positions=keeps_positions,
+            start=None if saved is None else saved.position,
+            # Not a method: the two would hold each other.
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
+            if begin_epochs(task.callbacks)
+            else None,
+        )
+        self.layout = layout_of(task, alignment_bytes)
+        self._frozen = FrozenBlocks() if frozen is None else frozen
+        self._frozen.plan(self.layout)
+        own_pool = HostPool if task.trains else BorrowedPool
+        pool = own_pool(self.layout, early_release=task.trains and task.early_release, frozen=self._frozen)
+        self.state = TaskState(task, name, self.layout, pool)
+        self.spreads: tuple[Spread, ...] = (Spread(),)
+        self.one_device_because = ""  # why no step is spread over several
+        self._input_bytes: list[int] = []  # by layer, of a step
+        self.num_micro_batches = 1  # of a step, as far as is known
+        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
+        self._parts_bytes = 0  # DRAM that steps take for being spread
+        self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a callback has ended the task before it is begun."""
+        return bool(self._stopping)
+
+    def make_plan(
+        self,
+        device: DeviceSpec,
+        budget: Budget,
+        num_threads: int,
+        devices: Sequence[DeviceSpec] = (),
+        num_tasks: int = 1,
+        most_slab_bytes: int | None = None,
+    ) -> TaskPlan:
+        """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
+
+        device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
+        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
+        """
+        with _naming(self.name):
+            Structure(self.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        batch = self._sample()
+        self._ceilings, self.state.place = None, device.torch_device
+        if self.state.place.type != "cpu":
+            self._rates(device)  # layers are not timed there, but counted against them
+        if self.task.model.has_own_forward:
+            inputs, validates = self.reader.sample_inputs, self.task.trains and self.task.validation is not None
+            with _naming(self.name):
+                for training in (True, False) if validates else (self.task.trains,):
+                    check_own_forward(self.task.model, self.layout, inputs, training=training)
+        wanted = self.task.accumulation_steps
+        number = 1 if isinstance(wanted, str) else wanted
+        is_chosen = wanted == "auto" and self.saved is not None
+        if is_chosen and self.saved is not None:
+            number = self.saved.accumulation_steps  # with others, its losses would differ from those before
+        if hasattr(self.task.partitioner, "choose"):  # it weighs times, not only bytes
+            budget = self._with_rates(budget, device)
+            if wanted == "auto" and not is_chosen:
+                with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
+                    number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
+        if self._should_step_on_device(device):
+            self.state.step_on_device()
+        share = max(1, len(devices) // num_tasks)
+        machine = _Machine(device, budget, num_threads, devices or [device], share, most_slab_bytes)
+        while True:
+            try:
+                self._cut(number, machine)
+                break
+            except (LayerTooLarge, ShardDoesNotFit) as error:
+                # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+                may_split = not self.task.predicts if not self.task.trains else wanted == "auto"
+                if not may_split or number >= batch.num_samples:
+                    raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
+                number *= 2
+        step_s = self._decide(machine)
+        if wanted == "auto" and self.task.trains and not is_chosen:
+            number = self._raised(number, step_s, machine)
+        return self._plan(number)
+
+    def _decide(self, machine: _Machine) -> float:
+        """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
+        device, state = machine.device, self.state
+        step_s = 0.0
+        if self.task.trains:
+            state.keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
+        self.spread_over(machine.devices, len(self._sample().micro_batches) if self.task.trains else 1)
+        return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
+
+    def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
+        """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.
+
+        Smaller ones leave room to keep more, and can be spread over devices that have no other task.
+        """
+        most, share = self._sample().num_samples, machine.share
+        best = tried = number
+        while step_s > LEAST_GAIN * least_step_s(self.state) / share:
+            tried *= share if tried == 1 and share > 1 else 2
+            if tried > most:
+                break
+            try:
+                self._cut(tried, machine)
+            except (LayerTooLarge, ShardDoesNotFit):
+                break
+            found_s = self._decide(machine)
+            if step_s < LEAST_GAIN * found_s:
+                break
+            best, step_s = tried, found_s
+        if self.state.accumulation_steps != best:
+            self._cut(best, machine)
+            self._decide(machine)
+        return best
+
+    @property
+    def largest_slab_bytes(self) -> int:
+        """Of its shards, as they were cut last."""
+        return max(shard.slab_bytes for shard in self.state.shards)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of all its shards, as they were cut last."""
+        return sum(shard.slab_bytes for shard in self.state.shards)
+
+    @property
+    def work_bytes(self) -> int:
+        """What its largest unit takes beside its slab."""
+        return max(map(self.state.work_bytes, self.state.shards))
+
+    @property
+    def part_bytes(self) -> int:
+        """The same where a step is spread: with the sums of other parts."""
+        state, is_spread = self.state, len(self.spreads) > 1
+        return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.shards)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What its forwards keep for their backwards, as planned."""
+        return sum(kept_bytes(self.state, shard) for shard in self.state.shards)
+
+    @property
+    def unit_s(self) -> dict[tuple[str, int], float]:
+        """Seconds of each unit, by (kind, shard)."""
+        return self.state.unit_s
+
+    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
+        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
+        self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
+        self.num_micro_batches = number = num_micro_batches
+        if len(devices) == 1 or not self.task.trains:
+            return
+        if number == 1:
+            wanted = self.task.accumulation_steps
+            more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
+            self.one_device_because = f"it has one micro-batch; {more} to split it"
+        elif self.state.pool.early_release:
+            self.one_device_because = "its shards are updated before the step is through"
+        if self.one_device_because:
+            return
+        links = [device.ceilings() for device in devices]
+        cost = DeviceCost(
+            load_bytes_per_s=min(link.both_up_bytes_per_s for link in links),
+            store_bytes_per_s=min(link.both_down_bytes_per_s for link in links),
+            unit_s=UNIT_S,
+            memory_bytes=min(device.memory_bytes for device in devices),
+        )
+        spreads = predict_spreads(self._cost(number), [cost] * len(devices))
+        room = dram.available_dram_bytes() - (0 if self.state.pool.is_open else self.training_bytes)
+        taken = [self._dram_of_parts(spread, k, number) for k, spread in enumerate(spreads, 1)]
+        fitting = next((k for k, num_bytes in enumerate(taken) if num_bytes > room), len(taken))
+        self.spreads, self._parts_bytes = spreads[:fitting], max(taken[:fitting])
+        if fitting == 1:
+            self.one_device_because = f"gradients of its parts would take {format_bytes(taken[1])} of DRAM"
+        elif max(spread.speedup for spread in self.spreads[1:]) <= 1:
+            self.one_device_because = "spread over several it is not predicted to be faster"
+
+    def _dram_of_parts(self, spread: Spread, num_parts: int, num_micro_batches: int) -> int:
+        """The most bytes of DRAM that gradients take until all of a step's parts have added theirs.
+
+        Narrow ones are added up in float32. Those that are sent down by themselves wait for the parts before, which
+        are at most `MOST_AHEAD` units behind, each.
+        """
+        if num_parts == 1:
+            return 0
+        pool, shards = self.state.pool, self.state.shards
+        by_shard = [sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards]
+        total = 0 if self.layout.narrow is None else sum(map(self.state.sum_bytes, shards))
+        if not spread.in_sums:
+            for k, (first, end) in enumerate(part_ranges(num_micro_batches, num_parts)):
+                total += (end - first) * sum(sorted(by_shard)[-(MOST_AHEAD + 1) * k :] if k else ())
+        return total
+
+    def _cost(self, number: int) -> TaskCost:
+        """What the task takes in so many micro-batches, for a simulation."""
+        state = self.state
+        shards, pool = state.shards, state.pool
+        chain = state.chains[True]
+        with installed(Stream(capture())):  # the factory is user code
+            rate = self._update_bytes_per_s()
+        return TaskCost(
+            name=self.name,
+            unit_s=[self.unit_s[node] for node in chain],
+            num_shards=len(shards),
+            load_bytes=[shard.slab_bytes for shard in shards],
+            boundary_bytes=[self._input_bytes[shard.first] for shard in shards],
+            work_bytes=[state.shard_bytes(shard) - shard.slab_bytes for shard in shards],
+            graph_bytes=[kept_bytes(state, shard) for shard in shards],
+            gradient_bytes=[sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards],
+            update_s=[sum(slot.num_bytes for slot in pool.owned(shard)) / rate for shard in shards],
+            num_micro_batches=number,
+            ordered=state.ordered,
+        )
+
+    def _should_step_on_device(self, device: DeviceSpec) -> bool:
+        """Whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
+
+        On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
+        and down; its own update is taken to cost nothing beside that.
+        """
+        task, layout = self.task, self.layout
+        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
+            link = self._rates(device)
+            with installed(Stream(capture())):
+                host_s = layout.num_bytes[True] / self._update_bytes_per_s()
+            masters = 0 if layout.narrow is None else layout.num_bytes[True]
+            moved = masters + sum(self.state.state_bytes.values())
+            device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
+            return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
+        if task.optimizer_device == "device":
+            check_no_hooks(self.name, layout)
+        return task.optimizer_device == "device"
+
+    @property
+    def dram(self) -> dict[str, int]:
+        """Bytes of DRAM by what they hold; before the task is cut, without what depends on shards.
+
+        What tasks share is counted once, with the first of them. The optimizer's state is an estimate from a trial
+        step, exact for state that is laid out as the parameters.
+        """
+        layout, state = self.layout, self.state
+        frozen, cast = self._frozen.brought(layout)
+        casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
+        return {
+            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
+            "casts": 0 if layout.narrow is None else casts,
+            "gradients": state.pool.gradient_bytes(state.shards),
+            "optimizer": sum(state.state_bytes.values()),
+            "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
+            "step": state.staging_bytes,
+            "parts": self._parts_bytes,
+        }
+
+    def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
+        """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
+        if self.task.trains or not isinstance(error, LayerTooLarge):
+            return str(error)
+        needed, available = error.needed_bytes, error.available_bytes
+        return (
+            f"layer {error.layer} needs {format_bytes(needed)} ({needed} bytes) alone on a device, available: "
+            f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
+        )
+
+    def leave(self) -> None:
+        """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
+        self._frozen.forget(self.layout)
+
+    @property
+    def training_bytes(self) -> int:
+        """DRAM that training takes beside the weights, which are there already."""
+        return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
+
+    def _sample(self) -> Batch:
+        """What the plan is made for."""
+        sample = self.reader.sample(training=self.task.trains)
+        number = self._evaluated_parts
+        return sample if number == 1 else self.reader.split_again(sample, number)
+
+    def _cut(self, number: int, machine: _Machine) -> None:
+        state = self.state
+        if not self.task.trains:
+            self._evaluated_parts, number = number, 1
+        costs = self._costs(number)
+        batch = self._sample()
+        validates = self.task.trains and self.task.validation is not None
+        evaluation = self.reader.sample(training=False) if validates else None
+        self.layout.skips = skips_of(costs)
+        self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
+        budget = machine.budget.with_micro_batches(len(batch.micro_batches))
+        boundaries, refused = self._partition(costs, budget)
+        while True:
+            check_boundaries(boundaries, len(costs))
+            state.cut(boundaries)
+            spans = zip([0, *boundaries], boundaries, strict=False)
+            held = [costs[first:last] for first, last in spans]
+            state.locked = {j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)}
+            state.drawing = {j for j, each in enumerate(held) if any(cost.draws_random for cost in each)}
+            draws = any(cost.draws_random for cost in costs)
+            try:
+                with _naming(self.name):
+                    state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
+                state.known.forget_batches()
+                for each in (batch, evaluation):
+                    if each is not None:
+                        state.note_fitting(each.training, each.signature)
+                if machine.most_slab_bytes is None or self.largest_slab_bytes <= machine.most_slab_bytes:
+                    return
+                finer = self._with_smaller_slabs(boundaries, costs)
+                if finer is None:
+                    return  # check_arena says why not
+                boundaries = finer
+            except TooLarge as error:
+                if refused is not None:
+                    raise refused from error
+                finer = self.task.partitioner.revise(boundaries, error.shard, costs)
+                if finer is None and machine.device.has_arena:  # another shard's slab takes the room
+                    finer = self._with_smaller_slabs(boundaries, costs)
+                if finer is None:
+                    first, last = state.shards[error.shard].first, state.shards[error.shard].last
+                    needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
+                    fewer = "raise accumulation_steps" if self.task.trains else "give smaller batches"
+                    raise ShardDoesNotFit(
+                        f"shard {error.shard} (layers {first} to {last - 1}) needs "
+                        f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
+                        f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes); cut it smaller (Pilot "
+                        f"does), {fewer}, or use a device with more memory"
+                    ) from error
+                boundaries = finer
+
+    def _with_smaller_slabs(self, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
+        """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
+        widest = max(self.state.shards, key=lambda shard: shard.slab_bytes)
+        return self.task.partitioner.revise(boundaries, widest.index, costs)
+
+    def _costs(self, number: int) -> list[LayerCost]:
+        """Costs of the layers for the first of so many micro-batches."""
+        task = self.task
+        self.state.accumulation_steps = self.reader.accumulation_steps = number
+        inputs, target, _ = self._sample().micro_batches[0]
+        with installed(Stream(capture())), self._naming():
+            if task.trains:
+                # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
+                return profile(
+                    task.model,
+                    inputs,
+                    target,
+                    task.loss_fn,
+                    precision=task.precision,
+                    device=self.state.place,
+                    rates=self._kernel_rates(),
+                    time_layers=self.state.place.type == "cpu",
+                )
+            loss_fn = None if task.predicts else task.loss_fn
+            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Refuse in the task's name what shows as layers are profiled."""
+        try:
+            yield
+        except UnfitTensor as error:
+            raise UnfitTensor(f"{self.name}: {error}") from error
+        except (ChangesParameters, AttributeError, RuntimeError) as error:
+            reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
+            if not reads_another and not isinstance(error, ChangesParameters):
+                noted(error, f"task {self.name}")
+                raise
+            note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
+            remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
+            raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
+        except Exception as error:
+            noted(error, f"task {self.name}")
+            raise
+
+    def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
+        if not self.task.trains:
+            return replace(budget, link_bytes_per_s=self._rates(device).link_bytes_per_s, unit_s=UNIT_S)
+        return replace(
+            budget,
+            link_bytes_per_s=self._rates(device).link_bytes_per_s,
+            update_bytes_per_s=self._update_bytes_per_s() * DTYPES[self.task.precision].itemsize / 4,
+            unit_s=UNIT_S,
+        )
+
+    def _rates(self, device: DeviceSpec) -> Ceilings:
+        """The ceilings of the device that it is planned for: the same for all of a plan."""
+        if self._ceilings is None:
+            self._ceilings = device.ceilings()
+        return self._ceilings
+
+    def _update_bytes_per_s(self) -> float:
+        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves.
+
+        Weights are read and written, gradients read, states read and written.
+        """
+        rate, known = update_bytes_per_s(self.task), self._ceilings
+        num_bytes = self.layout.num_bytes[True]
+        if known is None or known.dram_bytes_per_s is None or not num_bytes:
+            return rate
+        return min(rate, known.dram_bytes_per_s / (3 + 2 * sum(self.state.state_bytes.values()) / num_bytes))
+
+    def _kernel_rates(self) -> Rates:
+        """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
+        rates, known = STATED_RATES[self.state.place.type, self.task.precision], self._ceilings
+        flops = None if known is None else known.matmul_flops.get(self.task.precision)
+        return rates if flops is None else replace(rates, flops_per_s=flops)
+
+    def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
+        """The partitioner's boundaries, and why it refuses the model, if it does.
+
+        Then it is tried all the same, one layer per shard: a lone layer's bytes are exact for one micro-batch in almost
+        all layers, but an upper bound in the others, and for several micro-batches.
+        """
+        partitioner, number = self.task.partitioner, len(costs)
+        try:
+            return partitioner.partition(costs, budget), None
+        except LayerTooLarge as error:
+            may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
+            if not may_cut:
+                raise
+            return list(range(1, number + 1)), error
+
+    def _plan(self, number: int) -> TaskPlan:
+        state = self.state
+        return TaskPlan(
+            name=self.name,
+            boundaries=state.boundaries,
+            shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
+            dram=self.dram,
+            optimizer_device="device" if state.steps_on_device else "host",
+            accumulation_steps=number if self.task.trains else 1,
+            step_s=sum(self.unit_s.values()),
+            speedups=[spread.speedup for spread in self.spreads],
+            shares_cores=self.state.place.type == "cpu",
+            launch_share=_launch_share(state),
+            one_device_because=self.one_device_because,
+            graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
+            ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
+        )
+
+
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+    """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    if stopping:
+        return
+    watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
+    try:
+        with beside_loaders():
+            for callback in task.callbacks:
+                callback.on_epoch_begin(report, epoch)
+    except StopTask as stop:
+        stopping.append(stop)
+    else:  # what it does to the model later on would come too late, so that it is refused at once
+        watch.check(f"{report.name}: its callback, in on_epoch_begin,")
+
+
+def _launch_share(state: TaskState) -> float | None:
+    """Seconds in which kernels of a step are handed to the device, for each in which it works; None: the same."""
+    device_s = sum(timing.device_s for timing in state.timings.values())
+    return sum(timing.launch_s for timing in state.timings.values()) / device_s if device_s else None
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**k for k in range(most.bit_length())]
+
+
+def check_dram(planned: list[PlannedTask]) -> None:
+    """Refuse tasks whose gradients and optimizer states do not fit beside the weights, which are in DRAM already."""
+    for each in planned:
+        # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
+        with installed(Stream(capture())):
+            each.state.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+    needed = sum(each.training_bytes for each in planned)
+    available = dram.available_dram_bytes()
+    if needed > available:
+        names = ", ".join(each.name for each in planned)
+        raise HostOutOfMemory(
+            f"{names}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM for gradients and optimizer "
+            f"state, available: {format_bytes(available)} ({available} bytes); train fewer tasks at once, freeze "
+            f"layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
+        )
+
+
+def check_boundaries(boundaries: list[int], num_layers: int) -> None:
+    """Every layer exactly once, in order, whatever partitioner said so."""
+    increasing = all(a < b for a, b in zip([0, *boundaries], boundaries, strict=False))
+    if not boundaries or not increasing or boundaries[-1] != num_layers:
+        raise ValueError(
+            f"partitioner: {boundaries} is not a partition of {num_layers} layers; cumulative end indices must "
+            f"increase and end at {num_layers}"
+        )
+
+
+def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
+    """Of a device's memory, what is for slabs alone where they have an arena.
+
+    All of them, if there is room beside the largest unit, larger batches than the sample, and what plans keep of
+    forwards; else as many as there is, but two of the largest, one that computes and one that is loaded.
+    """
+    work, largest = max(each.part_bytes for each in planned), max(each.largest_slab_bytes for each in planned)
+    if largest > memory_bytes - work:  # a part that does not fit is found out as it runs, and then none is spread
+        work = max(each.work_bytes for each in planned)
+    kept = sum(each.kept_bytes for each in planned)
+    total, two = sum(each.slab_bytes for each in planned), 2 * largest
+    wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
+    return min(wanted, memory_bytes - work)
+
+
+def fits_arena(planned: PlannedTask, beside: Sequence[PlannedTask], memory_bytes: int) -> bool:
+    """Whether every slab of a task finds a place, although memory is kept for the largest unit of all."""
+    return planned.largest_slab_bytes <= memory_bytes - max(each.work_bytes for each in beside)
+
+
+def check_arena(planned: Sequence[PlannedTask], memory_bytes: int) -> None:
+    """Refuse tasks of which one's slab and another one's work do not fit a device together."""
+    for each in planned:
+        if not fits_arena(each, planned, memory_bytes):
+            other = max(planned, key=lambda task: task.work_bytes)
+            slab, work = each.largest_slab_bytes, other.work_bytes
+            raise ShardDoesNotFit(
+                f"{each.name}: its largest shard has {format_bytes(slab)} ({slab} bytes) of parameters, and units of "
+                f"{other.name} take {format_bytes(work)} ({work} bytes) beside theirs, together at most: "
+                f"{format_bytes(memory_bytes)} ({memory_bytes} bytes); cut {each.name} smaller, raise {other.name}'s "
+                f"accumulation_steps, train them in two calls, or use a device with more memory"
+            )

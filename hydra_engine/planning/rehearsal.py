@@ -1,0 +1,802 @@
+"""Runs one step of a task on a device and commits nothing: what units take, draw and change, and that they repeat.
+
+A step is run twice from the same state, and has to give the same, whatever layers keep beside their buffers:
+
+    as it trains    every unit finds the Python attributes that the user's layers have; draws go to the task's stream
+    carrying on     every unit finds what those before have left, as in plain PyTorch; the process-wide generators are
+                    the unit's alone, and others again in its backward
+
+Both watch which memory operations read and write. What differs is refused with the layers' names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import chain, count
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_engine.data import (
+    Batch,
+    Boundary,
+    IndexLimit,
+    RandomState,
+    Stream,
+    TaskGenerator,
+    capture,
+    copy_in_dram,
+    identical,
+    installed,
+    memory_of,
+    seeded,
+)
+from hydra_engine.devices import COMPUTE, DeviceSpec, Promise
+from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
+from hydra_engine.trace import Trace
+from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroInput, Worker
+from partitioners.boundary import UnfitTensor
+from partitioners.copies import copy_of_function
+from partitioners.profile import noted
+from partitioners.reach import CLASS, GLOBALS, PLAIN, reach
+from partitioners.skips import Frame
+
+# By the attributes that lead there, and whether it is the copy's own: what is there.
+PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
+# Of a batch: (inputs or target, which micro-batch, which tensor).
+Part: TypeAlias = "tuple[int, int, int]"
+# (of which shard, of what, which number): a digest.
+Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
+
+# Nobody's process-wide states, for units that must not depend on them. Of any seed.
+NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
+LOSS = "loss_fn"
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+BYTES = "bytes "  # before a digest
+PASSING = "out of date as soon as its unit is over"
+# Attributes that a message names.
+MOST_NAMED = 4
+REMEDY = (
+    "keep what changes from call to call in buffers, draw from torch's own generator instead of one of the layer, and "
+    "hand what other layers or the loss need on in the output (or with Skips), and in the target what the loss needs "
+    "from step to step"
+)
+KEEP_IN_BUFFERS = (
+    "each device's copy would count or gather for itself: keep it in a buffer (register_buffer), or outside of the "
+    "layer, in a list that its forward appends to"
+)
+KEEP_OUTSIDE = (
+    "how often and where it is called is up to the engine: keep it in a buffer of a loss module, gather it in a "
+    "callback, or pass it in the target"
+)
+
+
+class TooLarge(Exception):
+    """A shard ran out of device memory."""
+
+    def __init__(self, shard: int, needed_bytes: int) -> None:
+        super().__init__(shard)
+        self.shard = shard
+        self.needed_bytes = needed_bytes
+
+
+def rehearse(
+    state: TaskState, batch: Batch, evaluation: Batch | None, device: DeviceSpec, num_threads: int, *, draws: bool
+) -> dict[tuple[str, int], float]:
+    """Seconds of each unit of a step; in `state`, what they take and which shards need the process-wide generators.
+
+    `evaluation`: a batch to evaluate as well, where the task has a validation loader. `draws`: a layer draws random
+    numbers. Raises TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
+    """
+    stage = _Stage(state, device, num_threads)
+    try:
+        seconds, seen = stage.run(batch)
+        stage.check_batch(batch, seen)
+        state.changed_buffers = set(state.staging.buffers)
+        state.staging_bytes = state.staging.num_bytes
+        state.check_buffers()
+        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.check_draws()
+        stage.check_repeats(batch, seen, draws=draws)
+        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
+        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.check_draws()
+        if state.task.compile:
+            stage.run_compiled(batch)  # its units are known by now: what cannot be compiled is refused here
+        if not stage.repeats_bits:
+            # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
+            seconds, _ = stage.run(batch)
+        if evaluation is not None:
+            _, seen = stage.run(evaluation)
+            stage.check_batch(evaluation, seen)
+            stage.check_repeats(evaluation, seen, draws=draws)
+            state.draws |= not state.end_of_forward().same_as(evaluation.main)
+    finally:
+        stage.close()
+    return seconds
+
+
+class _UsesOriginals(Exception):
+    """An operation took a tensor of the user's model instead of the device's copy."""
+
+
+class _UsesAnothers(Exception):
+    """An operation took a tensor of another shard, which has this name."""
+
+
+class _Refused(Exception):
+    """A unit did what cannot be streamed; the text goes on from the layer's name."""
+
+
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises where a layer computes with the original weights, writes to a copy, or takes what another shard made.
+
+    Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.originals: set[int] = set()
+        self.reads: AbstractContextManager[Any] = nullcontext()  # sees what no operation shows
+        self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
+        self._views: Mapping[int, Tensor] = {}
+        self._slabs: set[int] = set()
+        self.names: Sequence[str] = ()  # of the parameters, by slot
+        self.executor: Executor | None = None  # which knows the layer that runs
+        self.is_carrying = False
+        self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
+        self._shard = 0
+        self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
+        self._entered: set[int] = set()  # what a layer takes as its input
+        self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
+        self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
+
+    @property
+    def current(self) -> str:
+        """The layer that runs."""
+        return "" if self.executor is None else self.executor.current
+
+    def let_go(self) -> None:
+        """It is over: nothing waits for the cyclic collector."""
+        self.executor = None
+        self.end()
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins: what was made before it is everybody's."""
+        self._made.clear()
+
+    def begin(self, shard: int, views: Mapping[int, Tensor]) -> None:
+        """A unit of a shard begins, with these parameters."""
+        self._shard = shard
+        self._anothers = {} if self.executor is None else self.executor.structure.unbound()
+        self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
+
+    def enter(self, tensors: Iterable[Tensor]) -> None:
+        """The unit may take these."""
+        for tensor in tensors:
+            self._made.pop(_address(tensor), None)
+
+    def enter_layer(self, tensors: Iterable[Tensor]) -> None:
+        """A layer of it runs, on these."""
+        self._entered = set(map(_address, tensors))
+
+    def end(self) -> None:
+        """What comes now may write to the parameters."""
+        self._views, self._slabs, self.batch = {}, set(), {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, kwargs))
+        another = next((self._anothers[id(each)] for each in tensors if id(each) in self._anothers), None)
+        if another is not None:
+            raise _UsesAnothers(another)
+        taken = set(map(_address, tensors))
+        for address in taken:
+            if address and address in self.originals:
+                raise _UsesOriginals
+            if address in self._made:
+                self._check_made(address)
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            self._check_written(func, schema, args, kwargs)
+        result = func(*args, **kwargs)
+        if self.is_carrying:
+            for tensor in _tensors(result):
+                address = _address(tensor)
+                if address and address not in taken:
+                    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                    self._made[address] = self._shard, self.current, reference
+        return result
+
+    def _check_made(self, address: int) -> None:
+        shard, layer, reference = self._made[address]
+        if reference.expired():  # type: ignore[no-untyped-call]
+            del self._made[address]
+        elif shard != self._shard:
+            raise _Refused(
+                f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
+                f"or pass it with Skips"
+            )
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current:
+            self.coupled.add((layer, self.current))
+
+    def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
+            return
+        for k, argument in enumerate(schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[k] if k < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors(value):
+                part, copied = self.batch.get(_address(tensor), (None, None))
+                if part is not None and copied is not None:
+                    self.written.setdefault(part, (self.current, copied))
+                if _address(tensor) in self._slabs and tensor.numel():
+                    raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
+
+    def _slot_at(self, address: int) -> int:
+        below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
+        return max(below)[1]
+
+
+class _GradientReads(TorchFunctionMode):
+    """Raises where a forward reads what its parameters' `.grad` has got from micro-batches before.
+
+    Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others.
+    """
+
+    def __init__(self, state: TaskState) -> None:
+        super().__init__()
+        self._state = state
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.staging.num_micro_batches > 1:
+            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if reader not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
+                raise _Refused(
+                    "reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
+                    "set accumulation_steps=1, or keep what it needs in a buffer"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _writes(name: str) -> str:
+    return (
+        f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
+        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor) and each.layout == torch.strided]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Inspector:
+    """Looks on while a stage's units run."""
+
+    def __init__(self, state: TaskState, guard: _Guard) -> None:
+        self.in_backward: RandomState | None = None
+        self.carries = False
+        self.places: set[int] = set()  # storages that parameters lie in, while they are bound
+        self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
+        self.changed: dict[Changed, None] = {}  # in the order in which they were found
+        self._state = state
+        self._guard = guard
+
+    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
+        self._guard.begin(shard.index, views)
+        self.places |= {_address(view) for view in views.values()}
+        if not self.carries:
+            last = shard.last if shard.last < self._state.layout.num_layers else len(self._state.layout.layers)
+            for k in range(shard.first, last):
+                self.left.pop(k, None)
+
+    def is_bound(self, value: Any) -> bool:
+        """Whether it is a tensor where parameters lie."""
+        return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
+
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        self._guard.enter(micro.tensors())
+        parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
+        self._guard.batch = {
+            _address(tensor): ((side, m, k), tensor)
+            for side, tensors in enumerate(parts)
+            for k, tensor in enumerate(tensors)
+            if tensor.numel()
+        }
+
+    def enters_layer(self, value: Any, frame: Frame) -> None:
+        self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
+
+    def drew_in_backward(self) -> None:
+        raise _Refused(
+            "or those beside it draw random numbers in their backward, which the engine runs at another place of the "
+            "stream than plain PyTorch; draw in the forward and save what was drawn"
+        )
+
+    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
+        self._guard.end()
+        for index, view in views.items():
+            slot, now = self._state.layout.slots[index], parameters[index].data
+            is_moved = now.data_ptr() != view.data_ptr() or now.shape != view.shape
+            # On the CPU nothing moves them, but a layer that means to write.
+            if (is_moved and now.device.type == "cpu") or not _is_same(self._state.pool.narrow(slot), now):
+                raise _Refused(_writes(slot.name))
+
+    def leaves(self, layer: int, attributes: Attributes) -> None:
+        self.changed.update(dict.fromkeys(attributes.changed()))
+        left = attributes.capture()
+        if left is not None:
+            self.left[layer] = left
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    b = b.to(a.device)
+    return a.shape == b.shape and (torch.equal(a, b) or _digest([a]) == _digest([b]))
+
+
+class _Stage:
+    """A worker of its own, on which units run one after the other."""
+
+    def __init__(self, state: TaskState, device: DeviceSpec, num_threads: int) -> None:
+        self._state = state
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        if state.steps_on_device:  # before anything is open: the factories are user code
+            with installed(Stream(capture())):
+                state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
+        trace = Trace()
+        self.repeats_bits = device.torch_device.type == "cpu"
+        largest = max(shard.slab_bytes for shard in state.shards)
+        self._guard = _Guard()
+        self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
+        self._worker = Worker(0, self._device, trace, self._events.put)
+        try:
+            state.open()
+            originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
+            guard = self._guard
+            guard.reads = _GradientReads(state)
+            guard.originals = {_address(tensor) for tensor in originals}
+            # What they remember is the user's.
+            model, task = list(state.layout.layers), state.task
+            with TaskGenerator(seeded(0)):  # what copies itself may draw
+                loss_fn = copy_of_function(task.loss_fn, model)
+                metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
+            self._worker.admit(state, lambda: _both(guard, guard.reads), (loss_fn, metrics))
+            self._executor = self._worker.executor(state.name)
+            self._inspector = self._executor.inspector = _Inspector(state, guard)
+            guard.names = [slot.name for slot in state.layout.slots]
+            guard.executor = self._executor
+            self._limit = IndexLimit(self._executor.structure.layers[0])
+            self._roots = _rooted(state, self._executor.structure.layers, self._executor.loss_fn)
+            self._shared = set(_of_one(_rooted(state, state.layout.layers, task.loss_fn)))
+            self._begun = self._plain_state()
+        except BaseException:
+            self.close()
+            raise
+
+    def check_batch(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
+
+        Unless they find what they have left as good as what was there.
+        """
+        state, written = self._state, self._guard.written
+        loader = state.task.dataloader if batch.training else state.task.validation
+        found = None
+        for (side, m, k), (layer, _) in written.items() if state.task.trains else ():
+            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
+            own = given[side][k]
+            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
+                continue  # a cast of it, in plain PyTorch, too
+            named = layer if side and layer not in state.layout.names else f"layer {layer}"
+            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
+            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
+                raise ValueError(
+                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
+                    f"own, since a device has a copy of each; clone it first"
+                )
+            path = kept_by(own, ("loader", loader))
+            if path is not None and found is None:
+                found = f"{where} that {path} keeps"
+        if found is None:
+            return
+        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
+
+        def left_of(m: int, side: int) -> Boundary:
+            value = batch.boundaries[m][side]
+            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
+
+        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
+        _, other = self.run(replace(batch, boundaries=again))
+        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
+        if not stays or (self.repeats_bits and other != seen):
+            raise ValueError(
+                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
+                f"would go on from what is left there; clone it first, or let the loader give a copy"
+            )
+
+    def close(self) -> None:
+        self._worker.close()
+        self._worker.dismiss_all()
+        self._guard.let_go()
+        self._state.close()
+        self._state.stepper = None
+
+    def run_compiled(self, batch: Batch) -> None:
+        """Run a batch's units compiled, as they will train: what compiles looks at modes of functions, too."""
+        self._guard.reads = nullcontext()
+        self.run(batch)
+
+    def run(self, batch: Batch, *, apart: bool = True) -> tuple[dict[tuple[str, int], float], Seen]:
+        """Run a batch's units: seconds of each, and digests of what they left.
+
+        apart: with the process-wide generators nobody's, so that nothing changes the user's.
+        """
+        state = self._state
+        self._guard.written = {}
+        weights = [weight for _, _, weight in batch.micro_batches]
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
+        seconds: dict[tuple[str, int], float] = {}
+        seen: Seen = {}
+        for kind, shard in state.chains[batch.training]:
+            unit = Unit(state.name, kind, shard, batch.step)
+            with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
+                outcome = self._unit(unit)
+                if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
+                    state.keep_saved.add(shard)
+                    outcome = self._unit(unit)
+            state.index_limit = self._limit.found
+            if isinstance(outcome, Failed):
+                self._raise(outcome, unit)
+            else:
+                seconds[kind, shard] = outcome
+            seen |= self._digests(kind, state.shards[shard])
+            state.pool.take_gradients_back(state.shards[shard])
+        return seconds, seen
+
+    @contextmanager
+    def _nobodys(self) -> Iterator[None]:
+        """Let the compute lane have process-wide generators of nobody's. Not in a unit, whose seconds count."""
+        held = ExitStack()
+        self._in_lane(lambda: held.enter_context(installed(Stream(NOBODYS))))
+        try:
+            yield
+        finally:
+            self._in_lane(held.close)
+
+    def _in_lane(self, job: Callable[[], Any]) -> None:
+        done: Promise[Any] = Promise()
+
+        def work() -> None:
+            try:
+                done.keep(job())
+            except BaseException as error:
+                done.give_up(error)
+
+        self._device.submit(COMPUTE, "rehearsal", work)
+        done.result()
+
+    def _unit(self, unit: Unit) -> float | Failed:
+        self._worker.load(unit, self._state)
+        self._worker.run(unit)
+        computed = self._events.get()
+        assert isinstance(computed, Computed)
+        if not computed.stored:
+            stored = self._events.get()
+            if isinstance(stored, Failed):
+                return stored
+            assert isinstance(stored, Stored)
+        return computed.seconds
+
+    def _digests(self, kind: str, shard: Shard) -> Seen:
+        """Digests of all that a unit left."""
+        state, staging, j = self._state, self._state.staging, shard.index
+        seen: Seen = {}
+        for m in range(staging.num_micro_batches):
+            if kind != BACKWARD:
+                seen[j, "random numbers", m] = _digest_state(staging.random[j + 1, m])
+            if kind in (FORWARD, EVALUATE) and m not in staging.losses:
+                seen[j, "output", m] = _digest(staging.entering(j + 1, m).tensors)
+                for name in shard.leaving:
+                    seen[j, f"skip {name!r}", m] = _digest(staging.entering(name, m).tensors)
+            if m in staging.losses and state.is_last(shard):
+                measured = [staging.losses[m], *staging.metrics.get(m, {}).values()]
+                seen[j, "loss" if len(measured) == 1 else "loss or metric", m] = repr(measured).encode()
+            if kind in (FUSED, BACKWARD):
+                gradients = [staging.gradients_of(j, m)] if j else []
+                gradients += [staging.gradients_of((name, j), m) for name in shard.arriving]
+                gradients.append([staging.tied.get((index, j, m)) for index in shard.borrowed])
+                seen[j, "gradient of its input", m] = _digest(chain.from_iterable(gradients))
+        if kind in (FUSED, BACKWARD) and not state.steps_on_device:
+            for slot in state.pool.owned(shard):
+                given = state.pool.gradient(slot) if staging.has_gradient.get(slot.index) else None
+                seen[j, f"gradient of {slot.name!r}", 0] = _digest([given])
+        for index in shard.buffers:
+            if kind != BACKWARD and index in staging.buffers:
+                seen[j, "buffer", index] = _digest([staging.buffers[index]])
+        return seen
+
+    def check_repeats(self, batch: Batch, seen: Seen, *, draws: bool) -> None:
+        """Refuse shards that give something else when they go on from what they have left.
+
+        Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
+        saves torch's global generator itself is such a one, since the mode that redirects draws does not see it.
+        """
+        state, locked = self._state, len(self._state.locked)
+        while True:
+            with self._carrying():
+                before = self._plain_state()
+                carried = self._run_again(batch)
+                after = self._plain_state()
+            different = _differences(seen, carried) if self.repeats_bits else []
+            while different and draws and different[0][0] not in state.locked:
+                state.locked.add(different[0][0])  # one more each time, so this ends
+                _, seen = self.run(batch)
+                different = _differences(seen, carried)
+            if len(state.locked) == locked:
+                break
+            locked = len(state.locked)  # only now are what a run has left and what the next one leaves to be compared
+        self._check_settled(before, after)
+        if different:
+            self._refuse(different[0])
+        names = state.layout.names
+        state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
+        if self.repeats_bits and after != self._begun:
+            self._check_after_another(batch, carried)
+
+    @contextmanager
+    def _carrying(self) -> Iterator[None]:
+        """Units find what those before have left, in this run and the one before; so does the user's model."""
+        state, inspector, executor = self._state, self._inspector, self._executor
+        locked, state.locked = state.locked, {shard.index for shard in state.shards}
+        left = dict(inspector.left)
+        users, copies = self._modules(state.layout.layers), self._modules(executor.structure.layers)
+        put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        inspector.carries, inspector.in_backward = True, NOBODYS
+        self._guard.forget()
+        self._guard.is_carrying = True
+        try:
+            for layer, contents in left.items():
+                executor.attributes[layer].install(contents)
+            for name, attribute, _ in inspector.changed:
+                # A loss that reads the user's model gets to see what the copies' forwards have left.
+                if name in users and attribute in vars(copies[name]):
+                    own = vars(users[name])
+                    put_back.append((own, dict(own)))
+                    own[attribute] = vars(copies[name])[attribute]
+            yield
+        finally:
+            for own, before in reversed(put_back):
+                own.clear()
+                own.update(before)
+            for attributes in executor.attributes:
+                attributes.put_back()
+            state.locked, inspector.carries, inspector.in_backward = locked, False, None
+            self._guard.is_carrying = False
+
+    def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+        found = {}
+        for name, layer in zip(self._state.layout.names, layers, strict=True):
+            for path, module in layer.named_modules(remove_duplicate=False):
+                found[f"{name}.{path}" if path else name] = module
+        return found
+
+    def _run_again(self, batch: Batch) -> Seen:
+        _, seen = self.run(batch, apart=False)
+        return seen
+
+    def _plain_state(self) -> PlainState:
+        """What the copies hold beside parameters and buffers, which are placeholders here."""
+        structure, layout = self._executor.structure, self._state.layout
+        besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
+        besides |= self._shared | {id(each.stale.what) for each in structure.stale}
+        made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        found: PlainState = {}
+        for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
+            # A closure of the loss has been copied with it.
+            is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
+            if id(value) in made or isinstance(value, Stale) or self._inspector.is_bound(value):
+                found[path, is_own] = [PASSING]
+            elif (shown := _shown(value)) is not None:
+                found.setdefault((path, is_own), []).append(shown)
+        return found
+
+    def _check_settled(self, before: PlainState, after: PlainState) -> None:
+        """Refuse what a second run of the same input has changed again: it matters now, or at some later step.
+
+        Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
+        """
+        for key in {**before, **after}:
+            (path, is_own), old, new = key, before.get(key), after.get(key)
+            if old == new or PASSING in (*(old or ()), *(new or ())):
+                continue
+            if not (is_own or (old and new and len(old) == len(new))):
+                continue
+            a, b = ("nothing" if each is None else ", ".join(each) for each in (old, new))
+            has_bits = BYTES in a + b
+            if not self.repeats_bits and (has_bits or "." in a + b):
+                continue  # kernels there may give other bits
+            layer = max((name for name in self._known_modules() if path.startswith(f"{name}.")), key=len, default=LOSS)
+            where = LOSS if layer == LOSS else f"layer {layer}"
+            how = "to another value" if has_bits else f"from {a} to {b}"
+            attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
+            raise ValueError(
+                f"{self._state.name}: {where}: forward changes its attribute {attribute!r} {how} "
+                f"when it runs again on the same input, limit: what is the same after each such run; "
+                + (KEEP_OUTSIDE if where == LOSS else KEEP_IN_BUFFERS)
+            )
+
+    def _known_modules(self) -> dict[str, nn.Module]:
+        return self._modules(self._executor.structure.layers)
+
+    def _check_after_another(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers in which something depends on what another batch has left; this one turned round is another."""
+        keep_saved, index_limit = set(self._state.keep_saved), self._state.index_limit
+        turned = replace(batch, boundaries=[(_turned(x), _turned(y)) for x, y in batch.boundaries])
+        is_through = False
+        with self._carrying():
+            self._guard.is_carrying = False
+            try:
+                self._run_again(turned)
+                is_through = True
+            except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
+                self._state.keep_saved = keep_saved
+            found = self._run_again(batch)
+        self._state.index_limit = index_limit
+        if is_through and (different := _differences(seen, found)):
+            self._refuse(different[0], " after another batch")
+
+    def _refuse(self, different: tuple[int, str], when: str = "") -> None:
+        j, what = different
+        state = self._state
+        shard = state.shards[j]
+        layers = state.layout.names[shard.first : shard.last]
+        if state.is_last(shard) and not state.task.predicts:
+            layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
+        how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
+        raise ValueError(
+            f"{state.name}: run twice on the same input, layers {', '.join(layers)} gave another {what}{when}{how}"
+            f"{self._because()}; {REMEDY}"
+        )
+
+    def _because(self) -> str:
+        """The Python attributes that could be why."""
+        found = [f"{each.attribute!r} of layer {each.layer}" for each in self._inspector.changed]
+        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        return f" (Python attributes that forwards change: {named})" if found else ""
+
+    def _raise(self, failed: Failed, unit: Unit) -> None:
+        error, name = failed.error, self._state.name
+        if isinstance(error, DeviceOutOfMemory):
+            raise TooLarge(unit.shard, error.needed_bytes) from error
+        where = failed.where.replace("layer loss_fn", "loss_fn").replace("layer metric", "metric")
+        if isinstance(error, _UsesOriginals):
+            raise ValueError(
+                f"{name}: {where} computes with a parameter or buffer of the original model, which a closure or "
+                f"a functional call has kept; let the layer use its own attributes"
+            ) from error
+        if isinstance(error, _UsesAnothers):
+            raise ValueError(
+                f"{name}: {failed.where} computes with {error} of a layer in another shard, limit: what it has "
+                f"registered; assign that parameter, or the module that holds it, to an attribute of this layer, not "
+                f"to a list or a dict in it: it is then tied, and both shards hold it"
+            ) from error
+        if isinstance(error, UnfitTensor):
+            raise UnfitTensor(f"{name}: {error}") from error
+        if isinstance(error, _Refused):
+            kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
+            raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
+        if isinstance(error, LayerFault):
+            raise error
+        if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
+            raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
+        if self._inspector.carries:
+            raise ValueError(
+                f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
+                f"{error}{self._because()}; {REMEDY}"
+            ) from error
+        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _rooted(state: TaskState, layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
+    """What runs: layers, and a loss that is none."""
+    roots: list[tuple[str, object]] = list(zip(state.layout.names, layers, strict=True))
+    return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
+
+
+def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
+    """Ids of objects that may be one for all copies, as their class has it: what they count is outside of a layer."""
+    for _, value, _ in reach(*roots):
+        if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__"):
+            yield id(value)
+
+
+def _turned(value: Boundary) -> Boundary:
+    """Another value of the same shapes, of the same numbers where these differ."""
+    return value.around([_turned_tensor(tensor) for tensor in value.tensors])
+
+
+def _turned_tensor(tensor: Tensor) -> Tensor:
+    """Another order and other values, that are as good: indices within their range, sorted ones sorted."""
+    turned = tensor.detach().flip(list(range(tensor.dim())))
+    if tensor.is_floating_point() or tensor.is_complex():
+        turned = turned * 0.5
+    elif tensor.dtype != torch.bool and tensor.numel():
+        turned = turned.min() + turned.max() - turned
+    return torch.empty_like(tensor).copy_(turned)
+
+
+def _shown(value: Any) -> str | None:
+    """What tells the state of a value from others, and is to be compared; None for what holds others, or nothing."""
+    if isinstance(value, Tensor):
+        return BYTES + (_digest([value]).hex() if value.layout == torch.strided else str(value.layout))
+    if isinstance(value, np.ndarray):
+        return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
+    if isinstance(value, torch.Generator):
+        return BYTES + _digest([value.get_state()]).hex()
+    if isinstance(value, random.Random):
+        return BYTES + _hash(repr(value.getstate()).encode())
+    if isinstance(value, np.random.Generator):
+        return BYTES + _hash(repr(value.bit_generator.state).encode())
+    if isinstance(value, np.random.RandomState):
+        return BYTES + _hash(repr(value.get_state(legacy=False)).encode())
+    if isinstance(value, (*PLAIN, count)):
+        return repr(value)
+    return None
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _differences(seen: Seen, again: Seen) -> list[tuple[int, str]]:
+    """(shard, what) that differ between two runs, in the order in which they came about: a later one may follow."""
+    found = [(j, what) for j, what, m in {**seen, **again} if seen.get((j, what, m)) != again.get((j, what, m))]
+    return list(dict.fromkeys(found))
+
+
+def _may_differentiate(error: BaseException) -> bool:
+    """Whether what a forward raised may come from autograd missing what it saved."""
+    return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory)
+
+
+def _digest(tensors: Iterable[Tensor | None]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if tensor is None:
+            digest.update(b"none")
+        else:
+            digest.update(memory_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _digest_state(state: RandomState) -> bytes:
+    return _digest([state.torch]) + repr((hash(state.python), state.numpy[1].tobytes()[:64], state.numpy[2:])).encode()

@@ -1,0 +1,143 @@
+"""Checks that a module's own `forward` is its children in order, and nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hydra_engine.data import Stream, capture, copy_of, installed
+from hydra_engine.host import LayerFault, ModelLayout, Structure
+from hydra_engine.tasks import Model
+
+
+class _Trail:
+    """The layers that ran so far, and what the last one returned; a plain nn.Sequential is its layers one by one."""
+
+    def __init__(self, structure: Structure, layout: ModelLayout, value: Any) -> None:
+        self.names: list[str] = []
+        self._slots = {id(place): slot for place, slot in zip(structure.parameters, layout.slots, strict=True)}
+        self.value = value
+        self.position = 0
+
+    def stub(self, name: str, layer: nn.Module) -> nn.Module:
+        """Return a module that stands for a layer. Layers run in the order in which this is called."""
+        if _is_plain_sequence(layer):  # a forward may run it, or iterate over it, and the one is the other
+            named = [(key, each) for key, each in layer._modules.items() if each is not None]
+            return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
+        self.names.append(name)
+        return _Stub(self, len(self.names) - 1, layer)
+
+    def step(self, position: int, layer: nn.Module, value: Any) -> Any:
+        name = self.names[position]
+        if position != self.position:
+            expected = self.names[self.position] if self.position < len(self.names) else "the end"
+            raise _refusal(f"runs layer {name!r} (index {position}) where {expected!r} comes next in order")
+        if not _is_same(value, self.value):
+            raise _refusal(f"changes the value that enters layer {name!r} (index {position})")
+        self.position += 1
+        # On copies of its weights, one layer's at a time: it may write to them.
+        places = [(place, self._slots[id(place)]) for place in layer.parameters() if id(place) in self._slots]
+        for place, slot in places:
+            place.data = copy_of(slot.parameter.data)
+        try:
+            self.value = layer(value)
+        finally:
+            for place, slot in places:
+                place.data = torch.empty(0, dtype=slot.dtype)
+        return self.value
+
+
+class _Stub(nn.Module):
+    """Stands for a child while the module's own forward runs."""
+
+    def __init__(self, trail: _Trail, position: int, layer: nn.Module) -> None:
+        super().__init__()
+        self._trail = trail
+        self._position = position
+        self._run = partial(trail.step, position, layer)  # not the layer: what looks for modules finds none
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            raise _refusal(f"calls layer {self._name!r} with {len(args) + len(kwargs)} arguments instead of one")
+        return self._run(args[0])
+
+    @property
+    def _name(self) -> str:
+        return self._trail.names[self._position]
+
+    def __iter__(self) -> Any:
+        raise _refusal(f"runs over the children of layer {self._name!r} instead of calling it")
+
+    def __len__(self) -> int:
+        raise _refusal(f"asks for the number of children of layer {self._name!r}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise _refusal(f"takes child {key!r} of layer {self._name!r} instead of calling it")
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _is_plain_sequence(layer: nn.Module) -> bool:
+    """Return True if a layer is no more than its children in order, also to who calls them one by one."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    own = ("forward", "__call__", "__iter__", "__len__", "__getitem__")
+    plain = all(getattr(type(layer), name) is getattr(nn.Sequential, name, None) for name in own)
+    return plain and "forward" not in vars(layer) and not any(hooks)
+
+
+def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True) -> None:
+    """Run the source module's forward with a stub for each child, on a sample; in eval() unless for `training`.
+
+    Raises LayerFault with the layer's name when a child runs out of order or not at all, or when its input is anything
+    but the very object that the child before returned.
+    """
+    source: nn.Module = model.__dict__["source"]
+    while isinstance(source, Model):
+        source = source.__dict__["source"]
+    structure = Structure(layout, torch.device("cpu"), casts=False)
+    structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
+    trail = _Trail(structure, layout, inputs)
+    children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
+    try:
+        if not training:
+            source.training = False
+            for layer in structure.layers:
+                layer.eval()
+        for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
+            source._modules[name] = trail.stub(name, layer)
+        with torch.no_grad(), installed(Stream(capture())):
+            out = source(inputs)
+    except (AttributeError, StopIteration) as error:
+        raise _refusal(f"uses more of its children than calling them ({type(error).__name__}: {error})") from error
+    finally:
+        source._modules.update(children)
+        vars(source).clear()
+        vars(source).update(attributes)  # a count of its calls, say
+        source.training = flag
+    if trail.position < len(trail.names):
+        raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
+    if not _is_same(out, trail.value):
+        last = f"layer {trail.names[-1]!r} (index {len(trail.names) - 1})" if trail.names else "its last layer"
+        raise _refusal(f"changes the value that {last} returned")
+
+
+def _refusal(what: str) -> LayerFault:
+    return LayerFault(
+        f"the model's own forward {what}; the engine runs children one after the other, each on what the one before "
+        f"returned: put such operations into layers of their own and pass Model the list of layers"
+    )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    xs, x_spec = pytree.tree_flatten(a)
+    ys, y_spec = pytree.tree_flatten(b)
+    pairs = zip(xs, ys, strict=False)
+    return x_spec == y_spec and all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)

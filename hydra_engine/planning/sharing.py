@@ -1,0 +1,78 @@
+"""What tasks must not share: then none would change what another one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hydra_engine.planning.planner import PlannedTask
+
+
+def check_sharing(planned: Sequence[PlannedTask]) -> None:
+    """Refuse tasks that train one parameter, or read through one random generator."""
+    trained: dict[int, str] = {}
+    read: dict[int, str] = {}
+    for each in planned:
+        for slot in each.layout.trainable_slots():
+            other = trained.setdefault(slot.parameter.data_ptr() or id(slot.parameter), each.name)
+            if other != each.name:
+                raise ValueError(
+                    f"tasks {other} and {each.name} share the trainable parameter {slot.name}; freeze it in both, or "
+                    f"give each task its own copy"
+                )
+        for owner in [read.setdefault(id(held), each.name) for held in _moved_by_reading(each.task.dataloader)]:
+            if owner != each.name:
+                raise ValueError(
+                    f"tasks {owner} and {each.name} read through one generator, or one loader with persistent workers, "
+                    f"so each would change what the other reads; give each task a loader of its own"
+                )
+
+
+def check_nothing_shared(planned: PlannedTask, others: Sequence[PlannedTask]) -> None:
+    """Refuse a task that would join others while they train weights that it shares with them."""
+    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.trainable_slots()}
+    for slot in planned.layout.slots:
+        if id(slot.parameter) in holders:
+            other, theirs = holders[id(slot.parameter)]
+            raise ValueError(
+                f"tasks {other.name} and {planned.name} share the parameter {theirs.name}, which moves while "
+                f"{other.name} trains; add the task before train_models() or after it, or give it a copy of its own"
+            )
+
+
+def check_shared_buffers(planned: Sequence[PlannedTask]) -> None:
+    """Refuse tasks that share a buffer which one of them changes in training."""
+    holders: dict[int, list[PlannedTask]] = {}
+    for each in planned:
+        for buffer in each.layout.buffers:
+            holders.setdefault(id(buffer), []).append(each)
+    for each in planned:
+        for index in each.state.changed_buffers:
+            other = next((o for o in holders[id(each.layout.buffers[index])] if o is not each), None)
+            if other is not None:
+                raise ValueError(
+                    f"tasks {each.name} and {other.name} share a module whose buffers change in training (BatchNorm, "
+                    f"say), so their results would depend on one another; give each task its own, or put it in eval()"
+                )
+
+
+def check_apart(what: str, loader: object, planned: Sequence[PlannedTask]) -> None:
+    """Refuse a loader whose reading would change what tasks read that have yet to train; `what` would read it."""
+    moved = {id(held) for held in _moved_by_reading(loader)}
+    for each in planned:
+        for own in (each.task.dataloader, each.task.validation):
+            if any(id(held) in moved for held in _moved_by_reading(own)):
+                raise ValueError(
+                    f"{what}: the loader shares its place, its generator or its persistent workers with a loader of "
+                    f"task {each.name}, which has yet to train and would then read other batches; give {what} a loader "
+                    f"of its own"
+                )
+
+
+def _moved_by_reading(loader: object) -> Iterator[object]:
+    """What a reading of a loader leaves otherwise than it found it, as far as one can see from outside."""
+    for holder in (loader, getattr(loader, "sampler", None)):
+        generator = getattr(holder, "generator", None)
+        if generator is not None:
+            yield generator
+    if getattr(loader, "persistent_workers", False) or isinstance(loader, Iterator):
+        yield loader

@@ -1,0 +1,163 @@
+"""Predicts a run: discrete events through the very scheduler that decides in a real one.
+
+    simulate([TaskCost(name="a", unit_s=(0.1, 0.2, 0.3), num_steps=50)], devices=8).makespan_s
+
+What a device, its links and the host take time for is modelled as the engine does it:
+
+    Load     the shard's parameters, over the link to the device, one copy after the other
+    Run      what the unit starts from, once the unit before it has sent that to DRAM, over the same link and before any
+             shard that is on its way there; then its seconds
+    Computed -> its output, then its gradients, over the link to DRAM -> Stored
+    Commit, Update                      a pool of threads of the host
+    all that computes, where asked      shares the host's cores evenly
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.world import Simulation, World
+from hydra_engine.schedule import BACKWARD, FUSED, Policy, Scheduler, Spread, part_ranges, resolve_policy
+
+# A prediction's steps: in the first nothing is loaded ahead.
+PREDICTED_STEPS = 3
+# A speedup that nobody chooses.
+NEVER = 1e-9
+# Gradients are sent down one by one, and wait in DRAM, where that takes less than this share of the time.
+WORTH_DRAM = 0.95
+
+
+def simulate(
+    tasks: Sequence[TaskCost],
+    devices: int | Sequence[DeviceCost] = 1,
+    policy: str | Policy = "sharded-lrtf",
+    *,
+    host: HostCost | None = None,
+    double_buffer: bool = True,
+    record: bool = False,
+    scheduler: Scheduler | None = None,
+    seed: int = 0,
+) -> Simulation:
+    """Simulate training tasks to their end.
+
+    Takes memory for tasks, devices and what is under way, and with `record` for every unit.
+
+    Args:
+        tasks: at least one, of different names.
+        devices: a number of equal devices whose links take no time, or what each device takes.
+        policy: as `ModelOrchestrator`'s.
+        host: what the host has; default: one optimizer thread, and cores enough.
+        double_buffer: load the next unit's shard while one computes.
+        record: keep the schedule.
+        scheduler: who decides, in place of a `Scheduler` of that policy: one that measures itself, say.
+        seed: of what is drawn, where devices' seconds vary.
+
+    Raises ValueError for what cannot be simulated.
+    """
+    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    if not tasks:
+        raise ValueError("tasks: empty list; give at least one TaskCost")
+    if not costs:
+        raise ValueError(f"devices: {devices!r}; give at least one")
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"tasks: {names.count(twice)} are named {twice!r}; give each a name of its own")
+    if scheduler is None:
+        scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
+    host = host or HostCost()
+    _check_fit(tasks, costs)
+    known: dict[TaskCost, tuple[Spread, ...]] = {}  # of tasks that are alike
+    spreads = []
+    for task in tasks:
+        alike = replace(task, name="", num_steps=1, priority=0, weight=1.0)
+        if alike not in known:
+            known[alike] = (Spread(),) if len(costs) == 1 else predict_spreads(alike, costs, host=host)
+        spreads.append(known[alike])
+    world = World(tasks, spreads, costs, host, record=record, seed=seed)
+    world.run(scheduler)
+    return world.result(bound_s(tasks, costs))
+
+
+def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None:
+    """Refuse shards that no schedule could bring onto a device."""
+    smallest = min((device.memory_bytes for device in devices if device.memory_bytes is not None), default=math.inf)
+    for task in tasks if smallest < math.inf else ():
+        for j in range(task.num_shards):
+            needed = task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j)
+            if needed > smallest:
+                raise ValueError(
+                    f"shard {j} of {task.name} takes {needed:.0f} bytes with its work, memory_bytes of a device: "
+                    f"{smallest:.0f}; give it more, or cut the task into smaller shards"
+                )
+
+
+def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> float:
+    """Seconds that no schedule is faster than: max(max T, sum T / devices) where devices are equal.
+
+    T is all of a task's units, with what of its commits and updates they wait for; where devices have memory to keep
+    graphs in, no forward that can be kept is run again. A task's units run one after the other; where a step may be
+    spread over several devices, those of the part with most micro-batches. In general, k tasks cannot be through before
+    the k fastest devices could compute them (Horvath, Lam and Sethi 1977).
+    """
+    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    if not costs:
+        raise ValueError(f"devices: {devices!r}; give at least one")
+    keeps = any(cost.memory_bytes is not None for cost in costs)
+    units_s = {task.name: task.num_steps * (task.least_step_s if keeps else task.step_s) for task in tasks}
+    speeds = sorted((cost.speed for cost in costs), reverse=True)
+    sums = list(accumulate(speeds))
+    bounds = [sum(units_s.values()) / sums[-1]]
+    work_s, most = 0.0, 0
+    for task in sorted(tasks, key=lambda task: units_s[task.name], reverse=True):
+        work_s, most = work_s + units_s[task.name], most + task.num_micro_batches
+        bounds.append(work_s / sums[min(most, len(sums)) - 1])
+    for task in tasks:
+        lowest, number = task.lowest_backward, task.num_micro_batches
+        share = max(end - first for first, end in part_ranges(number, min(number, len(costs)))) / number
+        waits_s = task.commit_s * task.num_steps
+        waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
+        bounds.append(share * units_s[task.name] / speeds[0] + waits_s + task.setup_s + task.end_s)
+    return max(bounds)
+
+
+def predict_spreads(
+    task: TaskCost, devices: Sequence[DeviceCost], *, host: HostCost | None = None
+) -> tuple[Spread, ...]:
+    """How a task's steps are best spread over 1, 2, ... of these devices: as many as it has micro-batches at most.
+
+    For each number the task is simulated alone, twice. Its parts either add their gradients to those of the part
+    before, which are sent up to the device: then one part's backward through a shard waits for the other's. Or they
+    send each micro-batch's gradients down by themselves, and the host adds.
+    """
+    num_devices = min(task.num_micro_batches, len(devices))
+    if num_devices == 1:
+        return (Spread(),)
+    alone = replace(task, num_steps=PREDICTED_STEPS, first_step_times=1.0)
+    devices = [replace(device, variation=0.0) for device in devices[:num_devices]]
+    backward = frozenset(node for node in task.chain if node[0] in (FUSED, BACKWARD))
+    spreads = [Spread()]
+    one_s = _alone_s(alone, [*spreads], devices[:1], host)
+    for number in range(2, num_devices + 1):
+        most = -(-task.num_micro_batches // number)  # of its parts
+        if most == -(-task.num_micro_batches // (number - 1)):
+            spreads.append(spreads[-1])  # as long as with one device less
+            continue
+        in_sums, in_pieces = Spread(1.0, task.ordered | backward, True), Spread(1.0, task.ordered, False)
+        slower = [Spread(NEVER)] * (number - 1)
+        sums_s, pieces_s = (_alone_s(alone, [*slower, each], devices[:number], host) for each in (in_sums, in_pieces))
+        # Pieces wait in DRAM for their turn.
+        best, best_s = (in_pieces, pieces_s) if pieces_s < WORTH_DRAM * sums_s else (in_sums, sums_s)
+        spreads.append(best._replace(speedup=one_s / best_s if best_s > 0 else 1.0))
+    return tuple(spreads)
+
+
+def _alone_s(task: TaskCost, spreads: Sequence[Spread], devices: Sequence[DeviceCost], host: HostCost | None) -> float:
+    """Seconds that a task takes, spread as in the last of these."""
+    world = World([task], [tuple(spreads)], devices, host or HostCost(), record=False)
+    world.run(Scheduler(resolve_policy("sharded-lrtf")))
+    return world.time.now_s

@@ -1,0 +1,461 @@
+"""Tries a task's optimizer on small copies of its parameters, before any work: what it keeps, and what it must not do.
+
+    plain     step      step      step      of all parameters at once, as in the plain loop
+    engine    by part   by part   by part   as a run steps them; the whole task's optimizer: all at once, too
+
+Both begin alike, and have to end alike: weights, states and hyperparameters, bit by bit. What the comparison would find
+only later, if a counter matters at the tenth step, shows at once in what a step changes beside the parameters' states.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hydra_engine.data import TaskGenerator, capture, copied, restore_optimizer, seeded
+from hydra_engine.host import TORCHS, ModelLayout, Slot, has_step_hooks, is_torchs, kept_groups, make_optimizer, part_of
+from hydra_engine.tasks import ModelTask
+from partitioners.measure import given_generators
+
+NUM_TIMED_STEPS = 5
+
+# Of the gradients of each step: what clips or scales by norms does it in one of them.
+SCALES = (1.0, 1e-3, 30.0)
+
+# Of a tensor beside the parameters: larger ones are told apart by what autograd knows of their changes.
+MOST_COMPARED = 2**16
+
+
+def trial_state_bytes(task: ModelTask, name: str, layout: ModelLayout, *, saves: bool = False) -> dict[int, int]:
+    """Bytes of the optimizer's state by slot, from some steps on tiny parameters of the same number of dimensions.
+
+    A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
+    that the factories run: what they raise is raised before any work starts.
+
+    Refuses, with ValueError, an optimizer or a schedule that draws from the process-wide generators; one that stepping
+    shard by shard would change, unless the task is stepped as a whole; and where the run `saves`, one that does not go
+    on from its `state_dict()` as it was.
+    """
+    draws = _Draws()
+    try:
+        return _Trial(task, name, layout.trainable_slots(), draws).run(saves=saves)
+    finally:
+        draws.put_back()
+
+
+class _Draws(TaskGenerator):  # type: ignore[no-untyped-call]  # as TorchDispatchMode
+    """Takes draws from torch's generator to one that is thrown away, and puts the optimizer's own generators back."""
+
+    def __init__(self) -> None:
+        super().__init__(seeded(0))
+        self._before: dict[int, tuple[torch.Generator, Tensor]] = {}  # as they were before the trial
+        self._of_step: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for key, generator in given_generators(args, kwargs or {}).items():
+                for found in (self._before, self._of_step):
+                    if key not in found:
+                        found[key] = (generator, generator.get_state())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @contextmanager
+    def again(self) -> Iterator[set[int]]:
+        """The body is a step like the last one: it draws what that drew, also from a generator that both share.
+
+        Gives what tells generators apart, in the end of those that both have drawn from.
+        """
+        after = [(generator, generator.get_state()) for generator, _ in self._of_step.values()]
+        for generator, state in self._of_step.values():
+            generator.set_state(state)
+        drawn = set(self._of_step)
+        self._of_step = {}
+        yield drawn
+        for generator, state in after:
+            generator.set_state(state)
+        drawn &= set(self._of_step)
+        self._of_step = {}
+
+    def put_back(self) -> None:
+        """Put them to where they were before the trial."""
+        for generator, state in self._before.values():
+            generator.set_state(state)
+
+
+class _Copy(NamedTuple):
+    """An optimizer over tiny parameters, with its schedule."""
+
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+
+    def same_as(self, other: _Copy) -> bool:
+        """Return True if weights and states are those of another copy, bit by bit."""
+        mine, others = _numbers(self.parameters), _numbers(other.parameters)
+        for own, its in zip(self.parameters, other.parameters, strict=True):
+            if not _same(own, its):
+                return False
+            state, its_state = (each.optimizer.state.get(p, {}) for each, p in ((self, own), (other, its)))
+            if state.keys() != its_state.keys() or not all(
+                _same(value, its_state[key])
+                if isinstance(value, Tensor) and isinstance(its_state[key], Tensor)
+                else _frozen(value, mine) == _frozen(its_state[key], others)
+                for key, value in state.items()
+            ):
+                return False
+        return True
+
+    def step(self, draws: _Draws) -> None:
+        """Step all parameters. What only runs torch's code draws nothing, and needs no watch, which takes time."""
+        with nullcontext() if is_torchs(self.optimizer) else draws:
+            self.optimizer.step()
+
+
+class _Trial:
+    """The steps of one trial."""
+
+    def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot], draws: _Draws) -> None:
+        self._task, self._name, self._slots, self._draws = task, name, slots, draws
+        generator = torch.Generator().manual_seed(0)
+        sizes = [[min(size, 2) for size in slot.shape] for slot in slots]
+        kinds = [torch.complex64 if slot.dtype.is_complex else torch.float32 for slot in slots]
+
+        def drawn(scale: float = 1.0) -> list[Tensor]:
+            found = zip(slots, sizes, kinds, strict=True)
+            return [(torch.randn(s, dtype=k, generator=generator) * scale).to(slot.dtype) for slot, s, k in found]
+
+        self._weights = drawn()
+        self._gradients = [drawn(scale) for scale in SCALES]
+        self._kind = ""  # of the optimizer, for messages
+
+    def run(self, *, saves: bool) -> dict[int, int]:
+        plain, engine = self._made(), self._made()
+        by_shard = self._task.optimizer_scope == "shard"
+        if by_shard and has_step_hooks(plain.optimizer):
+            raise self._refused("has step hooks, which would be called once for each shard")
+        for index, gradients in enumerate(self._gradients):
+            self._step_plain(plain, gradients, refuses_kept=by_shard)
+            with self._draws.again():
+                if by_shard:
+                    self._step_by_parts(engine, gradients, num_parts=index + 2)
+                else:
+                    _give(engine.parameters, gradients)
+                    engine.step(self._draws)
+                    self._move(engine)
+            self._compare(plain, engine, by_shard=by_shard)
+        found = self._state_bytes(plain)
+        if saves:
+            self._check_saved(plain)
+        return found
+
+    def _made(self) -> _Copy:
+        """A copy that has not been stepped yet."""
+        task = self._task
+        tiny = [nn.Parameter(weight.clone()) for weight in self._weights]
+        optimizer = make_optimizer(task, {s.name: parameter for s, parameter in zip(self._slots, tiny, strict=True)})
+        self._kind, mine = type(optimizer).__name__, {id(parameter) for parameter in tiny}
+        if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
+            # The factory builds groups of its own from the model, which must not be stepped.
+            optimizer = self._moved_to(optimizer, tiny)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its schedule warns: parts are stepped
+        scheduler = None if task.lr_scheduler is None else task.lr_scheduler(optimizer)
+        _check_scheduler(scheduler)
+        return _Copy(tiny, optimizer, scheduler)
+
+    def _moved_to(self, optimizer: torch.optim.Optimizer, tiny: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """A copy of an optimizer, with tiny parameters in the place of the model's, and state of their size."""
+        model = self._task.model
+        memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        for slot, parameter in zip(self._slots, tiny, strict=True):
+            memo[id(slot.parameter)] = parameter
+            for value in optimizer.state.get(slot.parameter, {}).values():
+                if isinstance(value, Tensor) and value.shape == slot.parameter.shape:
+                    memo[id(value)] = value[tuple(slice(size) for size in parameter.shape)].clone()
+        try:
+            return _copied_optimizer(optimizer, memo)
+        except Exception as error:
+            raise ValueError(
+                f"{self._name}: optimizer: {type(optimizer).__name__} is over other parameters than its factory was "
+                f"given, and cannot be copied to be tried ({type(error).__name__}: {error}); let the factory build it "
+                f"over the parameters that it is given"
+            ) from error
+
+    def _step_plain(self, plain: _Copy, gradients: Sequence[Tensor], *, refuses_kept: bool) -> None:
+        """One step of all parameters, in which nothing may be drawn, and shard by shard nothing kept beside states."""
+        optimizer, kind = plain.optimizer, self._kind
+        _give(plain.parameters, gradients)
+        mine = _numbers(plain.parameters)
+        before, random_before = _beside(optimizer, mine), self._process_wide()
+        places = [parameter.data_ptr() for parameter in plain.parameters]
+        try:
+            plain.step(self._draws)
+        except Exception as error:
+            raise ValueError(
+                f"{self._name}: optimizer: {kind} raised {type(error).__name__} in a trial step on small parameters "
+                f"({error}); choose one that steps from dense gradients alone"
+            ) from error
+        if self._process_wide() != random_before:
+            raise ValueError(
+                f"{self._name}: optimizer: {kind} draws random numbers in its step, from the stream that the loader "
+                f"and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
+                f"optimizer_scope='task'"
+            )
+        for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
+            if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
+                raise ValueError(
+                    f"{self._name}: optimizer: {kind} gives parameter {slot.name} other memory in its step, limit: an "
+                    f"address of {slot.residue} modulo 64, where its weights begin and where they stay, since kernels "
+                    f"choose by it; write into it (parameter.data.copy_(...)), or clone the weight before training"
+                )
+        after = _beside(optimizer, mine)
+        changed = [key for key in before | after if before.get(key) != after.get(key)]
+        if refuses_kept and changed:
+            raise self._refused(
+                f"keeps state in its groups or attributes instead of in optimizer.state of each parameter "
+                f"({', '.join(changed[:3])}), and would lose it when shards are stepped one by one"
+            )
+        self._move(plain)
+
+    def _process_wide(self) -> list[Any]:
+        """States of all generators that the process has once, as the step's draws move them."""
+        state = capture()
+        return [_frozen(each, {}) for each in (self._draws.state, state.torch, state.python, state.numpy)]
+
+    def _move(self, each: _Copy) -> None:
+        """Step the schedule. One that is at its end is left there: a task may be shorter than the trial."""
+        if each.scheduler is None:
+            return
+        before = self._process_wide()
+        try:
+            with self._draws:
+                each.scheduler.step()
+        except Exception:
+            return
+        if self._process_wide() != before:
+            raise ValueError(
+                f"{self._name}: lr_scheduler: {type(each.scheduler).__name__} draws random numbers in its step, from "
+                f"the stream that the loader and the layers draw from; draw from a generator of its own"
+            )
+
+    def _step_by_parts(self, engine: _Copy, gradients: Sequence[Tensor], num_parts: int) -> None:
+        """As a run does it: from a record of the groups, after the schedule has moved on, in another order.
+
+        All parameters have gradients meanwhile, as shards that are stepped side by side have.
+        """
+        optimizer, parameters = engine.optimizer, engine.parameters
+        groups = kept_groups(optimizer)
+        self._move(engine)
+        for first in reversed(range(num_parts)):
+            _give(parameters, gradients)
+            mine = {id(parameter) for parameter in parameters[first::num_parts]}
+            others = [(parameter, parameter.detach().clone()) for parameter in parameters if id(parameter) not in mine]
+            try:
+                part = part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups])
+                _Copy(parameters, part, None).step(self._draws)
+            except Exception as error:
+                raise self._refused(
+                    f"cannot be stepped shard by shard: over some of its parameters it raised "
+                    f"{type(error).__name__} ({error})"
+                ) from error
+            if not all(_same(parameter, before) for parameter, before in others):
+                raise self._refused("steps other parameters than those in its groups, whose shard may not be through")
+
+    def _compare(self, plain: _Copy, engine: _Copy, *, by_shard: bool) -> None:
+        mine, other = _numbers(plain.parameters), _numbers(engine.parameters)
+        groups = [_frozen(each.optimizer.param_groups, numbers) for each, numbers in ((plain, mine), (engine, other))]
+        if groups[0] != groups[1]:
+            raise ValueError(
+                f"{self._name}: optimizer: two that the factories made alike, with their schedules, have other "
+                f"hyperparameters after the same steps, so that they depend on something outside; let optimizer=, "
+                f"param_groups= and lr_scheduler= depend on their arguments alone"
+            )
+        if plain.same_as(engine):
+            return
+        if by_shard:
+            raise self._refused("gives other results shard by shard than for all parameters at once: it couples them")
+        raise ValueError(
+            f"{self._name}: optimizer: two {self._kind} that the factory made alike give other "
+            f"results from the same gradients, so that they depend on something outside; keep what they need in the "
+            f"optimizer"
+        )
+
+    def _check_saved(self, plain: _Copy) -> None:
+        """See that one that is made anew goes on from what a checkpoint takes, as a resume does it."""
+        resumed = self._made()
+        with torch.no_grad():
+            for parameter, weight in zip(resumed.parameters, plain.parameters, strict=True):
+                parameter.copy_(weight)
+        try:
+            restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
+        except Exception:
+            return  # the task cannot be saved, which the first save tells
+        if plain.scheduler is not None and resumed.scheduler is not None:
+            resumed.scheduler.load_state_dict(plain.scheduler.state_dict())
+        kept, restored = (_beside(each.optimizer, _numbers(each.parameters)) for each in (plain, resumed))
+        lost = [key for key in kept if kept[key] != restored.get(key)]
+        for each in (plain, resumed):
+            _give(each.parameters, self._gradients[0])
+        plain.step(self._draws)
+        with self._draws.again() as shared:
+            resumed.step(self._draws)
+        if shared:
+            lost.append("a torch.Generator outside of it")
+        if lost or not plain.same_as(resumed):
+            raise ValueError(
+                f"{self._name}: optimizer: {self._kind} keeps what its state_dict() does not hold"
+                f"{' (' + ', '.join(lost[:3]) + ')' if lost else ''}, so that a resumed run would go on otherwise; "
+                f"give it a state_dict() and a load_state_dict() that hold it, or train without checkpoints"
+            )
+
+    def _state_bytes(self, plain: _Copy) -> dict[int, int]:
+        found = {}
+        for slot, parameter in zip(self._slots, plain.parameters, strict=True):
+            state = plain.optimizer.state.get(parameter, {})
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            found[slot.index] = sum(_grown_bytes(value, parameter, slot.shape) for value in tensors)
+        return found
+
+    def _refused(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._name}: optimizer: {self._kind} {why}; choose one that steps each parameter from its own gradient "
+            f"and state, or set optimizer_scope='task'"
+        )
+
+
+def update_bytes_per_s(task: ModelTask) -> float:
+    """Bytes of parameters that the task's optimizer steps in a second on this thread, measured on one of 1 MiB."""
+    parameter = nn.Parameter(torch.zeros(2**9, 2**9))
+    name = next(name for name, each in task.model.named_parameters() if each.requires_grad)
+    optimizer = make_optimizer(task, {name: parameter})
+    if any(each is not parameter for group in optimizer.param_groups for each in group["params"]):
+        return math.inf  # the factory builds groups of its own from the model, which must not be stepped
+    parameter.grad = torch.zeros_like(parameter)
+    draws = _Draws()
+    with draws:
+        optimizer.step()  # makes its state
+    start_s = time.perf_counter()
+    for _ in range(NUM_TIMED_STEPS):
+        optimizer.step()
+    seconds = time.perf_counter() - start_s
+    draws.put_back()
+    return NUM_TIMED_STEPS * parameter.nbytes / seconds
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"lr_scheduler: the factory returned a {type(scheduler).__name__}, not an LRScheduler")
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in passed_on]
+    if wanted:
+        raise ValueError(
+            f"lr_scheduler: {type(scheduler).__name__} wants {', '.join(wanted)} at each step, which nobody passes; "
+            f"choose one that follows the number of steps or epochs"
+        )
+
+
+def _grown_bytes(value: Tensor, tiny: Tensor, shape: Sequence[int]) -> int:
+    """Bytes of a state tensor for a parameter of this shape: it grows along every dimension in which it was as tiny."""
+    if value.dim() != tiny.dim():
+        return value.nbytes
+    sizes = [full if size == small else size for size, small, full in zip(value.shape, tiny.shape, shape, strict=True)]
+    return value.element_size() * math.prod(sizes)
+
+
+def _copied_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """With all its attributes, of which `copy.deepcopy` takes three; so of optimizers that it holds."""
+    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+            _copied_optimizer(value, memo)
+    made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items()}
+    return made
+
+
+def _give(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+
+
+def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
+    """By id."""
+    return {id(parameter): number for number, parameter in enumerate(parameters)}
+
+
+def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """Return what an optimizer keeps beside the states of its parameters, by name, as values that can be compared."""
+    found: dict[str, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            found[f"param_groups[{index}][{key!r}]"] = _frozen(value, numbers)
+    for name, value in vars(optimizer).items():
+        if name not in TORCHS:
+            found[name] = _frozen(value, numbers)
+    for owner, state in optimizer.state.items():
+        if id(owner) not in numbers:
+            found[f"state[{owner!r}]"] = _frozen(state, numbers)
+    return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """NaN is the same as NaN."""
+    is_dense = a.layout == b.layout == torch.strided
+    return (is_dense and a.dtype == b.dtype and torch.equal(a, b)) or bool(_frozen_tensor(a) == _frozen_tensor(b))
+
+
+def _frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:
+    """A value that can be compared, and does not change: tensors as their bytes, parameters as their numbers."""
+    if id(value) in numbers:
+        return ("parameter", numbers[id(value)])
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return (type(value).__name__, repr(value))
+    if isinstance(value, Tensor):
+        return _frozen_tensor(value)
+    if isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return ("seen", seen[id(value)][0])
+    seen[id(value)] = (len(seen), value)  # held, or another object might get its id
+    if isinstance(value, np.random.Generator):
+        return _frozen(value.bit_generator.state, numbers, seen)
+    if isinstance(value, np.random.RandomState):
+        return _frozen(value.get_state(), numbers, seen)
+    if isinstance(value, Mapping):
+        return [(_frozen(k, numbers, seen), _frozen(v, numbers, seen)) for k, v in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [_frozen(each, numbers, seen) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    own = None if inspect.isroutine(value) or inspect.isclass(value) else getattr(value, "__dict__", None)
+    return (type(value).__name__, None if own is None else _frozen(own, numbers, seen))
+
+
+def _frozen_tensor(tensor: Tensor) -> Any:
+    tensor = tensor.detach()
+    if tensor.numel() > MOST_COMPARED:
+        return (tensor.shape, tensor.dtype, tensor.data_ptr(), tensor._version)
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
+    return (tensor.shape, tensor.dtype, plain.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,484 @@
+"""Tasks and devices in simulated time: carries out what a scheduler says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from hydra_engine.devices import SLABS, Ledger, Residents
+from hydra_engine.planning.clock import Done, Link, Queue, SimulatedTime
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.schedule import (
+    BACKWARD,
+    FORWARD,
+    BatchReady,
+    Begin,
+    Commit,
+    Computed,
+    DataEnded,
+    DeviceAdded,
+    Drop,
+    Event,
+    Finish,
+    Flow,
+    Instruction,
+    Load,
+    Placed,
+    Read,
+    Run,
+    Scheduler,
+    ShardUpdated,
+    Spread,
+    StepCommitted,
+    Stored,
+    TaskAdded,
+    Unit,
+    Update,
+    part_ranges,
+)
+
+# What of a boundary is kept on a device.
+VALUE, GRADIENT = "value", "gradient"
+
+
+class SimulatedDevice(NamedTuple):
+    """What came of a device."""
+
+    num_units: int
+    busy: dict[str, float]  # by lane: share of the makespan
+    loaded_bytes: float
+    stored_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What came of a simulated run."""
+
+    makespan_s: float
+    bound_s: float  # no schedule is faster, of units that take their seconds
+    devices: tuple[SimulatedDevice, ...]
+    finished_s: dict[str, float]  # by task
+    num_units: int
+    schedule: tuple[Placed, ...] = ()  # with `record=True`: units in the order of their ends
+
+    @property
+    def busy_share(self) -> float:
+        """Of the makespan, the mean share that devices computed."""
+        return sum(device.busy["compute"] for device in self.devices) / len(self.devices)
+
+
+class _Slab:
+    """A shard on its way to a device, or there: for every unit that needs it."""
+
+    def __init__(self) -> None:
+        self._is_loaded = False
+        self._waiting: list[Done] = []
+
+    def when_loaded(self, done: Done) -> None:
+        """Call it once the shard is there."""
+        if self._is_loaded:
+            done()
+        else:
+            self._waiting.append(done)
+
+    def loaded(self) -> None:
+        """It is there."""
+        self._is_loaded = True
+        waiting, self._waiting = self._waiting, []
+        for done in waiting:
+            done()
+
+
+@dataclass(eq=False)
+class _Claim:
+    """A unit whose shard is on its way to a device, or there."""
+
+    unit: Unit
+    is_loaded: bool = False
+    is_run: bool = False
+    has_input: bool = False
+    is_dropped: bool = False
+    slab: Hashable = None  # what is pinned of a device's residents
+    graph: Hashable = None
+    work_bytes: float = 0.0  # taken of its memory
+
+
+@dataclass(eq=False)
+class _Part:
+    """Some of a step's micro-batches."""
+
+    passing: bool = False  # what the next unit starts from is on its way to DRAM
+    waiting: list[Done] = field(default_factory=list)  # for that
+    leaving: dict[Unit, bool] = field(default_factory=dict)  # on its way to DRAM, in order; whether it is there
+    position: int = 0  # in the chain, of the first unit not begun
+
+
+@dataclass(eq=False)
+class _Task:
+    cost: TaskCost
+    spreads: tuple[Spread, ...]
+    unit_s: dict[tuple[str, int], float]
+    flow: Flow
+    num_read: int = 0
+    num_begun: int = 0
+    num_commits: int = 0
+    parts: list[_Part] = field(default_factory=list)  # of the step in progress
+    sizes: list[int] = field(default_factory=list)  # micro-batches of each
+
+    def begin(self, num_parts: int) -> None:
+        """Cut the next step."""
+        self.num_begun += 1
+        self.parts = [_Part() for _ in range(num_parts)]
+        self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
+
+    def share(self, unit: Unit) -> float:
+        """Of the step's micro-batches, those of a unit."""
+        return self.sizes[unit.part] / self.cost.num_micro_batches
+
+    @property
+    def in_sums(self) -> bool:
+        """Whether gradients of a part go on from those of the part before."""
+        return self.spreads[len(self.parts) - 1].in_sums
+
+    def so_far_bytes(self, unit: Unit) -> float:
+        """Gradients of the parts before that a unit goes on from."""
+        so_far = unit.part > 0 and self.in_sums and unit.kind != FORWARD
+        return self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
+
+    def next_use_s(self, shard: int, *, beyond_step: bool = False, with_last: bool = False) -> float:
+        """As `TaskState.next_use_s`."""
+        positions = (max(0, part.position - with_last) for part in self.parts)
+        return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
+
+    def passed_bytes(self, unit: Unit) -> float:
+        """What a unit leaves to the next one."""
+        return self.share(unit) * self.cost.output_bytes(unit.kind, unit.shard)
+
+    def gradient_bytes(self, unit: Unit) -> float:
+        """Gradients of parameters that it leaves."""
+        times = 0 if unit.kind == FORWARD else 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
+        return times * self.cost.of_shard("gradient_bytes", unit.shard)
+
+
+class _Device:
+    def __init__(self, cost: DeviceCost, time: SimulatedTime) -> None:
+        self.cost = cost
+        self.load, self.store = (Link(time, computes=cost.copies_compute) for _ in range(2))
+        self.residents: Residents | None = None
+        if cost.memory_bytes is not None:
+            self.ledger = Ledger("", int(cost.memory_bytes))
+            self.residents = Residents(self.ledger)
+        self.claims: dict[Unit, _Claim] = {}
+        self.num_units = 0
+        self.compute_s = 0.0
+        self.loaded_bytes = self.stored_bytes = 0.0
+
+
+class World:
+    """Carries out instructions in simulated time."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TaskCost],
+        spreads: Sequence[tuple[Spread, ...]],  # by task
+        devices: Sequence[DeviceCost],
+        host: HostCost,
+        *,
+        record: bool,
+        seed: int = 0,
+    ) -> None:
+        self.time = SimulatedTime(host.cores)
+        self._random = random.Random(seed)
+        self._events: deque[Event] = deque()
+        self._tasks = {
+            task.name: _Task(task, spread, unit_s, Flow.of(task.chain, unit_s, task.num_shards))
+            for task, spread in zip(tasks, spreads, strict=True)
+            for unit_s in [dict(zip(task.chain, task.unit_s, strict=True))]
+        }
+        self._devices = [_Device(cost, self.time) for cost in devices]
+        self._host = Queue(self.time.compute, host.optimizer_threads)
+        self._placed: list[Placed] | None = [] if record else None
+        self._finished_s: dict[str, float] = {}
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Load: self._load,
+            Drop: self._drop,
+            Run: self._run,
+            Read: self._read,
+            Begin: self._begin,
+            Commit: self._commit,
+            Update: self._update,
+            Finish: self._finish,
+        }
+
+    def run(self, scheduler: Scheduler) -> None:
+        """To the end."""
+        self.time.now_s = sum(task.cost.setup_s for task in self._tasks.values())
+        self._events.extend(DeviceAdded(index) for index in range(len(self._devices)))
+        self._events.extend(_added(task) for task in self._tasks.values())
+        while True:
+            while self._events:
+                self._act(scheduler.take(self._events.popleft()))
+                if not self._events:  # of what comes at one time, all is known before a device is given anything
+                    self._act(scheduler.dispatch())
+            if scheduler.finished and len(self._finished_s) == len(self._tasks):
+                return
+            self.time.go_on()
+
+    def result(self, bound: float) -> Simulation:
+        """What came of it."""
+        makespan_s = self.time.now_s
+        whole_s = makespan_s or 1.0
+        devices = tuple(
+            SimulatedDevice(
+                num_units=device.num_units,
+                busy={
+                    "load": device.load.busy_s / whole_s,
+                    "compute": device.compute_s / whole_s,
+                    "store": device.store.busy_s / whole_s,
+                },
+                loaded_bytes=device.loaded_bytes,
+                stored_bytes=device.stored_bytes,
+            )
+            for device in self._devices
+        )
+        return Simulation(
+            makespan_s=makespan_s,
+            bound_s=bound,
+            devices=devices,
+            finished_s=self._finished_s,
+            num_units=sum(device.num_units for device in devices),
+            schedule=tuple(self._placed or ()),
+        )
+
+    def _act(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            self._actions[type(instruction)](instruction)
+
+    # -- instructions
+
+    def _load(self, instruction: Load) -> None:
+        index, unit = instruction
+        device, task = self._devices[index], self._tasks[unit.task]
+        claim = device.claims[unit] = _Claim(unit)
+        num_bytes = task.cost.of_shard("load_bytes", unit.shard)
+
+        def loaded() -> None:
+            claim.is_loaded = True
+            self._start(index, claim)
+
+        if device.residents is not None and num_bytes:
+            trains = unit.shard >= task.cost.lowest_backward
+            version = task.num_commits if trains else -1
+            key = (unit.task, unit.shard, version)
+
+            def next_use_s() -> float:
+                is_new = version in (-1, task.num_commits)
+                return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
+
+            found: _Slab | None = device.residents.pin(key, unit.task, next_use_s)
+            if found is not None:
+                claim.slab = key
+                found.when_loaded(loaded)
+                return
+            if device.ledger.take(int(num_bytes), SLABS):
+                slab = _Slab()
+                slab.when_loaded(loaded)
+                device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
+                claim.slab = key
+                self._copy_in(device, num_bytes, slab.loaded)
+                return
+        self._copy_in(device, num_bytes, loaded)
+
+    def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
+        device.loaded_bytes += num_bytes
+        rate = device.cost.load_bytes_per_s
+        device.load.submit(num_bytes / rate if rate else 0.0, done, urgent=urgent)
+
+    def _drop(self, instruction: Drop) -> None:
+        index, unit = instruction
+        device = self._devices[index]
+        claim = device.claims.pop(unit)
+        claim.is_dropped = True
+        if claim.slab is not None and device.residents is not None:
+            device.residents.unpin(claim.slab)
+
+    def _run(self, instruction: Run) -> None:
+        index, unit = instruction
+        device, task = self._devices[index], self._tasks[unit.task]
+        claim = device.claims[unit]
+        claim.is_run = True
+        part = task.parts[unit.part]
+        part.position = 1 + task.flow.order[unit.kind, unit.shard]
+
+        def brought() -> None:
+            claim.has_input = True
+            self._start(index, claim)
+
+        def bring() -> None:
+            self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
+
+        if part.passing:
+            part.waiting.append(bring)
+        else:
+            bring()
+
+    def _missing_bytes(self, device: _Device, task: _Task, claim: _Claim) -> float:
+        """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
+        unit, cost, residents = claim.unit, task.cost, device.residents
+        share, num_bytes = task.share(unit), task.so_far_bytes(unit)
+        value, gradient = cost.of_shard("boundary_bytes", unit.shard), 0.0
+        if unit.kind == BACKWARD:
+            gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
+        if residents is None:
+            return num_bytes + share * (value + gradient)
+        work_bytes = int(cost.of_shard("work_bytes", unit.shard))
+        claim.work_bytes = work_bytes if device.ledger.take(work_bytes) else 0
+        if unit.kind == BACKWARD:
+            graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
+            claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
+        if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
+            value = 0.0
+        if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
+            gradient = 0.0
+        return num_bytes + share * (value + gradient)
+
+    def _keep(self, device: _Device, task: _Task, claim: _Claim) -> None:
+        """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
+        unit, residents, slab = claim.unit, device.residents, claim.slab
+        assert residents is not None
+        device.ledger.release(int(claim.work_bytes))
+        if claim.graph is not None:
+            residents.unpin(claim.graph, is_whole=False)
+        begun, j, cost = task.num_begun, unit.shard, task.cost
+
+        def next_use_of(shard: int) -> Callable[[], float]:
+            return lambda: task.next_use_s(shard, with_last=True) if task.num_begun == begun else math.inf
+
+        def offer(what: str, entered: int, shard: int) -> None:
+            """What enters a shard, for the next unit of a shard."""
+            num_bytes = int(task.share(unit) * cost.of_shard("boundary_bytes", entered))
+            residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
+
+        goes_on = unit.kind == FORWARD and j >= cost.lowest_backward  # a backward will
+        graph_bytes = int(task.share(unit) * cost.of_shard("graph_bytes", j)) if goes_on else 0
+        if graph_bytes and slab is not None and device.ledger.take(graph_bytes):
+            key = ("graph", unit.task, unit.step, j, unit.part)
+            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), lambda: residents.unpin(slab))
+        else:
+            if slab is not None:
+                residents.unpin(slab)
+            if unit.kind == FORWARD:
+                offer(VALUE, j, j)
+        if unit.kind == FORWARD:
+            offer(VALUE, j + 1, j + 1)
+        elif j > cost.lowest_backward:
+            offer(GRADIENT, j, j - 1)
+
+    def _start(self, index: int, claim: _Claim) -> None:
+        """Compute a unit, once all is there."""
+        if claim.is_dropped or not (claim.is_loaded and claim.is_run and claim.has_input):
+            return
+        device, unit = self._devices[index], claim.unit
+        del device.claims[unit]
+        task = self._tasks[unit.task]
+        seconds = task.unit_s[unit.kind, unit.shard]
+        if claim.graph is not None:
+            seconds = max(0.0, seconds - task.unit_s[FORWARD, unit.shard])
+        if unit.step == 0:
+            seconds *= task.cost.first_step_times
+        if device.cost.variation:
+            seconds *= self._random.lognormvariate(0.0, device.cost.variation)
+        seconds = task.share(unit) * seconds / device.cost.speed + device.cost.unit_s
+        self.time.compute(seconds, partial(self._computed, index, claim, seconds, self.time.now_s))
+
+    def _computed(self, index: int, claim: _Claim, seconds: float, start_s: float) -> None:
+        unit = claim.unit
+        device, task = self._devices[index], self._tasks[unit.task]
+        if device.residents is not None:
+            self._keep(device, task, claim)
+        device.num_units += 1
+        device.compute_s += self.time.now_s - start_s
+        if self._placed is not None:
+            self._placed.append(Placed(unit, index, start_s, self.time.now_s))
+        part = task.parts[unit.part]
+        part.passing, part.leaving[unit] = True, False
+        self._events.append(Computed(index, unit, seconds))
+        passed_bytes, left_bytes = task.passed_bytes(unit), task.gradient_bytes(unit)
+        rate = device.cost.store_bytes_per_s
+        device.stored_bytes += passed_bytes + left_bytes
+
+        def passed() -> None:
+            self._passed(part)
+            device.store.submit(left_bytes / rate if rate else 0.0, partial(self._stored, part, unit))
+
+        device.store.submit(passed_bytes / rate if rate else 0.0, passed)
+
+    def _passed(self, part: _Part) -> None:
+        part.passing = False
+        waiting, part.waiting = part.waiting, []
+        for bring in waiting:
+            bring()
+
+    def _stored(self, part: _Part, unit: Unit) -> None:
+        part.leaving[unit] = True
+        while part.leaving and part.leaving[first := next(iter(part.leaving))]:  # in their order
+            del part.leaving[first]
+            self._events.append(Stored(first))
+
+    def _read(self, instruction: Read) -> None:
+        task = self._tasks[instruction.task]
+        name = instruction.task
+        if task.num_read == task.cost.num_steps:
+            self._events.append(DataEnded(name))
+            return
+        event = BatchReady(name, task.num_read, True, num_micro_batches=task.cost.num_micro_batches)
+        task.num_read += 1
+        if task.cost.read_s == 0:
+            self._events.append(event)
+        else:
+            self.time.compute(task.cost.read_s, partial(self._events.append, event))
+
+    def _begin(self, instruction: Begin) -> None:
+        self._tasks[instruction.task].begin(instruction.num_parts)
+
+    def _commit(self, instruction: Commit) -> None:
+        self._tasks[instruction.task].num_commits += 1
+        event = StepCommitted(instruction.task, instruction.training)
+        self._host.submit(self._tasks[instruction.task].cost.commit_s, partial(self._events.append, event))
+
+    def _update(self, instruction: Update) -> None:
+        seconds = self._tasks[instruction.task].cost.of_shard("update_s", instruction.shard)
+        self._host.submit(seconds, partial(self._events.append, ShardUpdated(instruction.task, instruction.shard)))
+
+    def _finish(self, instruction: Finish) -> None:
+        def finished() -> None:
+            self._finished_s[instruction.task] = self.time.now_s
+
+        self._host.submit(self._tasks[instruction.task].cost.end_s, finished)
+
+
+def _added(task: _Task) -> TaskAdded:
+    cost = task.cost
+    lowest = cost.lowest_backward
+    return TaskAdded(
+        task=cost.name,
+        training=cost.chain,
+        evaluation=(),
+        needs=tuple((shard,) if shard >= lowest else () for shard in range(cost.num_shards)),
+        updates=tuple(range(lowest, cost.num_shards)),
+        unit_s=task.unit_s,
+        num_steps=cost.num_steps,
+        reads_ahead=True,
+        priority=cost.priority,
+        weight=cost.weight,
+        spreads=task.spreads,
+    )
+
+
+def _boundary(what: str, unit: Unit, shard: int) -> Hashable:
+    return what, unit.task, unit.step, shard, unit.part

@@ -1,0 +1,248 @@
+"""Calls a task's callbacks: in a thread of the task's own, one call at a time, in the order of what happened."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+
+from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
+from hydra_engine.errors import CallbackTimeout, StopTask
+from hydra_engine.schedule import Event, Failed, TaskStopped
+from hydra_engine.tasks import Callback, ModelWatch, TaskReport
+
+# After Ctrl-C, SIGTERM or a lost device, no call is waited for any longer: what sends SIGTERM often kills after 30 s.
+INTERRUPTED_S = 10.0
+
+
+class _Call(NamedTuple):
+    """One call of each of the task's callbacks."""
+
+    hook: str  # the method's name
+    arguments: tuple[Any, ...] = ()
+    always: bool = False  # also once the task is stopped
+
+
+class Notifier:
+    """Tells one task's callbacks what happened, until one of them ends the task; the task's end is told all the same.
+
+    The thread is made for the first call. It is a daemon: a callback that does not return in time is left behind in it,
+    nothing more is told, and what waited for it goes on. What a callback raises goes to `put` as an event.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        report: TaskReport,
+        put: Callable[[Event], None],
+        *,
+        timeout_s: float | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread."""
+        self._callbacks = callbacks
+        self._report = report
+        self._draws = CallbackDraws(report.seed)
+        self._put = put
+        self._timeout_s = timeout_s
+        self._num_threads = num_threads
+        self._lock = threading.Lock()  # of all below
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._held: list[_Call] | None = None  # calls that wait for `let_go`; None: none has to wait
+        self._num_asked = self._num_told = 0
+        self._jobs: list[tuple[int, Callable[[], None]]] = []  # to be run once so many calls were told
+        self._thread: threading.Thread | None = None
+        self._now: tuple[str, float] | None = None  # what is being called, and since when, by time.monotonic()
+        self._is_left = False  # the thread, to itself
+        self._is_hurried = False
+        self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
+        self.is_stopped = False  # by a callback: nothing more is to be committed
+        self.failed: Failed | None = None  # what a callback raised
+
+    def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
+        """From now on, call `prepare` before each call, and fail the task where it changes the model."""
+        self._watch = (model, prepare)
+
+    def look_away(self) -> None:
+        """The model is its user's again, and its weights' memory is given back."""
+        if self._watch is not None:
+            self._watch[0].follow(())
+            self._watch = None
+
+    def epoch_begin(self, epoch: int) -> None:
+        """An epoch's iterator is about to be opened."""
+        self._submit(_Call("on_epoch_begin", (epoch,)))
+
+    def step(self, *, is_updated: bool = True) -> None:
+        """A training step was committed. It is told at once, or, where updates go on, once they are through: `let_go`.
+
+        So is what happens meanwhile.
+        """
+        with self._lock:
+            if self._callbacks and self._held is None and not is_updated:
+                self._held = []
+        self._submit(_Call("on_step"))
+
+    def validation(self) -> None:
+        """A validation is over."""
+        self._submit(_Call("on_validation"))
+
+    def epoch(self, epoch: int) -> None:
+        """An epoch is over."""
+        self._submit(_Call("on_epoch", (epoch,)))
+
+    def end(self) -> None:
+        """The task is over."""
+        self._submit(_Call("on_task_end", always=True))
+
+    def let_go(self) -> None:
+        """The updates of the last step are through: tell what waited for them."""
+        with self._lock:
+            held, self._held = self._held or [], None
+            for call in held:
+                self._enter(call)
+
+    @property
+    def is_told(self) -> bool:
+        """True once the callbacks have seen everything so far, or if they never will."""
+        with self._lock:
+            return self._is_left or self._num_told == self._num_asked
+
+    def when_told(self, job: Callable[[], None]) -> None:
+        """Run `job`, short, once the callbacks have seen everything so far: until then the report stays as it is."""
+        with self._lock:
+            if not self._is_left and self._num_told < self._num_asked:
+                self._jobs.append((self._num_asked, job))
+                return
+        job()
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds in which a call has to return; None: for ever, or there is nobody to call."""
+        return self._timeout_s if self._callbacks else None
+
+    def hurry(self) -> None:
+        """The run is interrupted: from now on a call has no more than `INTERRUPTED_S`."""
+        with self._lock:
+            self._is_hurried, self._timeout_s = True, INTERRUPTED_S
+            if self._now is not None:
+                self._now = (self._now[0], time.monotonic())
+
+    def leave_behind(self) -> float | None:
+        """Leave the thread to itself if a call is late; else seconds until one could be.
+
+        The task then fails, but for a run that is interrupted. What waits for its callbacks goes on. A lock on the
+        process-wide generators that the thread holds, planning another task, is taken away from it.
+        """
+        with self._lock:
+            assert self._timeout_s is not None
+            late_s = 0.0 if self._now is None else time.monotonic() - self._now[1]
+            if self._now is None or late_s < self._timeout_s:
+                return self._timeout_s - late_s
+            self._leave()
+            name, failed = self._report.name, None
+            if not self._is_hurried:
+                error = CallbackTimeout(name, self._now[0], self._timeout_s, self.thread_name)
+                failed = Failed(name, error, "its callback")
+                self.failed, self.is_stopped = self.failed or failed, True
+            jobs, self._jobs = self._jobs, []
+        if failed is not None:
+            self._put(failed)
+        for _, job in jobs:
+            job()
+        return None
+
+    def _leave(self) -> None:
+        assert self._thread is not None
+        self._is_left = True
+        GLOBAL_GENERATORS.take_from(self._thread.ident)
+
+    @property
+    def thread_name(self) -> str:
+        """Name of the thread that calls."""
+        return f"{self._report.name}-callbacks"
+
+    def close(self) -> str | None:
+        """End the thread; where a callback does not return, its name: the thread is left behind."""
+        self._calls.put(None)
+        if self._thread is None:
+            return None
+        self._thread.join(0.0 if self._is_left else INTERRUPTED_S)  # who is late already is not waited for again
+        with self._lock:
+            if not self._thread.is_alive() or self._now is None:
+                return None
+            self._leave()
+            return self._now[0]
+
+    def _submit(self, call: _Call) -> None:
+        with self._lock:
+            if not self._callbacks or self._is_left:
+                return
+            self._num_asked += 1
+            if self._held is None:
+                self._enter(call)
+            else:
+                self._held.append(call)
+
+    def _enter(self, call: _Call) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self.thread_name, daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (call := self._calls.get()) is not None:
+            self._tell(call)
+            with self._lock:
+                if self._is_left:
+                    return
+                self._num_told += 1
+                due = [job for number, job in self._jobs if number <= self._num_told]
+                self._jobs = [each for each in self._jobs if each[0] > self._num_told]
+            for job in due:
+                job()
+
+    def _tell(self, call: _Call) -> None:
+        if self.is_stopped and not call.always:
+            return
+        name, watch = self._report.name, self._watch
+        try:
+            with self._draws.calling():
+                if watch is not None:
+                    watch[1]()
+                    watch[0].begin()
+                for callback in self._callbacks:
+                    if not self._begins(f"{type(callback).__name__}.{call.hook}"):
+                        return
+                    getattr(callback, call.hook)(self._report, *call.arguments)
+                if watch is not None and not self._is_left:
+                    who = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                    watch[0].check(f"{name}: its callback {who}, in {call.hook},")
+        except StopTask:
+            self._stop(TaskStopped(name))
+        except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
+            self._stop(Failed(name, error, "its callback"))
+        finally:
+            with self._lock:
+                self._now = None
+
+    def _begins(self, what: str) -> bool:
+        """Note what is called now; False where the thread was left behind."""
+        with self._lock:
+            self._now = (what, time.monotonic())
+            return not self._is_left
+
+    def _stop(self, event: TaskStopped | Failed) -> None:
+        """A callback ends the task, unless it came too late for that."""
+        with self._lock:
+            if self._is_left:
+                return
+            self.is_stopped = True
+            if isinstance(event, Failed):
+                self.failed = event
+        self._put(event)

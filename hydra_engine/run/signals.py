@@ -1,0 +1,212 @@
+"""Events from every thread to the one that decides, and the signals that end a run: Ctrl-C and SIGTERM."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+
+from hydra_engine.schedule import StopRequested
+from hydra_engine.system import is_interactive
+
+T = TypeVar("T")
+
+# The dispositions that we replace. Any other one is the user's own, and theirs to decide; or "ignore", of nohup.
+_USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+_STDERR = 2
+
+
+class Overdue(NamedTuple):
+    """Nothing was told until the deadline."""
+
+
+class Inbox(Generic[T]):
+    """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
+        self._taken: deque[T | StopRequested | Overdue] = deque()
+        self.deadline_s = math.inf  # of time.monotonic(): then, `Overdue` is the next event if there is no other
+        self._depth = 0  # of events being handled
+        self._is_deferred = False  # an interrupt waits for the end of what is being handled
+
+    def put(self, event: T | StopRequested) -> None:
+        """Tell something; from any thread, and from a signal's handler."""
+        self._queue.put(event)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there now."""
+        return not self._taken and self._queue.empty()
+
+    def __enter__(self) -> T | StopRequested | Overdue:
+        """Wait for the next event, or until the deadline."""
+        if not self._taken:
+            self._wait()
+        self._depth += 1
+        return self._taken.popleft()
+
+    def _wait(self) -> None:
+        left_s = min(self.deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
+        get = partial(self._queue.get, True, None if self.deadline_s == math.inf else max(0.0, left_s))
+        try:
+            # In one call of C: an exception out of a signal handler strikes before it or after it.
+            self._taken.extend(islice(iter(get, None), 1))
+        except Empty:
+            self._taken.append(Overdue())
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if self._is_deferred and not self._depth:
+            self._is_deferred = False
+            raise KeyboardInterrupt
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt, but not before the event in hand is through; from a signal's handler."""
+        if not self._depth:
+            raise KeyboardInterrupt
+        self._is_deferred = True
+
+
+class Signals:
+    """Ctrl-C (SIGINT) and SIGTERM, while the main thread is in `with signals:`.
+
+    The first one is raised, as KeyboardInterrupt or SystemExit(143): at once, but within `deferred()` not before its
+    end; a run that works meanwhile (`tell`) is told to stop, since an exception could strike in the middle of a
+    decision. Whatever else goes wrong meanwhile, it is raised at the end of the block, if it was not before.
+
+    A second one ends the process, with exit code 128 + its number; in an interactive session, where Ctrl-C is not meant
+    to end it, a second Ctrl-C is a KeyboardInterrupt. Python runs handlers between two operations of the main thread:
+    a call into a library that does not return holds up both.
+
+    In other threads than the main one, and where a signal is handled or ignored by the user's wish, nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._deferrals = 0
+        self._inbox: Inbox[Any] | None = None
+        self._installed: list[signal.Signals] = []
+        self._process = os.getpid()
+
+    def __enter__(self) -> Signals:
+        self._first, self._process = None, os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            try:
+                for number, usual in _USUAL.items():
+                    if signal.getsignal(number) is usual:
+                        self._installed.append(number)
+                        signal.signal(number, self._handle)
+            except BaseException:
+                self._put_back()
+                raise
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        self._put_back()
+        if not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.raise_first()
+
+    def _put_back(self) -> None:
+        while self._installed:
+            signal.signal(self._installed[-1], _USUAL[self._installed[-1]])
+            self._installed.pop()
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """What is not to be cut off: a signal waits for the end, and whoever works there sees to an early one."""
+        self._deferrals += 1
+        try:
+            with _children_unheard(lambda: self._first == signal.SIGTERM):
+                yield
+        finally:
+            self._deferrals -= 1
+
+    def tell(self, inbox: Inbox[Any]) -> None:
+        """From now on, the first signal is an event, StopRequested; also one that came already."""
+        self._inbox = inbox
+        if self._first is not None:
+            inbox.put(StopRequested())
+
+    def raise_first(self) -> None:
+        """Raise the signal that came, if one did."""
+        if self._first == signal.SIGTERM:
+            raise SystemExit(128 + self._first)
+        if self._first is not None:
+            raise KeyboardInterrupt  # uncaught, it ends Python as SIGINT does: a shell shows 130
+
+    def _handle(self, number: int, _: object) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_child(number)
+        elif self._first is None:
+            self._first = number
+            if not self._deferrals:
+                self.raise_first()
+            _say(number, "what computes is finished, and what is to be saved is saved; another signal cuts that off")
+            if self._inbox is not None:
+                self._inbox.put(StopRequested())
+        elif number != signal.SIGINT or not is_interactive():
+            _exit(number)
+        elif self._inbox is not None:
+            self._inbox.interrupt()
+        else:
+            raise KeyboardInterrupt
+
+    def _handle_in_child(self, number: int) -> None:
+        """A process that was forked meanwhile, a loader's, has our handlers; there, SIGTERM ends it as ever.
+
+        A first Ctrl-C, which a terminal sends to all, it survives: its owner still wants what it works on.
+        """
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self._first == number:
+            raise KeyboardInterrupt
+        self._first = number
+
+
+@contextmanager
+def _children_unheard(for_good: Callable[[], bool]) -> Iterator[None]:
+    """DataLoader has the death of a worker process raised in the main thread, whatever that does just then.
+
+    SIGTERM to a group of processes, from `timeout` or torchrun, ends workers too. The thread that reads finds out by
+    itself. Also after the block where `for_good` says so then: the process ends, and they may die later than that.
+    https://docs.pytorch.org/docs/stable/data.html (torch/utils/data/_utils/signal_handling.py)
+    """
+    usual = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):
+            usual(number, frame)
+
+    signal.signal(signal.SIGCHLD, handle)
+    try:
+        yield
+    finally:
+        is_main = threading.current_thread() is threading.main_thread()  # a generator may be closed by another one
+        if is_main and signal.getsignal(signal.SIGCHLD) is handle and not for_good():
+            signal.signal(signal.SIGCHLD, usual)
+
+
+def _exit(number: int) -> NoReturn:
+    _say(number, "the second signal, so nothing more is finished or saved")
+    os._exit(128 + number)
+
+
+def _say(number: int, text: str) -> None:
+    with suppress(OSError):  # not to sys.stderr, in the middle of whose work we may be
+        os.write(_STDERR, f"hydra_engine: {signal.Signals(number).name}: {text}\n".encode())

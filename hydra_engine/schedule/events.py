@@ -1,0 +1,214 @@
+"""What the scheduler is told and what it says: plain values, so that a simulator can speak them too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from hydra_engine.schedule.units import Unit
+
+
+class Spread(NamedTuple):
+    """A step spread over so many devices."""
+
+    speedup: float = 1.0  # predicted: how many times shorter it is than on one
+    ordered: frozenset[tuple[str, int]] = frozenset()  # units whose parts run one after the other
+    in_sums: bool = True  # a part adds its gradients to those of the part before; False: each is sent down by itself
+
+
+class TaskAdded(NamedTuple):
+    """A task is ready to train. Chains are (kind, shard) in order, for a training and an evaluation batch."""
+
+    task: str
+    training: tuple[tuple[str, int], ...]
+    evaluation: tuple[tuple[str, int], ...]
+    needs: tuple[tuple[int, ...], ...]  # by shard: whose update its load waits for
+    updates: tuple[int, ...]  # shards with something to update, lowest first
+    unit_s: dict[tuple[str, int], float]  # estimates, by (kind, shard)
+    num_steps: int | None  # None: the loader does not say
+    reads_ahead: bool  # a batch may be read before the forward of the one before it is through
+    early_release: bool = False  # a shard is updated once its backward is stored, not after the commit
+    priority: int = 0  # units of higher ones go first, under any policy
+    weight: float = 1.0  # share of compute time, under "fair-share"
+    spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
+    reads_last: bool = False  # a batch may be read only once the step before it is in all weights
+
+
+class BatchReady(NamedTuple):
+    """The reader has the next batch."""
+
+    task: str
+    step: int
+    training: bool
+    new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
+    num_micro_batches: int = 1  # it can be spread over as many devices
+
+
+class EpochAhead(NamedTuple):
+    """The reader is about to open an epoch's iterator, and does so when it is asked again: callbacks come before."""
+
+    task: str
+    epoch: int
+
+
+class DataEnded(NamedTuple):
+    """The reader has seen the last epoch to its end."""
+
+    task: str
+
+
+class Computed(NamedTuple):
+    """A device is through with a unit and can run another; its output may still be on the way to DRAM."""
+
+    device: int
+    unit: Unit
+    seconds: float
+    failed: bool = False  # its `Failed` or `DidNotFit` comes: nothing may go on from it
+    stored: bool = False  # what it left is in DRAM already: no `Stored` comes
+
+
+class Stored(NamedTuple):
+    """Everything later units need from a unit is in DRAM."""
+
+    unit: Unit
+
+
+class StepCommitted(NamedTuple):
+    """A batch's results are part of the task's state; for a training batch, updates may start."""
+
+    task: str
+    training: bool
+
+
+class ShardUpdated(NamedTuple):
+    """A shard's optimizer step is through."""
+
+    task: str
+    shard: int
+
+
+class Failed(NamedTuple):
+    """Something of a task raised, and it begins nothing more: a unit (after its `Computed`), its commit, an update."""
+
+    task: str
+    error: BaseException
+    where: str
+    unit: Unit | None = None
+    commit: bool = False  # its commit, or its fit
+
+
+class DidNotFit(NamedTuple):
+    """A unit raised (after its `Computed`), and the step in progress starts again: cut finer where memory ran short."""
+
+    unit: Unit
+
+
+class Fitted(NamedTuple):
+    """The batch in hand fits, with these chains and shards from now on, and is begun from its first unit."""
+
+    task: str
+    training: tuple[tuple[str, int], ...]
+    evaluation: tuple[tuple[str, int], ...]
+    needs: tuple[tuple[int, ...], ...]
+    updates: tuple[int, ...]
+    unit_s: dict[tuple[str, int], float]
+    spreads: tuple[Spread, ...] = (Spread(),)
+    is_retried: bool = False  # nothing has changed: a batch that was read before this fits as it did
+
+
+class DataFailed(NamedTuple):
+    """The reader raised. What was read before is still trained on, as the plain loop would have."""
+
+    task: str
+    error: BaseException
+    where: str
+
+
+class DeviceAdded(NamedTuple):
+    """A device may be used."""
+
+    device: int
+
+
+class TaskStopped(NamedTuple):
+    """One task shall begin nothing new."""
+
+    task: str
+    uncommitted: bool = False  # said instead of `StepCommitted`
+
+
+class StopRequested(NamedTuple):
+    """Nothing new shall begin; what was committed is finished."""
+
+
+Event: TypeAlias = (
+    "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
+    " | DidNotFit | Fitted | DeviceAdded | TaskStopped | StopRequested"
+)
+
+
+class Load(NamedTuple):
+    """Begin to bring a unit's shard to a device: the device's claim."""
+
+    device: int
+    unit: Unit
+
+
+class Drop(NamedTuple):
+    """Revoke a claim."""
+
+    device: int
+    unit: Unit
+
+
+class Run(NamedTuple):
+    """Compute the device's claim."""
+
+    device: int
+    unit: Unit
+
+
+class Read(NamedTuple):
+    """Get the next batch."""
+
+    task: str
+
+
+class Begin(NamedTuple):
+    """Make the batch that was read the step in progress, in so many parts."""
+
+    task: str
+    step: int
+    num_parts: int = 1
+
+
+class Fit(NamedTuple):
+    """See that the batch in hand fits, cut finer where it does not, and begin it: the one read, or the one in progress.
+
+    `unit`: where a device ran out of memory, or that is tried again.
+    """
+
+    task: str
+    unit: Unit | None
+
+
+class Commit(NamedTuple):
+    """Take the step in progress over into the task's state."""
+
+    task: str
+    training: bool
+
+
+class Update(NamedTuple):
+    """Step the optimizer on one shard."""
+
+    task: str
+    shard: int
+
+
+class Finish(NamedTuple):
+    """Nothing of the task is under way any more: give its weights back."""
+
+    task: str
+
+
+Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Finish"

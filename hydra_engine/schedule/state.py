@@ -1,0 +1,290 @@
+"""State of a scheduler: how far tasks and the parts of their steps are, what devices have, and who is next.
+
+Nothing is searched through: queues of tasks are ordered by key, those of devices by number. Where there are more
+devices than tasks, an exact dynamic program shares them out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded
+from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
+
+
+def allocate(remaining_s: Sequence[float], speedups: Sequence[Sequence[float]], num_devices: int) -> list[int]:
+    """The number of devices for each task, at least 1, at most `num_devices` together.
+
+    Of all such numbers those under which the last task is through soonest; among them those under which the tasks take
+    least time together; then the fewest devices for the tasks that came first.
+
+    Args:
+        remaining_s: by task, seconds that it has left on one device.
+        speedups: by task, how many times shorter its steps are on 1, 2, ... devices; it gets no more than these.
+        num_devices: at least as many as there are tasks.
+
+    Takes time in proportion to the speedups x devices. Raises ValueError for fewer devices than tasks, or no speedup
+    given.
+    """
+    num_tasks = len(remaining_s)
+    if num_devices < num_tasks:
+        raise ValueError(f"devices: {num_devices} for {num_tasks} tasks; at least one for each")
+    if any(not each or not min(each) > 0 for each in speedups):
+        raise ValueError(f"speedups: {speedups!r}; give each task one above 0 for each number of devices from 1 on")
+    if not num_tasks:
+        return []
+    num_free = num_devices - num_tasks  # beside one for each
+    seconds = [
+        [left_s / each for each in faster[: num_free + 1]] for left_s, faster in zip(remaining_s, speedups, strict=True)
+    ]
+    last_s = _soonest(seconds, num_free)
+    # least[k]: seconds of the tasks from this one on, with k devices beside one for each; the last task first.
+    least, choices = np.zeros(num_free + 1), []
+    for of_task in reversed(seconds):
+        costs = np.full((len(of_task), num_free + 1), np.inf)
+        for more, each in enumerate(of_task):
+            if each <= last_s:
+                costs[more, more:] = least[: num_free + 1 - more] + each
+        choices.append(costs.argmin(axis=0))  # of equals the fewest devices
+        least = costs.min(axis=0)
+    numbers = []
+    for choice in reversed(choices):
+        more = int(choice[num_free])
+        numbers.append(1 + more)
+        num_free -= more
+    return numbers
+
+
+def _soonest(seconds: Sequence[Sequence[float]], num_free: int) -> float:
+    """When the last task can be through, with so many devices beside one for each."""
+    times = sorted({each for of_task in seconds for each in of_task})
+
+    def is_enough(last_s: float) -> bool:
+        fewest = (next((k for k, each in enumerate(of_task) if each <= last_s), num_free + 1) for of_task in seconds)
+        return sum(fewest) <= num_free
+
+    return times[bisect_left(times, True, key=is_enough)]
+
+
+T = TypeVar("T", bound=Hashable)
+
+Entry: TypeAlias = "tuple[Any, int, T]"
+
+# Entries that were taken back stay in the heap until they come up, or until there are this many more than members.
+MAX_STALE = 64
+
+
+class ReadyQueue(Generic[T]):
+    """Members by key, the lowest first and among equals the first to be put; O(log n) for each change.
+
+    Memory is that of the members now in it, however many came and went.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[Entry[T]] = []
+        self._entries: dict[T, Entry[T]] = {}
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, member: T, key: Any) -> None:
+        """Add a member, or give it another key."""
+        entry = (key, next(self._serial), member)
+        self._entries[member] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
+            self._heap = list(self._entries.values())
+            heapify(self._heap)
+
+    def discard(self, member: T) -> None:
+        """Take a member out, if it is in."""
+        self._entries.pop(member, None)
+
+    def first(self, num: int) -> list[T]:
+        """So many members with the lowest keys, in their order; O(num log num)."""
+        self.best()
+        found: list[T] = []
+        frontier = [(self._heap[0], 0)] if self._heap else []  # of the heap, from its root down
+        while frontier and len(found) < num:
+            entry, k = heappop(frontier)
+            if self._entries.get(entry[2]) is entry:
+                found.append(entry[2])
+            for child in (2 * k + 1, 2 * k + 2):
+                if child < len(self._heap):
+                    heappush(frontier, (self._heap[child], child))
+        return found
+
+    def best(self) -> T | None:
+        """The member with the lowest key."""
+        if not self._entries:
+            self._heap.clear()  # also of keys that could not be compared
+        while self._heap:
+            entry = self._heap[0]
+            if self._entries.get(entry[2]) is entry:
+                return entry[2]
+            heappop(self._heap)
+        return None
+
+
+# Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
+# at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
+NEWEST, MOST_TIMES = 0.3, 2.0
+
+
+# Where each part's gradients go down by themselves, those that come before their turn wait in DRAM: a part's backward
+# is at most so many units ahead of that of the part before it.
+MOST_AHEAD = 2
+
+
+@dataclass(eq=False)
+class Part:
+    """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
+
+    task: ScheduledTask
+    index: int = 0
+    share: float = 1.0  # of the batch
+    before: Part | None = None  # the micro-batches before these
+    after: Part | None = None
+    position: int = 0  # of the first unit that was not begun
+    computing: ScheduledDevice | None = None  # has the unit before `position`
+    storing: int = 0  # units before `position` that are on their way to DRAM
+    near: ScheduledDevice | None = None  # which computed them, where the part can go on meanwhile
+    charged_s: float = 0.0  # to the task, for the unit that is computed
+    num_passed: int = 0  # by units that came after it and had their shards on the device
+    ready_order: int = 0
+    offer: Unit | None = None  # load-ready
+    key: Any = None  # of the offer
+    claim: ScheduledDevice | None = None  # who has claimed the offer
+    queue: ReadyQueue[Part] | None = None  # which the part is in
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit is on a device, or on its way to DRAM."""
+        return self.computing is not None or self.storing > 0
+
+    @property
+    def num_stored(self) -> int:
+        """Units of its chain that are through."""
+        return self.position - (self.computing is not None) - self.storing
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the offered unit waits for no other part's."""
+        task, before = self.task, self.before
+        if before is None:
+            return True
+        node, spread = task.chain[self.position], task.spread
+        if node in spread.ordered:
+            return before.num_stored > self.position
+        return spread.in_sums or node[0] == FORWARD or before.num_stored + MOST_AHEAD >= self.position
+
+    def next_unit(self) -> Unit | None:
+        """The unit that could be loaded now."""
+        task = self.task
+        if task.over or self.position >= len(task.chain):
+            return None
+        kind, shard = task.chain[self.position]
+        return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
+
+
+@dataclass(eq=False)
+class ScheduledTask:
+    added: TaskAdded
+    order: int
+    chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
+    parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
+    step: int = 0
+    training: bool = True
+    committing: bool = False
+    fitting: bool = False
+    misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
+    has_read: bool = False  # the batch after this one was asked for
+    stale: set[int] = field(default_factory=set)  # shards whose update is not through
+    next_batch: BatchReady | None = None
+    ended: bool = False  # no more batches
+    over: bool = False  # failed or stopped: begins nothing more
+    ends_at_commit: bool = False  # it is stopped, in a step that has updated shards already
+    finished: bool = False
+    num_steps_done: int = 0
+    unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    step_s: float = 0.0  # of a training batch
+    left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
+    counted_s: float = 0.0  # of what is left, in the scheduler's sum
+    used_s: float = 0.0
+    served_order: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a unit of any part is on a device, or on its way to DRAM."""
+        return any(part.under_way for part in self.parts)
+
+    @property
+    def is_releasing(self) -> bool:
+        """Whether shards are updated before the step in progress is committed, and some may have been."""
+        has_begun = any(kind in (FUSED, BACKWARD) for p in self.parts for kind, _ in self.chain[: p.position])
+        return self.added.early_release and self.training and has_begun
+
+    @property
+    def spread(self) -> Spread:
+        """How the batch in progress is spread."""
+        return self.added.spreads[len(self.parts) - 1]
+
+    def num_stored(self) -> int:
+        """Units of the chain that are through in every part."""
+        if len(self.parts) == 1:
+            return self.parts[0].num_stored
+        return min(part.num_stored for part in self.parts)
+
+    def is_fresh(self, shard: int) -> bool:
+        return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
+
+    def estimate(self) -> None:
+        """Add up a new chain's times, as they are estimated now."""
+        left_s = [0.0]
+        for node in reversed(self.chain):
+            left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
+        self.left_s = left_s[::-1]
+        in_training = self.training and bool(self.chain)
+        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
+
+    def remaining_s(self) -> float:
+        """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
+        num_steps = self.added.num_steps
+        if num_steps is None:  # the loader does not say: as many again as so far
+            num_steps = 2 * self.num_steps_done + 2
+        to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
+        if not self.chain:
+            left_s = 0.0
+        elif len(self.parts) == 1:
+            left_s = self.left_s[self.parts[0].position]
+        else:
+            left_s = sum(part.share * self.left_s[part.position] for part in self.parts)
+        return to_come * self.step_s + left_s
+
+    def measured(self, node: tuple[str, int], seconds: float) -> None:
+        """Take a measurement of a unit into its estimate."""
+        estimate = self.unit_s.get(node, 0.0)
+        if estimate <= 0:
+            self.unit_s[node] = seconds
+            return
+        seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
+        self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
+
+
+@dataclass(eq=False)
+class ScheduledDevice:
+    index: int
+    running: Unit | None = None
+    part: Part | None = None  # whose unit is running
+    claim: Part | None = None  # whose offer is claimed
+    near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+    in_idle: bool = False
+    in_wanting: bool = False

@@ -1,0 +1,236 @@
+"""Two locks: one of a folder that ends with its process, one of threads that can be taken away."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hydra_engine.errors import CheckpointError
+
+# A turn apart and a turn beside wait for each other no longer than this; then they go on together, and are told.
+PATIENCE_S = 2.0
+
+
+class TakenAway(RuntimeError):
+    """The lock was taken away from this thread while it was at work: it was left behind, and nobody waits for it."""
+
+
+class Beside:
+    """One thread's turn beside others."""
+
+    def __init__(self, had_company: bool) -> None:
+        self.thread = threading.get_ident()
+        self.had_company = had_company  # another turn beside, or a call of the user's, overlapped with it
+        self.is_in_doubt = False  # a turn apart overlapped with it, and changed what it guards
+        self.is_passed = False  # nobody waits for its end any more
+
+
+class Hold:
+    """One thread's turn. `settle` runs what must happen within it: never after its end, nor while another ends it."""
+
+    def __init__(self, mutex: threading.Lock, *, apart: bool) -> None:
+        self.thread = threading.get_ident()
+        self.put_back: list[Callable[[], None]] = []  # of what it has replaced; called by whoever takes the lock away
+        self.is_over = False
+        self.is_apart = apart
+        self.number = math.inf  # of all turns: those beside that came before it go first
+        self.has_begun = False  # apart, it has waited for them
+        self.is_passed = False  # turns beside it wait for its end no more
+        self.met: list[Beside] = []  # that overlapped with it
+        self.outside: Any = None  # what it has replaced first, where it says so
+        self._mutex = mutex
+
+    def settle(self, job: Callable[[], None]) -> None:
+        """Run `job`, short and of ours, unless the lock was taken away; then raises TakenAway."""
+        with self._mutex:
+            if self.is_over:
+                raise TakenAway(f"thread {threading.current_thread().name!r} came back too late, and was left behind")
+            job()
+
+
+class RevocableLock:
+    """`with lock.held() as hold`: reentrant, for any thread; `take_from(thread)`: from a thread that hangs inside.
+
+    A lock of the interpreter's that any thread may release; on top of it, who holds it. Under `_mutex`, which is held
+    for moments only, a turn ends: by its own thread, or by the one that takes it away, never by both.
+
+    `with lock.beside() as turn`: many threads at a time, in turns with those that hold the lock apart. Neither kind
+    waits for the other for longer than `PATIENCE_S`, so that whoever waits for a third party inside stops nobody.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
+        self._changed = threading.Condition(self._mutex)
+        self._hold: Hold | None = None
+        self._beside: list[Beside] = []
+        self._waiting: list[int] = []  # turns beside that have not begun, by number
+        self._number = 0  # of the last turn that came
+        self._num_calls = 0  # of the user's, in other threads, that are under way
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds it now."""
+        return not self._lock.locked()
+
+    @contextmanager
+    def held(self, *, apart: bool = False) -> Iterator[Hold]:
+        """Hold it for the body; `apart`: and from those who work beside. A thread that holds it keeps its hold."""
+        outer = self._hold
+        if outer is not None and outer.thread == threading.get_ident():
+            assert outer.is_apart or not apart
+            yield outer
+            return
+        taken: list[bool] = []
+        hold = Hold(self._mutex, apart=apart)
+        try:
+            # In one call of C: an exception out of a signal handler finds it taken and noted, or neither.
+            taken.extend(islice(iter(self._lock.acquire, None), 1))
+            self._hold = hold
+            if apart:
+                self._part(hold)
+            yield hold
+        finally:
+            with self._mutex:
+                if taken and not hold.is_over:
+                    self._end(hold)
+
+    def _part(self, hold: Hold) -> None:
+        with self._changed:
+            hold.number = self._number = self._number + 1
+            self._changed.wait_for(lambda: self._is_alone(hold), PATIENCE_S)
+            hold.has_begun = True
+            hold.met.extend(self._others())
+            for each in hold.met:
+                each.is_passed = True
+
+    def _is_alone(self, hold: Hold) -> bool:
+        return all(each.is_passed for each in self._others()) and all(each > hold.number for each in self._waiting)
+
+    def _others(self) -> list[Beside]:
+        return [each for each in self._beside if each.thread != threading.get_ident()]
+
+    @contextmanager
+    def beside(self) -> Iterator[Beside]:
+        """Work beside others, and apart from whoever holds it apart."""
+        turn: list[Beside] = []
+        try:
+            with self._changed:
+                self._wait_beside()
+                turn.append(Beside(bool(self._beside or self._num_calls)))
+                self._note_company()
+                self._beside += turn
+                if self._hold is not None and self._hold.is_apart and self._hold.has_begun:
+                    self._hold.is_passed = True
+                    self._hold.met += turn
+            yield turn[0]
+        finally:
+            with self._changed:
+                self._beside = [each for each in self._beside if each not in turn]
+                self._changed.notify_all()
+
+    def _wait_beside(self) -> None:
+        number = self._number = self._number + 1
+        self._waiting.append(number)
+        try:
+            self._changed.wait_for(lambda: self._may_begin(number), PATIENCE_S)
+        finally:
+            self._waiting.remove(number)
+
+    def _may_begin(self, number: int) -> bool:
+        hold = self._hold
+        is_first = hold is not None and not hold.has_begun and number < hold.number
+        return hold is None or not hold.is_apart or hold.is_passed or is_first
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the user's that may draw itself: who works beside has company."""
+        with self._mutex:
+            self._num_calls += 1
+            self._note_company()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._num_calls -= 1
+
+    def _note_company(self) -> None:
+        for each in self._beside:
+            each.had_company = True
+
+    def look(self, job: Callable[[Hold | None], None]) -> None:
+        """Run `job`, short and of ours, with the hold of now, which meanwhile neither begins nor ends a change."""
+        with self._mutex:
+            job(self._hold)
+
+    def take_from(self, thread: int | None) -> bool:
+        """Take it away from the thread of this identifier, and put back what that has replaced; False: not its holder.
+
+        That thread may still be at work, and what it does outside of `settle` cannot be prevented.
+        """
+        with self._changed:
+            self._beside = [each for each in self._beside if each.thread != thread]
+            self._changed.notify_all()
+            hold = self._hold
+            if hold is None or hold.is_over or hold.thread != thread:
+                return False
+            while hold.put_back:
+                hold.put_back.pop()()
+            self._end(hold)
+            return True
+
+    def _end(self, hold: Hold) -> None:
+        hold.is_over = True
+        self._hold = None
+        self._lock.release()
+        self._changed.notify_all()
+
+
+class FolderLock:
+    """Held from here to `release`; raises CheckpointError, naming the holder, while another one is held."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        except BlockingIOError as error:
+            holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "another process"
+            self.release()
+            raise CheckpointError(
+                f"{path.parent} is in use by {holder}, and one run at a time writes there; end that one, or give this "
+                f"one a directory of its own"
+            ) from error
+        except BaseException:
+            self.release()
+            raise
+        # A forked child (a loader's worker) has the lock too, and would hold it after its parent was killed.
+        os.register_at_fork(after_in_child=partial(_release_inherited, weakref.ref(self)))
+
+    @property
+    def is_held(self) -> bool:
+        """Until `release`, and never in a forked child."""
+        return self._descriptor >= 0
+
+    def release(self) -> None:
+        """Once or more often."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _release_inherited(reference: weakref.ref[FolderLock]) -> None:
+    lock = reference()
+    if lock is not None:
+        lock.release()

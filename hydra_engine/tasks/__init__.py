@@ -1,0 +1,52 @@
+"""The things that a user gives and gets: tasks, callbacks, reports."""
+
+from hydra_engine.tasks.callback import Callback, begin_epochs
+from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined
+from hydra_engine.tasks.model_watch import ModelWatch
+from hydra_engine.tasks.report import (
+    AGAIN,
+    FAILED,
+    FINISHED,
+    STOPPED,
+    CheckpointReport,
+    DeviceReport,
+    Evaluation,
+    Plan,
+    Report,
+    Retry,
+    Revision,
+    TaskPlan,
+    TaskReport,
+    table,
+)
+from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
+from hydra_engine.tasks.task import Model, ModelTask, check_optimizer_needs_no_closure
+
+__all__ = [
+    "AGAIN",
+    "FAILED",
+    "FINISHED",
+    "STOPPED",
+    "Callback",
+    "CheckpointReport",
+    "DeviceReport",
+    "Evaluation",
+    "EvaluationMeans",
+    "EvaluationTask",
+    "MicroBatch",
+    "Model",
+    "ModelTask",
+    "ModelWatch",
+    "Plan",
+    "Report",
+    "Retry",
+    "Revision",
+    "TaskPlan",
+    "TaskReport",
+    "batch_size",
+    "begin_epochs",
+    "check_optimizer_needs_no_closure",
+    "joined",
+    "split",
+    "table",
+]

@@ -1,0 +1,129 @@
+"""A task that trains nothing: a loader is evaluated, or predicted on, through the same shards.
+
+Its figures are means over batches, kept as sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydra_engine.tasks.report import Evaluation
+from hydra_engine.tasks.task import ModelTask
+from partitioners import Partitioner
+
+
+class EvaluationMeans:
+    """Takes in an evaluation's batches one by one, in their order.
+
+    The loss is the mean of the batches' losses weighted by their samples, or by what the user's own reduction counts,
+    or, where losses are sums, their sum; metrics are weighted by samples. Added up in the plain loop's order, one after
+    the other: `sum` would round otherwise in some versions of Python.
+    """
+
+    def __init__(self, *, sums_losses: bool) -> None:
+        self._sums_losses = sums_losses
+        self._loss = 0.0
+        self._weight = 0.0
+        self._metrics: dict[str, float] = {}
+        self._num_samples = 0
+        self._num_parts = 1
+
+    def add(
+        self, loss: float, weight: float, metrics: Mapping[str, float], num_samples: int, num_parts: int = 1
+    ) -> None:
+        """Take in a batch; `weight` is that of its loss."""
+        self._num_parts = max(self._num_parts, num_parts)
+        self._loss += loss if self._sums_losses else loss * weight
+        self._weight += weight
+        for name, value in metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value * num_samples
+        self._num_samples += num_samples
+
+    def result(self) -> Evaluation:
+        """The figures of what was taken in."""
+        loss = self._loss if self._sums_losses else self._loss / (self._weight or 1.0)
+        metrics = {name: total / (self._num_samples or 1) for name, total in self._metrics.items()}
+        return Evaluation(loss=loss, metrics=metrics, num_samples=self._num_samples, num_parts=self._num_parts)
+
+
+def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The metrics of one batch that was evaluated in parts, each with its number of samples."""
+    if len(parts) == 1:
+        return dict(parts[0][1])
+    num_samples = sum(size for size, _ in parts) or 1
+    return {name: sum(size * part[name] for size, part in parts) / num_samples for name in parts[0][1]}
+
+
+class EvaluationTask(ModelTask):
+    """Reads one loader once, as a task's validation, from a fresh random stream of the task's seed.
+
+    Its weights are borrowed: nothing that the run leaves is kept. A model without a trainable parameter will do.
+    """
+
+    trains = False
+
+    def __init__(self, model: Any, loss_fn: Callable[[Any, Any], Tensor], loader: Iterable[Any], **options: Any):
+        if isinstance(loader, (Tensor, nn.Module)) or not (
+            hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        ):
+            raise TypeError(
+                f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
+            )
+        super().__init__(model, loss_fn, (), validation=loader, **options)
+
+    @classmethod
+    def of(
+        cls,
+        task: ModelTask,
+        loader: Iterable[Any],
+        metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
+    ) -> EvaluationTask:
+        """A task's model and loss on another loader; `metrics`: other than the task's own."""
+        return cls(
+            task.model,
+            task.loss_fn,
+            loader,
+            partitioner=task.partitioner,
+            precision=task.precision,
+            loss_reduction=task.loss_reduction,
+            seed=task.seed,
+            unpack=task.unpack,
+            split=task.split,
+            metrics=task.metrics if metrics is None else metrics,
+            loader_timeout_s=task.loader_timeout_s,
+            loader_alone=task.loader_alone,
+        )
+
+    @classmethod
+    def predicting(
+        cls,
+        model: nn.Module | Iterable[nn.Module],
+        loader: Iterable[Any],
+        *,
+        unpack: Callable[[Any], Any] | None,
+        partitioner: Partitioner | str | None,
+        precision: str,
+        seed: int,
+    ) -> EvaluationTask:
+        """What gives a model's outputs; `unpack` picks the inputs of a batch."""
+        if unpack is not None and not callable(unpack):
+            raise TypeError(f"unpack: {unpack!r} is not callable; give a function")
+
+        def inputs_alone(batch: Any) -> tuple[Any, None]:
+            return batch if unpack is None else unpack(batch), None
+
+        task = cls(
+            model, _no_loss, loader, partitioner=partitioner, precision=precision, seed=seed, unpack=inputs_alone
+        )
+        task.predicts = True
+        return task
+
+    def _check_trainable(self) -> None:
+        """Nothing has to be."""
+
+
+def _no_loss(output: Any, target: Any) -> Tensor:
+    raise AssertionError("a prediction has no loss")

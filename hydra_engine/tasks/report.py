@@ -1,0 +1,300 @@
+"""What a user gets back: the plan before training, the report after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hydra_engine.schedule import EVALUATE, Placed, Unit
+from hydra_engine.system import HostThreads
+from hydra_engine.trace import Span
+from partitioners import format_bytes
+
+# The lane of a span that says that a step began again.
+AGAIN = "again"
+
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """How one task will run."""
+
+    name: str
+    boundaries: list[int]  # cumulative end indices of the shards
+    shard_bytes: list[int]  # device bytes each shard needs to run: slab and the largest of its units
+    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, a step and its parts
+    accumulation_steps: int
+    step_s: float  # compute of one step, from one metered run of the sample
+    optimizer_device: str = "host"  # or "device"
+    speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
+    shares_cores: bool = False  # devices are emulated: predicted as if each had the host's cores to itself
+    one_device_because: str = ""  # why it is never spread
+    graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
+    launch_share: float | None = None  # of the time that a device works, that launching takes; None: it is the same
+    ceilings: str = ""  # where the link's rates come from; "": the user stated them
+
+    @property
+    def _spread(self) -> str:
+        if self.one_device_because:
+            return f"a step uses one device at a time: {self.one_device_because}"
+        number = max(range(len(self.speedups)), key=lambda k: self.speedups[k]) + 1
+        faster = f"{self.speedups[number - 1]:.2g} times faster than on one"
+        if self.shares_cores:
+            faster += ", had each device cores of its own"
+        return f"where tasks are fewer than devices, a step uses up to {number}, then {faster}"
+
+    def _launches(self, num_devices: int) -> str:
+        """What the interpreter takes; all devices' kernels are launched by the one that there is."""
+        assert self.launch_share is not None
+        text = f"launching takes {self.launch_share:.0%} of the time that a device works"
+        if self.launch_share > 1 / num_devices:
+            text += (
+                f", more than 1/{num_devices}: the interpreter binds, and not the devices; give larger micro-batches"
+            )
+        return text
+
+    @property
+    def dram_bytes(self) -> int:
+        """All of the task's DRAM."""
+        return sum(self.dram.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the tasks will run; prints as a table."""
+
+    tasks: dict[str, TaskPlan]
+    devices: list[str]
+    host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON."""
+        tasks = {name: {**vars(plan), "dram_bytes": plan.dram_bytes} for name, plan in self.tasks.items()}
+        return {"tasks": tasks, "devices": self.devices, "text": str(self)}
+
+    def __str__(self) -> str:
+        rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
+        for plan in self.tasks.values():
+            sizes = [last - first for first, last in zip([0, *plan.boundaries], plan.boundaries, strict=False)]
+            rows.append(
+                (
+                    plan.name,
+                    str(len(sizes)),
+                    _short(sizes),
+                    format_bytes(max(plan.shard_bytes)),
+                    str(plan.accumulation_steps),
+                    format_bytes(plan.dram_bytes),
+                )
+            )
+        lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
+        lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
+        launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
+        lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
+        if len(self.devices) > 1:
+            alike: dict[str, list[str]] = {}
+            for plan in self.tasks.values():
+                alike.setdefault(plan._spread, []).append(plan.name)
+            lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
+        lines += [str(self.host)] if self.host is not None else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revision:
+    """A change of a task's partition, or of its number of micro-batches, while it trained: memory had run short.
+
+    Or, where both are as before, that evaluation batches of some size are computed in parts.
+    """
+
+    step: int  # training steps committed before it took effect
+    boundaries: list[int]  # cumulative end indices from then on
+    accumulation_steps: int  # micro-batches per step from then on
+    reason: str
+
+    def __str__(self) -> str:
+        number = self.accumulation_steps
+        micro_batches = f"{number} micro-batch{'es' if number > 1 else ''}"
+        return f"from step {self.step} on {len(self.boundaries)} shards, {micro_batches}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """Something of a task raised, and was tried again."""
+
+    step: int  # whose unit or update it was; of a loader or an evaluation: training steps committed before
+    where: str  # the unit, or "its optimizer, shard 2,", or "its loader"
+    error: str  # type and first line
+
+    def __str__(self) -> str:
+        return f"at step {self.step} {self.where} was tried again: {self.error}"
+
+
+@dataclass(kw_only=True)
+class TaskReport:
+    """What became of one task.
+
+    Attributes:
+        skipped_steps: of float16 those whose gradients were not all finite; with nonfinite="skip" those whose loss was
+            not finite. Each has its place in `losses`.
+        error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
+    """
+
+    name: str
+    seed: int
+    status: str = STOPPED  # "finished", "failed" or "stopped"
+    steps: int = 0  # committed
+    losses: list[float] = field(default_factory=list)  # one per step
+    validation_losses: list[float] = field(default_factory=list)  # one per validation
+    validation_steps: list[int] = field(default_factory=list)  # by validation: training steps committed before it
+    validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per validation
+    loss_scales: list[float] = field(default_factory=list)  # float16: one per step
+    skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see above
+    retries: list[Retry] = field(default_factory=list)  # at most max_retries; after a resume as many again
+    revisions: list[Revision] = field(default_factory=list)
+    ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
+    error: str | None = None
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Figures of a model on a loader.
+
+    num_parts: the most that a batch was computed in, since it was too large for one layer alone. Where it is above 1,
+    figures may differ from the plain loop's: in their last bits, or more if a layer, the loss or a metric does not
+    treat each sample by itself.
+    """
+
+    loss: float
+    metrics: dict[str, float]  # by name
+    num_samples: int
+    num_parts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceReport:
+    """What one device did."""
+
+    name: str
+    busy_s: float  # seconds its compute lane worked
+    loaded_bytes: int
+    stored_bytes: int
+    peak_bytes: int
+    memory_bytes: int
+    launch_s: float | None = None  # seconds in which the interpreter handed it kernels; None: that is computing
+    device_s: float | None = None  # seconds from a unit's first kernel to its last one's end
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReport:
+    """What a run has saved, and what that cost it."""
+
+    num_saved: int = 0  # checkpoints, those at tasks' ends too
+    num_failed: int = 0  # that the directory did not take
+    num_bytes: int = 0  # written; what was linked is not
+    write_s: float = 0.0  # in which they were written, beside all other work
+    copied_bytes: int = 0  # since they changed before they were written
+    held_s: float = 0.0  # that updates, commits and stores waited for saves, all threads together
+    path: str | None = None  # of the last one
+    messages: tuple[str, ...] = ()  # what went wrong; also in Report.messages
+
+    def __str__(self) -> str:
+        rate = format_bytes(int(self.num_bytes / self.write_s)) + "/s" if self.write_s else "-"
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        return (
+            f"checkpoints: {self.num_saved} saved{failed}, {format_bytes(self.num_bytes)} at {rate}, "
+            f"{format_bytes(self.copied_bytes)} copied, which held up {self.held_s:.2f} s"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What became of a run; prints as two tables.
+
+    Attributes:
+        spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
+            task) and updates ("update", labelled "task.shard"), and steps that began again ("again", labelled with the
+            unit that stopped them); of a long run the last 100,000.
+
+    After a resume, what a task's report lists begins with its first step; all other figures are of this call alone.
+    """
+
+    makespan_s: float
+    tasks: dict[str, TaskReport]
+    devices: list[DeviceReport]
+    spans: Sequence[Span] = field(default=(), repr=False)
+    host: HostThreads | None = None  # the run's threads and cores
+    checkpoints: CheckpointReport | None = None  # where a directory was given for them
+    messages: Sequence[str] = ()  # what a resume found, batches it is in doubt about, what could not be saved
+
+    @property
+    def schedule(self) -> list[Placed]:
+        """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`.
+
+        Of a step that began again, what was computed then.
+        """
+        indices = {device.name: index for index, device in enumerate(self.devices)}
+        steps: dict[tuple[str, bool, int], dict[Unit, Placed]] = {}
+        for span in self.spans:
+            if span.lane in ("compute", AGAIN):
+                unit = Unit.parse(span.label)
+                step = (unit.task, unit.kind == EVALUATE, unit.step)
+                if span.lane == AGAIN:
+                    steps.pop(step, None)
+                else:
+                    placed = Placed(unit, indices[span.device], span.start_s, span.end_s)
+                    steps.setdefault(step, {})[unit] = placed
+        return sorted((placed for units in steps.values() for placed in units.values()), key=lambda each: each.end_s)
+
+    def raise_failures(self) -> None:
+        """Raise the first failed task's exception, if any."""
+        for task in self.tasks.values():
+            if task.status == FAILED:
+                assert task.exception is not None
+                raise task.exception
+
+    def __str__(self) -> str:
+        rows = [("task", "status", "steps", "loss", "validation")]
+        for task in self.tasks.values():
+            rows.append((task.name, task.status, str(task.steps), _ends(task.losses), _ends(task.validation_losses)))
+        columns = [("device", "busy", "loaded", "stored", "peak of budget")]
+        launches = [
+            f"{device.name}: launching took {device.launch_s / device.device_s:.0%} of the time that it worked"
+            for device in self.devices
+            if device.launch_s is not None and device.device_s
+        ]
+        for device in self.devices:
+            peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
+            columns.append(
+                (
+                    device.name,
+                    f"{device.busy_s / max(self.makespan_s, 1e-9):.0%}",
+                    format_bytes(device.loaded_bytes),
+                    format_bytes(device.stored_bytes),
+                    peak,
+                )
+            )
+        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in (*task.revisions, *task.retries)]
+        end = [str(self.host)] if self.host is not None else []
+        end += [str(self.checkpoints)] if self.checkpoints is not None else []
+        end.append(f"makespan {self.makespan_s:.1f} s")
+        return "\n".join([*table(rows), *([""] if told else []), *told, "", *table(columns), *launches, *end])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of text as lines with aligned columns; the first row is the head."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _short(sizes: list[int]) -> str:
+    return " ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _ends(values: list[float]) -> str:
+    return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"

@@ -1,0 +1,354 @@
+"""Streams one device's shards and boundaries between DRAM and the device. Knows which shard is in which slab."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from hydra_engine.data import Boundary, check_indices, extent_bytes, flat, identical, place_for, residue, with_bits_of
+from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
+from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Shard, TaskState
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
+from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
+
+# What of a boundary is kept on a device; keeping less costs more than copying it again.
+VALUE, GRADIENT = "value", "gradient"
+LEAST_KEPT_BYTES = 2**12
+
+
+Pairs: TypeAlias = "list[tuple[Tensor, Tensor]]"  # target and source
+
+
+class Copies(NamedTuple):
+    """Copies to be made."""
+
+    loads: Pairs  # across the link
+    on_device: Pairs
+
+
+class Arriving(NamedTuple):
+    """An input of one micro-batch, and the copies that are still to be made into it."""
+
+    micro: MicroInput
+    copies: Copies
+
+
+class Spiller:
+    """Copies for one device; called in its load and store lanes."""
+
+    def __init__(self, device: OpenDevice, residents: Residents) -> None:
+        self._device = device
+        self._residents = residents
+
+    def load_slab(self, state: TaskState, shard: Shard, trainable: bool, make_room: Callable[[], bool]) -> Slab:
+        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece.
+
+        make_room: makes some in the arena; False: there is nothing that could.
+        """
+        base = 0 if trainable else shard.own_bytes
+        num_bytes = shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes
+        slab = self._device.take_slab(num_bytes, make_room)
+        try:
+            try:
+                pairs = []
+                for piece in shard.pieces:
+                    if piece.trainable == trainable:
+                        for start, source in state.pool.sources(piece):
+                            pairs.append((slab.bytes(piece.target - base + start, len(source)), source))
+                self._device.copy(LOAD, pairs)
+            finally:
+                self._device.finish()
+        except BaseException:
+            self._device.give_slab_back(slab)
+            raise
+        return slab
+
+    def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
+        """A shard's parameters, by slot, in its slabs by whether they are trainable."""
+        found = {}
+        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+            slot = state.layout.slots[index]
+            slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
+            found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
+        return found
+
+    def unload(self, slab: Slab) -> None:
+        """Give a slab back."""
+        self._device.give_slab_back(slab)
+
+    def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
+        """The buffers that a shard's forward begins with; a shard below may have changed a shared one.
+
+        `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
+        """
+        sources = self._buffers(state, shard, part, after=after)
+        return {index: self._bring(tensor) for index, tensor in sources.items()}
+
+    def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
+        """Bytes that the same take on the device."""
+        return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
+
+    @staticmethod
+    def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
+        sources = state.staging.buffers_for(shard, part, state.pool.buffers)
+        if after:
+            sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
+        return sources
+
+    def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
+        """The gradients of the parts of the step before this one."""
+        parts = state.staging.parts
+        return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
+
+    def load_step(self, stepper: DeviceStepper, shard: Shard) -> DeviceStep:
+        """Bring what stepping a shard on the device takes."""
+        host = stepper.host_step(shard)
+        return DeviceStep(
+            masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
+            states={
+                index: {
+                    k: self._bring_state(v, is_read=not stepper.counts_on_device) if isinstance(v, Tensor) else v
+                    for k, v in state.items()
+                }
+                for index, state in host.states.items()
+            },
+        )
+
+    def store_step(
+        self, state: TaskState, stepper: DeviceStepper, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
+    ) -> None:
+        """Send what a step on the device left: weights, masters of narrow ones, and states."""
+        if not stepper.commits:
+            return
+        stepper.secure(shard.owned)
+        host = stepper.host_step(shard)
+        for slot in state.pool.owned(shard):
+            if slot.index not in stepped.states:
+                continue  # it received no gradient
+            self._send(state.pool.narrow(slot), views[slot.index])
+            if state.layout.narrow is not None:
+                self._send(slot.parameter.data, stepped.masters.get(slot.index, views[slot.index]))
+        states = {}
+        for index, after in stepped.states.items():
+            before = host.states[index]
+            states[index] = {
+                k: self._stored(before.get(k), v) if isinstance(v, Tensor) else v for k, v in after.items()
+            }
+        stepper.keep(shard, states)
+
+    def _stored(self, before: Any, tensor: Tensor) -> Tensor:
+        """A state in DRAM, in the place it had."""
+        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
+        if not kept or before.stride() != tensor.stride():
+            return self._sent(tensor)
+        self._send(before, tensor)
+        return cast("Tensor", before)
+
+    def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
+        """Room for what one micro-batch of a unit starts from; of what its forward did, nothing if that is there.
+
+        In the compute lane, so that the room is of its stream's memory, whichever lane fills it. Whoever drops it then
+        gives it to kernels that come after those that read it; of another stream's memory, the next input would be
+        copied over what kernels are still to read.
+        """
+        staging, j, copies = state.staging, shard.index, Copies([], [])
+        value = staging.entering(j, m)
+        value = value.around(() if has_graph else self._place_or_find(state, VALUE, j, m, value.tensors, copies))
+        micro = MicroInput(value=value, random=staging.random[j, m])
+
+        def placed(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+            return [None if each is None else self._place(each, copies.loads) for each in tensors]
+
+        def placed_all(value: Boundary) -> Boundary:
+            return value.around([self._place(each, copies.loads) for each in value.tensors])
+
+        micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
+        if state.is_last(shard) and not state.task.predicts:
+            micro.target = placed_all(staging.targets[m])
+            micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
+            micro.loss_scale = None if kind == EVALUATE else state.loss_scale
+        elif kind == BACKWARD:
+            gradients = staging.gradients_of(j + 1, m)
+            micro.gradients = self._place_or_find(state, GRADIENT, j + 1, m, gradients, copies)
+            for name in (*shard.arriving, *shard.leaving):
+                if name in shard.above:
+                    micro.skip_gradients[name] = placed(staging.gradients_of((name, shard.above[name]), m))
+        if kind not in (FORWARD, EVALUATE):
+            for slot, above in shard.upper.items():
+                gradient = staging.tied.get((slot, above, m))
+                if gradient is not None:
+                    micro.tied[slot] = self._place(gradient, copies.loads)
+        return Arriving(micro, copies)
+
+    def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
+        """Fill an input's room, in any lane."""
+        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
+            check_indices(state.staging.entering(0, m), state.index_limit, state.layout.names[0])
+        micro, copies = arriving
+        if copies.loads:
+            self._device.copy(LOAD, copies.loads, urgent=True)
+        for place, source in copies.on_device:
+            place.copy_(source)
+        if copies.on_device:
+            self._device.finish()  # before others let go of what it is copied from
+        return micro
+
+    def store_micro(self, state: TaskState, kind: str, shard: Shard, m: int, out: MicroOutput) -> None:
+        """Send what one micro-batch left to the step's staging."""
+        staging, j = state.staging, shard.index
+        if out.value is not None:
+            staging.put_boundary(j + 1, m, out.value, self._send, self._device.place)
+        if kind != BACKWARD:
+            staging.random[j + 1, m] = out.random
+        for name, value in out.skips.items():
+            staging.put_boundary(name, m, value, self._send, self._device.place)
+        for name, gradients in out.skip_gradients.items():
+            staging.put_gradients((name, j), m, gradients, self._send, self._device.place)
+        if out.gradients is not None:
+            staging.put_gradients(j, m, out.gradients, self._send, self._device.place)
+        for slot, gradient in out.tied.items():
+            staging.tied[slot, j, m] = None if gradient is None else self._sent(gradient)
+        if out.pieces and staging.parts is not None:
+            pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
+            self._device.finish()
+            staging.parts.add(j, m, pieces)
+        if out.loss is not None:
+            staging.losses[m] = float(out.loss)
+            staging.metrics[m] = {name: float(value) for name, value in out.metrics.items()}
+
+    def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
+        """Send the shard's gradients to DRAM."""
+        staging = state.staging
+        if out.gradients and staging.parts is not None:
+            _, end = staging.range_of(unit.part)
+            staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
+        elif out.gradients:
+            state.pool.lend_gradients(shard)
+            for slot, gradient in out.gradients.items():
+                staging.has_gradient[slot] = gradient is not None
+                if gradient is not None:
+                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
+
+    def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
+        """Send the buffers that a shard's forward changed to DRAM."""
+        if not out.buffers:
+            return
+        staging = state.staging
+        before = staging.buffers_for(shard, unit.part, state.pool.buffers)
+        # On the CPU, what did not change is not copied.
+        is_here = self._device.torch_device.type == "cpu"
+        after = out.buffers if is_here else {index: self._sent(value) for index, value in out.buffers.items()}
+        self._device.finish()
+        changed = {
+            index: value
+            for index, value in after.items()
+            if not identical(value, before[index]) or (is_here and residue(value) != residue(before[index]))
+        }
+        if staging.parts is not None and not state.changes_buffers(shard) and changed:
+            state.any_may_change = True
+            raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
+        for index, value in changed.items():
+            staging.buffers[index] = self._sent(value) if is_here else value
+
+    def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
+        # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
+        self._device.copy(STORE, [(place, gradient)])
+
+    def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
+        """Keep what entered a shard's forward for its backward, if there is room; `is_held`: its output is it, too."""
+        self._keep(state, VALUE, shard.index, m, tensors, shard, 0, is_held=is_held)
+
+    def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
+        """Keep what a unit left for the next one, if there is room; how many of the bytes granted for it that takes.
+
+        granted_bytes: still granted for it; 0: others have to be found.
+        """
+        j, shards = shard.index, state.shards
+        if out.value is not None and j + 1 < len(shards):
+            tensors = out.value.tensors
+            return self._keep(state, VALUE, j + 1, m, tensors, shards[j + 1], granted_bytes, is_held=out.is_held)
+        if out.gradients is not None and j > 0:
+            return self._keep(state, GRADIENT, j, m, out.gradients, shards[j - 1], granted_bytes)
+        return 0
+
+    def _keep(
+        self,
+        state: TaskState,
+        what: str,
+        j: int,
+        m: int,
+        tensors: Sequence[Tensor | None],
+        user: Shard,
+        granted_bytes: int,
+        *,
+        is_held: bool = False,
+    ) -> int:
+        present = [tensor for tensor in tensors if tensor is not None]
+        num_bytes = sum(map(extent_bytes, present))
+        if num_bytes < LEAST_KEPT_BYTES or not all(map(_is_compact, present)):
+            return 0
+        staging = state.staging
+        serial = staging.serial
+        key = (state.name, what, serial, j, m)
+
+        def next_use_s() -> float:
+            return state.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
+
+        kept = ([None if tensor is None else _alias(tensor) for tensor in tensors], is_held)
+        if num_bytes <= granted_bytes:
+            return num_bytes if self._residents.keep(key, kept, num_bytes, state.name, next_use_s) else 0
+        self._residents.offer(key, kept, num_bytes, state.name, next_use_s)
+        return 0
+
+    def _place_or_find(
+        self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None], copies: Copies
+    ) -> list[Any]:
+        # Its bytes are counted among those that the unit was granted for its inputs.
+        found = self._residents.take((state.name, what, state.staging.serial, j, m)) if self._residents else None
+        if found is None:
+            return [None if each is None else self._place(each, copies.loads) for each in tensors]
+        kept, is_held = found
+        if not is_held:
+            return [None if each is None else _alias(each) for each in kept]
+        # A layer may work in place on what it gets: what others hold as well is copied for it.
+        return [None if each is None else self._place(each, copies.on_device) for each in kept]
+
+    def _bring_state(self, tensor: Tensor, *, is_read: bool) -> Tensor:
+        # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
+        return tensor.clone() if is_read and not tensor.dim() else self._bring(tensor)
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        """In the compute lane, as all that units work on is."""
+        pairs: Pairs = []
+        place = self._place(tensor, pairs)
+        self._device.copy(LOAD, pairs, urgent=True)
+        return place
+
+    def _place(self, tensor: Tensor, pairs: Pairs) -> Tensor:
+        """Room on the device for a copy of a tensor, which is added to those to be made."""
+        place = place_for(tensor, self._device.torch_device)
+        pairs.append((flat(place), flat(tensor)))
+        return place
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        place = self._device.place(tensor)
+        self._send(place, tensor)
+        return place
+
+    def _send(self, place: Tensor, tensor: Tensor) -> None:
+        self._device.copy(STORE, [(flat(place), flat(tensor))])
+
+
+def _is_compact(tensor: Tensor) -> bool:
+    """Return True if it lies in a storage of its own, which takes no more bytes than a copy would."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == extent_bytes(tensor)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))

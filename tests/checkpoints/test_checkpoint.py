@@ -1,0 +1,775 @@
+"""A checkpoint comes back bit for bit or not at all, and the newest whole one survives whatever ends a save."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from hydra_engine.checkpoints import checkpoint, manifest
+from hydra_engine.checkpoints.checkpoint import LATEST, load_newest, newest_first
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.errors import CheckpointError
+from hydra_engine.system.files import PORTION_BYTES, Disk
+from tests.checkpoints.support import (
+    FailingDisk,
+    Killed,
+    LosingDisk,
+    TaskContent,
+    all_calls,
+    assert_holds,
+    assert_nothing_temporary,
+    assert_stopped_whole,
+    bits,
+    flip,
+    one_call,
+    read_task,
+    save,
+    save_tasks,
+    what_takes_room,
+    write_out,
+)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    floats = torch.randn(4, 3, generator=generator)
+    return {
+        "float32": floats,
+        "float64": floats.double(),
+        "float16": floats.half(),
+        "bfloat16": floats.bfloat16(),
+        "float8": floats.to(torch.float8_e4m3fn),
+        "complex64": torch.complex(floats, -floats),
+        "complex128": torch.complex(floats.double(), -floats.double()),
+        "int64": torch.tensor([2**63 - 1, -(2**63)]),
+        "uint8": torch.get_rng_state(),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
+        "bool": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(0.1, dtype=torch.float64),
+        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+        "nan": torch.tensor([math.nan, -math.inf, -0.0]),
+        "parameter": torch.nn.Parameter(floats[0].clone()),
+    }
+
+
+def nested():
+    return {
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2)}, 1: {}}, "lr": 0.1},
+        "tensors": tensors(),
+        "losses": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
+        "odd NaN": struct.unpack("d", b"\x01\x02\x00\x00\x00\x00\xf8\xff")[0],
+        "numpy": np.random.RandomState(1).get_state(),
+        "random": random.Random(1).getstate(),
+        "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
+        "big": [2**200, -(10**5000), 2**63 - 1, -(2**63), 2**64],
+        "torch": [torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cpu"), torch.device("meta:0")],
+        "complex": [1j, complex(math.nan, -0.0), complex(-math.inf, 5e-324)],
+        "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),
+        "milestones": Counter({30: 1, 60: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        1: {True: "bool", None: "none", (1, "a"): "tuple", 2.5: "float"},
+        "tensor": {"tensor": "a key that looks like what the format uses"},
+    }
+
+
+def save_and_read(folder, content, name="bert", data=None):
+    with CheckpointDirectory(folder) as store:
+        save_tasks(store, {name: content}, data)
+        found = store.load_newest()
+    assert found.messages == ()
+    assert found.task_names == (name,)
+    return read_task(found, name)
+
+
+# -- what comes back
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    found = save_and_read(tmp_path / "a", TaskContent(weights=tensors(), state=nested()))
+    assert bits(found.state) == bits(nested())
+    assert {name: bits(each) for name, each in found.weights.items()} == {n: bits(t) for n, t in tensors().items()}
+    for value in (None, 1.5, [], torch.tensor(1), "text"):
+        shutil.rmtree(tmp_path / "a")
+        assert bits(save_and_read(tmp_path / "a", TaskContent(weights={}, state=value)).state) == bits(value)
+
+
+def test_tensors_that_share_memory_or_are_strided(tmp_path):
+    base = torch.arange(48.0)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {
+        "whole": base,
+        "again": base,
+        "part": base[3:9],
+        "every other": base[::2],
+        "turned": base.view(6, 8).t(),
+        "expanded": torch.tensor([1.0]).expand(4),
+        "conjugate": torch.complex(base, base).conj(),
+        "image": image,
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "__metadata__": torch.zeros(2),
+        "format": torch.ones(3),
+        "dtypes": torch.ones(3, dtype=torch.complex128),
+    }
+    weights = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and name[0] != "_"}
+    found = save_and_read(tmp_path, TaskContent(weights=weights, state=state))
+    for name, value in weights.items():
+        assert torch.equal(found.weights[name], value), name
+        assert found.weights[name].is_contiguous()
+        assert torch.equal(found.state[name], value), name
+    assert found.state["again"] is found.state["whole"]
+    assert found.weights["again"].data_ptr() != found.weights["whole"].data_ptr()
+    assert bits(found.weights["dtypes"]) == bits(found.state["dtypes"]) == bits(state["dtypes"])
+    assert found.state["image"].is_contiguous(memory_format=torch.channels_last)
+    assert found.state["turned"].stride() == (1, 8)
+    assert found.state["a"]["b"] == 1
+    assert found.state["a.b"] == 0
+    assert found.state["__metadata__"].shape == (2,)
+
+
+def test_tensors_that_cross_portions(tmp_path):
+    sizes = (PORTION_BYTES - 7, 3, 2 * PORTION_BYTES + 1, 70_000, 5, 65_536)
+    weights = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
+    weights["strided"] = torch.randint(256, (1000, 200), dtype=torch.uint8).t()
+    found = save_and_read(tmp_path, TaskContent(weights=weights))
+    assert all(torch.equal(found.weights[name], value) for name, value in weights.items())
+
+
+NO_VALUES = r"torch\.(q?u?int[1-7](x\d)?|quint.*|qint.*|complex32)"  # no kernel copies them; a warning comes with it
+DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+@pytest.mark.parametrize("dtype", sorted((d for d in DTYPES if not re.fullmatch(NO_VALUES, str(d))), key=str), ids=str)
+def test_every_dtype(tmp_path, dtype):
+    raw = torch.randint(2 if dtype == torch.bool else 256, (96,), dtype=torch.uint8)
+    values = {"flat": raw.view(dtype), "0-d": raw.view(dtype)[1], "empty": torch.empty(3, 0, dtype=dtype)}
+    values["turned"] = raw.view(dtype).reshape(2, -1).t()
+    found = save_and_read(tmp_path, TaskContent(weights=values, state=values))
+    for name, value in values.items():
+        assert bits(found.weights[name]) == bits(value.contiguous()), name
+        assert bits(found.state[name].contiguous()) == bits(value.contiguous()), name
+
+
+def test_weights_are_as_the_published_format_has_them(tmp_path):
+    """https://github.com/huggingface/safetensors#format, rule by rule."""
+    weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
+    with CheckpointDirectory(tmp_path) as store:
+        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
+    content = (path / "0-bert/weights.safetensors").read_bytes()
+    [size] = struct.unpack("<Q", content[:8])
+    text, buffer = content[8 : 8 + size], content[8 + size :]
+    assert text[:1] == b"{"
+    pairs = json.loads(text, object_pairs_hook=list)
+    assert len(dict(pairs)) == len(pairs), "no name twice"
+    metadata = dict(pairs)["__metadata__"]
+    assert all(isinstance(key, str) and isinstance(value, str) for key, value in metadata)
+    header = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
+    assert header.keys() == weights.keys()
+    at = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = entry["data_offsets"]
+        assert start == at, "no holes, no overlaps"
+        assert entry.keys() == {"dtype", "shape", "data_offsets"}
+        assert start % weights[name].element_size() == 0
+        assert buffer[start:end] == bytes(bits(weights[name].contiguous())[-1]), "little-endian, C order"
+        shape = [*weights[name].shape, 16] if name == "complex128" else list(weights[name].shape)
+        assert entry["shape"] == shape
+        at = end
+    assert at == len(buffer)
+    codes = {name: header[name]["dtype"] for name in ("float32", "bfloat16", "bool", "int64", "complex128", "scalar")}
+    assert list(codes.values()) == ["F32", "BF16", "BOOL", "I64", "U8", "F64"]
+
+
+def test_a_digest_is_as_documented(tmp_path):
+    weights = {"w": torch.randint(256, (PORTION_BYTES + 1000,), dtype=torch.uint8)}
+    with CheckpointDirectory(tmp_path) as store:
+        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
+    content = (path / "0-bert/weights.safetensors").read_bytes()
+    checksums = [zlib.crc32(content[start : start + PORTION_BYTES]) for start in range(0, len(content), PORTION_BYTES)]
+    digest = hashlib.sha256(b"".join(struct.pack("<I", each) for each in checksums)).hexdigest()
+    listed = json.loads((path / manifest.NAME).read_bytes())["files"]["0-bert/weights.safetensors"]
+    assert listed == {"num_bytes": len(content), "digest": digest}
+
+
+def test_weights_are_read_by_the_safetensors_library(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    weights = {name: each for name, each in tensors().items() if name != "complex128"}  # which it lacks
+    weights["turned"] = torch.arange(6.0).view(2, 3).t()
+    with CheckpointDirectory(tmp_path) as store:
+        path = save_tasks(
+            store, {"bert": TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})}
+        ).path
+    found = library.load_file(path / "0-bert/weights.safetensors")
+    assert found.pop("c").dtype == torch.uint8
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        assert bits(found[name]) == bits(value.contiguous()), name
+
+
+def test_tasks_of_any_name_and_data(tmp_path):
+    names = ("a/b", "..", "x" * 300, "é", "", "A", "a", "0-a")
+    data = {"step": 3, "losses": [0.1, None, True], "plan": {"a": "b\n"}}
+    with CheckpointDirectory(tmp_path) as store:
+        save_tasks(store, {name: TaskContent(weights={}, state=name) for name in names}, data)
+        found = store.load_newest()
+    assert found.data == data
+    assert found.task_names == names
+    assert [read_task(found, name).state for name in names] == list(names)
+
+
+class Own(dict):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def deep(levels):
+    found = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def endless():
+    found = {}
+    found["a"] = found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "message"),
+    [
+        (TaskContent(weights={"w": 1}), None, "task 't': weights.safetensors: 'w' is a int, not a tensor"),
+        (TaskContent(weights={1: torch.ones(1)}), None, "task 't': weights.safetensors: 1: its name is a int"),
+        (TaskContent(weights={"w": torch.ones(1, device="meta")}), None, "is on meta"),
+        (TaskContent(weights={"w": torch.eye(2).to_sparse()}), None, "only dense tensors"),
+        (TaskContent(weights={}, state={"a": [1, len]}), None, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
+        (TaskContent(weights={}, state=Own()), None, "Own, which cannot be saved; give dicts"),
+        (TaskContent(weights={}, state=np.array([None])), None, "ndarray, which cannot be saved"),
+        (TaskContent(weights={}, state=np.ones(1, np.longdouble)), None, "state is a numpy array that torch does not"),
+        (TaskContent(weights={}, state=deep(101)), None, "is nested 101 levels deep, limit: 100"),
+        (TaskContent(weights={}, state=endless()), None, "let nothing contain itself"),
+        (TaskContent(weights={"w": torch.ones(1).as_subclass(OwnTensor)}), None, "is a OwnTensor; only plain tensors"),
+        (TaskContent(weights={}), deep(10_000), "data: "),
+        (TaskContent(weights={}), {1: 2}, "data changes on its way through JSON"),
+        (TaskContent(weights={}), (1, 2), "data changes on its way through JSON"),
+        (TaskContent(weights={}), math.inf, "data: "),
+        (TaskContent(weights={}), {"a": {1}}, "data: "),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, content, data, message):
+    with CheckpointDirectory(tmp_path) as store:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(TypeError, match=message):
+            save_tasks(store, {"t": content}, data)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_the_format_keeps_for_itself(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        with pytest.raises(ValueError, match="keeps for itself; rename it"):
+            save_tasks(store, {"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
+        assert load_newest(tmp_path) is None
+        assert_nothing_temporary(tmp_path)
+
+
+def test_as_deep_as_may_be(tmp_path):
+    found = save_and_read(tmp_path / "list", TaskContent(weights={}, state=deep(100)))
+    assert found.state == deep(100)
+    value = {}
+    for _ in range(99):
+        value = OrderedDict(a=value)
+    assert save_and_read(tmp_path / "dict", TaskContent(weights={}, state=value)).state == value
+
+
+def test_one_task_of_several_is_read_alone(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save_tasks(store, {name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
+    found = load_newest(tmp_path)
+    shutil.rmtree(found.path / "1-b")
+    (found.path / "0-a/weights.safetensors").unlink()
+    assert found.read_nested("a", "state") == "a"
+    for read in (found.read_tensors, found.read_bytes):
+        with pytest.raises(CheckpointError, match="changed after it was opened"):
+            read("a", "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds no task 'c', but 'a', 'b'; name the task as it was"):
+        read_task(found, "c")
+
+
+def test_weights_are_read_into_memory_that_is_there(tmp_path):
+    weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "tied": tensors()["float32"]}
+    with CheckpointDirectory(tmp_path) as store:
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
+    found = load_newest(tmp_path)
+    into = {name: torch.zeros_like(each) for name, each in weights.items()}
+    into["parameter"] = torch.nn.Parameter(into["parameter"])
+    into["tied"] = into["float32"]
+    assert into["turned"].stride() == (1, 3)
+    read = found.read_tensors("bert", "weights.safetensors", into)
+    assert {name: bits(each) for name, each in into.items()} == {name: bits(each) for name, each in weights.items()}
+    assert all(read[name].data_ptr() == into[name].data_ptr() for name in weights)
+    for others, message in (
+        (
+            into | {"scalar": torch.ones(1)},
+            r"'scalar' is of torch.float32 \(1,\) here, and was of torch.float64 \(\) as",
+        ),
+        (into | {"more": torch.ones(1)}, r"'more' is of torch.float32 \(1,\) here, and was missing as it was saved"),
+        ({"uint8": into["uint8"]}, "'bfloat16' is missing here, and was of torch.bfloat16"),
+    ):
+        others = {name: torch.zeros_like(each) for name, each in others.items()}
+        with pytest.raises(ValueError, match=message):
+            found.read_tensors("bert", "weights.safetensors", others)
+        assert not any(any(bits(each)[-1]) for each in others.values())
+
+
+# -- which one comes back
+
+
+def saved_twice(folder):
+    with CheckpointDirectory(folder) as store:
+        save(store, 0)
+        return save(store, 1).path
+
+
+def test_nothing_saved_yet(tmp_path):
+    assert load_newest(tmp_path / "not there") is None
+    assert load_newest(tmp_path) is None
+    with CheckpointDirectory(tmp_path / "a" / "b") as store:
+        assert store.load_newest() is None
+
+
+def test_the_last_are_kept(tmp_path):
+    (tmp_path / "mine.txt").write_text("a user's")
+    (tmp_path / ".tmp-mine").write_text("a user's")
+    with CheckpointDirectory(tmp_path, keep=2) as store:
+        paths = [save(store, k).path for k in range(5)]
+        assert newest_first(tmp_path) == [paths[4], paths[3]]
+        assert_holds(store.load_newest(), 4)
+    assert (tmp_path / LATEST).read_text() == paths[4].name + "\n"
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        assert_holds(store.load_newest(), 4)
+        path = save(store, 5).path
+    assert path.name.startswith("checkpoint-00000006-")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".tmp-mine", "LATEST", "LOCK", path.name, "mine.txt"]
+    with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
+        CheckpointDirectory(tmp_path, keep=0)
+
+
+def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
+    newest = saved_twice(tmp_path)
+    flip(newest / "0-bert/state.json", 3)
+    with CheckpointDirectory(tmp_path, keep=2) as store:
+        assert_holds(store.load_newest(), 0)
+        save(store, 2)
+        assert len(newest_first(tmp_path)) == 3
+        save(store, 3)
+        assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
+
+
+def test_every_altered_byte_of_a_manifest_is_noticed(tmp_path):
+    path = saved_twice(tmp_path) / manifest.NAME
+    generator = random.Random(0)
+    for offset in range(path.stat().st_size):
+        for mask in (0x20, generator.randrange(1, 256)):  # 0x20: of a hexadecimal digit, the other case
+            flip(path, offset, mask)
+            found = load_newest(tmp_path)
+            assert found.data == {"k": 0}, (offset, mask)
+            assert "manifest.json: found" in found.messages[0]
+            flip(path, offset, mask)
+    assert_holds(load_newest(tmp_path), 1)
+    for text in (path.read_bytes() + b"\n", b" " + path.read_bytes(), b""):
+        path.write_bytes(text)
+        assert load_newest(tmp_path).data == {"k": 0}
+
+
+def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
+    newest = saved_twice(tmp_path)
+    files = sorted((newest / "0-bert").iterdir())
+    places = [(path, offset) for path in files for offset in range(path.stat().st_size)]
+    generator = random.Random(0)
+    for _ in range(1000):
+        path, offset = generator.choice(places)
+        mask = generator.randrange(1, 256)
+        flip(path, offset, mask)
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}, (path, offset, mask)
+        [message] = found.messages
+        assert f"0-bert/{path.name}: found" in message
+        assert "expected" in message
+        assert newest.name in message
+        flip(path, offset, mask)
+    assert_holds(load_newest(tmp_path), 1)
+
+
+@pytest.mark.parametrize("name", [manifest.NAME, "0-bert/weights.safetensors", "0-bert/state.json"])
+def test_a_file_that_is_cut_is_noticed(tmp_path, name):
+    path = saved_twice(tmp_path) / name
+    content = path.read_bytes()
+    for length in [*range(0, len(content), 3), len(content) - 1]:
+        path.write_bytes(content[:length])
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}
+        assert f"{name}: found {length} bytes" in found.messages[0]
+    path.write_bytes(content + b" ")
+    assert load_newest(tmp_path).data == {"k": 0}
+    path.unlink()
+    assert "No such file" in load_newest(tmp_path).messages[0]
+    path.mkdir()
+    assert load_newest(tmp_path).data == {"k": 0}
+
+
+def test_what_is_no_part_of_it_is_named_and_ignored(tmp_path):
+    newest = saved_twice(tmp_path)
+    (newest / "0-bert/notes.txt").write_text("?")
+    found = load_newest(tmp_path)
+    assert_holds(found, 1)
+    assert found.messages == (f"{newest}/0-bert/notes.txt is no part of the checkpoint",)
+
+
+def test_latest_is_not_needed(tmp_path):
+    saved_twice(tmp_path)
+    (tmp_path / LATEST).write_bytes(b"checkpoint-\xff")
+    found = load_newest(tmp_path)
+    assert_holds(found, 1)
+    assert "LATEST names" in found.messages[0]
+    assert "not there" in found.messages[0]
+    (tmp_path / LATEST).unlink()
+    assert load_newest(tmp_path).messages == ()
+
+
+def test_none_is_whole(tmp_path):
+    saved_twice(tmp_path)
+    for path in newest_first(tmp_path):
+        flip(path / "0-bert/weights.safetensors", 20)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole, of 2 .*weights.*weights.*restore one from"):
+        load_newest(tmp_path)
+
+
+def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
+    with CheckpointDirectory(tmp_path) as store:
+        save(store, 0)
+        monkeypatch.setattr(manifest, "VERSION", 2)
+        save(store, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"version 2, limit: .* up to version 1; read it with"):
+        load_newest(tmp_path)
+
+
+def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
+    newest = saved_twice(tmp_path)
+    found = load_newest(tmp_path)
+    flip(newest / "0-bert/weights.safetensors", -1 + (newest / "0-bert/weights.safetensors").stat().st_size)
+    with pytest.raises(CheckpointError, match=r"changed after it was opened: 0-bert/weights.safetensors: found"):
+        read_task(found, "bert")
+    os.truncate(newest / "0-bert/weights.safetensors", 150)
+    with pytest.raises(CheckpointError, match="changed after it was opened"):
+        read_task(found, "bert")
+    shutil.rmtree(newest)
+    with pytest.raises(CheckpointError, match="changed after it was opened"):
+        read_task(found, "bert")
+
+
+def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
+    found = load_newest(saved_twice(tmp_path).parent)
+    generator = random.Random(0)
+    for path in sorted((found.path / "0-bert").iterdir()):
+        for offset in range(path.stat().st_size):
+            mask = generator.randrange(1, 256)
+            flip(path, offset, mask)
+            with pytest.raises(CheckpointError, match=f"changed after it was opened: .*0-bert/{path.name}"):
+                read_task(found, "bert")
+            flip(path, offset, mask)
+    assert_holds(found, 1)
+
+
+def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, monkeypatch):
+    listings = []
+
+    def slow(directory):
+        """Every other listing is old by the time it is used."""
+        listings.append(newest_first(directory))
+        if len(listings) % 2:
+            save(store, len(listings))
+        return listings[-1]
+
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        save(store, 0)
+        monkeypatch.setattr(checkpoint, "newest_first", slow)
+        found = load_newest(tmp_path)
+        assert_holds(found, 1)
+        assert found.messages == ()
+
+
+# -- saves that fail or are cut off
+
+
+def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
+    outcomes = []
+    for n in range(2, 1000):  # the first call is made when the directory is opened
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder) as store:
+            save(store, 0)
+        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, all_calls))) as store:
+            disk.num_left = n - 1
+            with contextlib.suppress(Killed):
+                save(store, 1)
+        outcomes.append(assert_stopped_whole(folder, assert_holds, save, 2))
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert outcomes == sorted(outcomes), "once there, it stays there"
+    assert {0, 1} == set(outcomes)
+    assert len(outcomes) > 30
+
+
+@pytest.mark.parametrize("fails", [one_call, what_takes_room])
+def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
+    errors = []
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder) as store:
+            save(store, 0)
+        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
+            disk.num_left = n
+            try:
+                saved = save(store, 1)
+                assert not disk.failed or "could not be removed: [Errno 28]" in saved.messages[0]
+                expected = 1
+            except CheckpointError as error:
+                errors.append(str(error))
+                assert_nothing_temporary(folder)
+                expected = 1 if len(newest_first(folder)) == 2 else 0  # LATEST named it already
+                assert expected == 0 or (folder / LATEST).read_text().startswith("checkpoint-00000002")
+            assert_holds(load_newest(folder), expected)
+            disk.num_left = 10**9
+            assert save(store, 2).messages == ()
+            assert_holds(store.load_newest(), 2)
+            assert len(newest_first(folder)) == 1
+            assert_nothing_temporary(folder)
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert len(errors) > 20
+    for text in ("did not take checkpoint-00000002", "No space left on device (", " free now)", "Make room there"):
+        assert all(text in error for error in errors)
+
+
+def test_a_power_failure_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
+    disk = LosingDisk(tmp_path / "real")
+    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
+        returned = [(save(store, k), len(disk.moments))[1] for k in range(3)]
+    seen = []
+    for n, kept in enumerate(disk.moments, 1):
+        (folder := tmp_path / str(n)).mkdir()
+        write_out(kept, 0, folder)
+        found = load_newest(folder)
+        k = -1 if found is None else found.data["k"]
+        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
+        assert found is None or (assert_holds(found, k), found.messages)[1] == ()
+        seen.append(k)
+    assert seen == sorted(seen)
+    assert set(seen) == {-1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_writes_may_be_short(tmp_path, is_direct):
+    class Halting(Disk):
+        def __init__(self):
+            self.num_short = 300
+
+        def set_direct(self, descriptor, is_on):
+            return is_direct and super().set_direct(descriptor, is_on)
+
+        def write(self, descriptor, data):
+            self.num_short -= 1
+            return super().write(descriptor, data[: 7000 if self.num_short >= 0 else None])
+
+    weights = {"w": torch.randint(256, (2 * PORTION_BYTES + 999,), dtype=torch.uint8)}
+    with CheckpointDirectory(tmp_path, disk=Halting()) as store:
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
+        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
+
+
+def test_a_disk_that_fills_up_behind(tmp_path):
+    """Writes run in a thread: what it raises is the save's error, wherever the file stands by then."""
+    weights = {"w": torch.zeros(9 * PORTION_BYTES, dtype=torch.uint8)}
+    with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, what_takes_room))) as store:
+        for n in (4, 6, 12):
+            disk.num_left = n
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                save_tasks(store, {"bert": TaskContent(weights=weights)})
+            assert_nothing_temporary(tmp_path)
+        disk.num_left = 10**9
+        save_tasks(store, {"bert": TaskContent(weights=weights)})
+        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
+
+
+def test_no_second_copy_in_memory(tmp_path):
+    command = [sys.executable, "-c", SAVE_LARGE, str(tmp_path)]
+    grown_bytes = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert grown_bytes < 6 * PORTION_BYTES  # of 16
+
+
+SAVE_LARGE = """
+import resource, sys, torch
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.moving_tensor import MovingTensor
+w = torch.zeros(2**24).fill_(1)
+weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2],
+           "moving": MovingTensor(w)}
+store = CheckpointDirectory(sys.argv[1])
+def save(name, weights):
+    with store.begin() as new:
+        new.add(name, {"weights.safetensors": weights})
+        new.commit()
+save("small", {"w": torch.zeros(3)})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+save("large", weights)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+SAVE_ON = """
+import sys, torch
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.nested import nested_files
+store = CheckpointDirectory(sys.argv[1], keep=2)
+for k in range(10**6):
+    with store.begin() as new:
+        weights = {"w": torch.full((300_000,), float(k))}
+        new.add("bert", {"weights.safetensors": weights, **nested_files("state", k)})
+        new.commit({"k": k})
+    print(k, flush=True)
+"""
+
+FORK_AND_DIE = """
+import os, signal, sys
+from hydra_engine.checkpoint_directory import CheckpointDirectory
+store = CheckpointDirectory(sys.argv[1])
+if os.fork() == 0:
+    print("forked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(script, folder):
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_kill_9_while_saving(tmp_path):
+    last = -1
+    for num_saves in (1, 4):
+        with start(SAVE_ON, tmp_path) as process:
+            for _ in range(num_saves):
+                saved = int(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+            saved = int((process.stdout.read().split() or [saved])[-1])
+        found = load_newest(tmp_path)
+        assert found.messages == ()
+        k = found.data["k"]
+        assert k in (saved, saved + 1)
+        content = read_task(found, "bert")
+        assert content.state == k
+        assert torch.equal(content.weights["w"], torch.full((300_000,), float(k)))
+        number = int(found.path.name.split("-")[1])
+        assert number > last
+        last = number
+    with CheckpointDirectory(tmp_path, keep=1):
+        assert_nothing_temporary(tmp_path)
+
+
+# -- directories that are of no use
+
+
+def test_one_run_at_a_time(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save(store, 0)
+        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*; end that one, or give"):
+            CheckpointDirectory(tmp_path)
+        assert_holds(load_newest(tmp_path), 0)  # reading is free
+        save(store, 1)
+    store.close()
+    with CheckpointDirectory(tmp_path) as other:
+        with pytest.raises(ValueError, match="was closed, or belongs to the process"):
+            save(store, 2)
+        save(other, 2)
+
+
+def test_children_of_a_killed_run_do_not_hold_its_lock(tmp_path):
+    with start(FORK_AND_DIE, tmp_path) as process:
+        assert process.stdout.readline() == "forked\n"
+        assert process.wait() == -signal.SIGKILL
+        with CheckpointDirectory(tmp_path) as store:  # its child still waits for input
+            save(store, 0)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    for use in (CheckpointDirectory, load_newest):
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(CheckpointError, match="give"):
+                use(path)
+
+
+def test_a_directory_that_is_read_only_is_refused_at_once(tmp_path):
+    class ReadOnly(Disk):
+        def make_folder(self, path):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: .*Read-only file system"):
+        CheckpointDirectory(tmp_path, disk=ReadOnly())
+    CheckpointDirectory(tmp_path).close()  # and it is not locked
+
+
+def test_a_directory_that_is_refused_is_not_locked(tmp_path):
+    class NoSync(Disk):
+        def sync_folder(self, path):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        CheckpointDirectory(tmp_path, disk=NoSync())
+    CheckpointDirectory(tmp_path).close()
+
+
+def test_every_new_folder_above_is_synced(tmp_path):
+    class Watched(Disk):
+        def sync_folder(self, path):
+            synced.append(path)
+            super().sync_folder(path)
+
+    synced = []
+    CheckpointDirectory(tmp_path / "a" / "b" / "c", disk=Watched()).close()
+    assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not hold for root")
+def test_a_directory_without_permission_is_refused_at_once(tmp_path):
+    saved_twice(tmp_path)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            CheckpointDirectory(tmp_path)
+        assert_holds(load_newest(tmp_path), 1)
+    finally:
+        tmp_path.chmod(0o755)

@@ -1,0 +1,660 @@
+"""Checkpoints built file by file: what moves is saved as it was, and what has not changed is linked."""
+
+import contextlib
+import errno
+import json
+import random
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from hydra_engine import _version
+from hydra_engine.checkpoints import manifest, nested
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.nested import flatten, nested_files, unflatten
+from hydra_engine.checkpoints.tensors import MovingTensor, bytes_of
+from hydra_engine.errors import CheckpointError
+from hydra_engine.system.files import PORTION_BYTES, Disk
+from tests.checkpoints.support import (
+    FailingDisk,
+    Killed,
+    LosingDisk,
+    all_calls,
+    assert_nothing_temporary,
+    assert_stopped_whole,
+    bits,
+    flip,
+    one_call,
+    what_takes_room,
+    write_out,
+)
+
+WEIGHTS, FROZEN = "weights.safetensors", "frozen.safetensors"
+
+
+def save_round(store, k, is_full=True):
+    """Task "bert" trains, above frozen weights; task "gpt" was over at the first save. Their order changes."""
+    with store.begin() as new:
+        if "notes" in store.newest_files("gpt"):
+            new.keep("gpt")
+        else:
+            new.add("gpt", {"notes": b"over", **nested_files("state", {"step": torch.ones(7)})})
+        linked = store.newest_files("bert") & {FROZEN}
+        files = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
+        if not linked:
+            files[FROZEN] = {"f": torch.arange(9.0)}
+        new.add("bert", files, linked)
+        return new.commit({"k": k}, is_full=is_full)
+
+
+def assert_round(found, k):
+    assert found.data == {"k": k}
+    assert found.files("bert") == {WEIGHTS, FROZEN}
+    assert found.files("gpt") == {"notes", "state.json", "state.safetensors"}
+    assert torch.equal(found.read_tensors("bert", WEIGHTS)["w"], torch.full((5,), float(k)))
+    assert torch.equal(found.read_tensors("bert", FROZEN)["f"], torch.arange(9.0))
+    assert found.read_bytes("gpt", "notes") == b"over"
+    assert torch.equal(found.read_nested("gpt", "state")["step"], torch.ones(7))
+
+
+def path_of(checkpoint_path, task, name):
+    found = json.loads((checkpoint_path / manifest.NAME).read_bytes())
+    return checkpoint_path / found["tasks"][task] / name
+
+
+def inode(path, task, name):
+    return path_of(path, task, name).stat().st_ino
+
+
+# -- files taken over
+
+
+def test_what_has_not_changed_is_linked(tmp_path):
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        first = save_round(store, 0)
+        inodes = [inode(first.path, "bert", FROZEN), inode(first.path, "gpt", "notes")]
+        second = save_round(store, 1)
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        assert_round(store.load_newest(), 1)
+        third = save_round(store, 2)
+        assert_round(store.load_newest(), 2)
+    assert newest_first(tmp_path) == [third.path]
+    assert [inode(third.path, "bert", FROZEN), inode(third.path, "gpt", "notes")] == inodes
+    sizes = {path: path.stat().st_size for path in third.path.rglob("*") if path.is_file()}
+    assert first.num_bytes == sum(sizes.values())
+    written = [third.path / manifest.NAME, path_of(third.path, "bert", WEIGHTS)]
+    assert third.num_bytes == second.num_bytes == sum(sizes[path] for path in written)
+
+
+def test_tasks_may_come_in_another_order(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        with store.begin() as new:
+            for name in ("a", "b", "c"):
+                new.add(name, {"name": name.encode()})
+            new.commit()
+        with store.begin() as new:
+            new.keep("c")
+            new.add("d", {"name": b"d"})
+            new.keep("a")
+            new.commit()
+        found = store.load_newest()
+        assert found.task_names == ("c", "d", "a")
+        assert [found.read_bytes(name, "name") for name in found.task_names] == [b"c", b"d", b"a"]
+
+
+def test_what_can_be_linked(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        assert store.newest_files("bert") == frozenset()
+        path = save_round(store, 0).path
+        assert store.newest_files("bert") == {WEIGHTS, FROZEN}
+        assert store.newest_files("other") == frozenset()
+    with CheckpointDirectory(tmp_path) as store:
+        assert store.newest_files("bert") == frozenset(), "nothing was verified yet"
+        store.load_newest()
+        assert store.newest_files("bert") == {WEIGHTS, FROZEN}
+        path_of(path, "bert", FROZEN).write_bytes(b"cut")
+        path_of(path, "gpt", "notes").unlink()
+        assert store.newest_files("bert") == {WEIGHTS}
+        assert store.newest_files("gpt") == {"state.json", "state.safetensors"}
+
+
+def test_only_the_newest_whole_one_is_linked(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+        with store.begin() as new:
+            new.add("bert", {WEIGHTS: {"w": torch.zeros(1)}})
+            path = new.commit().path
+        assert store.newest_files("gpt") == frozenset()
+        flip(path_of(path, "bert", WEIGHTS), 3)
+        assert_round(store.load_newest(), 0)
+        assert store.newest_files("bert") == {WEIGHTS, FROZEN}
+        save_round(store, 1)
+        assert_round(store.load_newest(), 1)
+
+
+class Unlinking(Disk):
+    """A file system without hard links, or with trouble."""
+
+    def __init__(self, number, before=lambda source: None):
+        self.number = number
+        self.before = before
+
+    def link(self, source, target):
+        self.before(source)
+        raise OSError(self.number, "no link", str(target))
+
+
+@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "EXDEV", "EMLINK", "ENOSYS", "EACCES", "EINVAL"])
+def test_where_nothing_can_be_linked_it_is_copied(tmp_path, name):
+    with CheckpointDirectory(tmp_path, disk=Unlinking(getattr(errno, name))) as store:
+        first = save_round(store, 0)
+        second = save_round(store, 1)
+        assert_round(store.load_newest(), 1)
+    assert inode(second.path, "bert", FROZEN) != inode(first.path, "bert", FROZEN)
+    sizes = [path.stat().st_size for path in second.path.rglob("*") if path.is_file()]
+    assert second.num_bytes == sum(sizes)
+
+
+def test_a_copy_of_several_portions(tmp_path):
+    values = torch.randint(256, (2 * PORTION_BYTES + 77,), dtype=torch.uint8)
+    with CheckpointDirectory(tmp_path, disk=Unlinking(errno.EPERM)) as store:
+        for k in range(2):
+            with store.begin() as new:
+                new.keep("bert") if k else new.add("bert", {WEIGHTS: {"w": values}})
+                new.commit()
+        assert torch.equal(store.load_newest().read_tensors("bert", WEIGHTS)["w"], values)
+    assert len(newest_first(tmp_path)) == 2
+
+
+def test_a_link_that_the_disk_has_no_room_for(tmp_path):
+    with CheckpointDirectory(tmp_path, disk=(disk := Unlinking(errno.ENOSPC))) as store:
+        save_round(store, 0)
+        with pytest.raises(CheckpointError, match=r"did not take checkpoint-00000002.*no link: .* free now\)"):
+            save_round(store, 1)
+        assert_round(load_newest(tmp_path), 0)
+        assert_nothing_temporary(tmp_path)
+        disk.number = errno.EPERM
+        save_round(store, 2)
+        assert_round(load_newest(tmp_path), 2)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip(path, 100), cut], ids=["altered", "cut"])
+def test_what_was_altered_is_not_copied_on(tmp_path, damage):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+    with CheckpointDirectory(tmp_path, disk=Unlinking(errno.EPERM, before=damage)) as store:
+        path = store.load_newest().path
+        message = r"frozen.safetensors cannot be taken over into checkpoint-00000002.*(expected|ends before)"
+        with pytest.raises(CheckpointError, match=message), store.begin() as new:
+            new.add("bert", {}, linked=[FROZEN])
+        assert_nothing_temporary(tmp_path)
+        assert newest_first(tmp_path) == [path]
+        assert store.newest_files("bert") == {WEIGHTS}
+        with store.begin() as new:  # so it is written anew
+            new.add("bert", {FROZEN: {"f": torch.arange(9.0)}})
+            new.commit({"k": 1})
+        assert load_newest(tmp_path).data == {"k": 1}
+
+
+def test_what_is_gone_or_cut_is_not_linked(tmp_path):
+    for damage in (cut, lambda path: path.unlink()):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with CheckpointDirectory(folder) as store:
+            damage(path_of(save_round(store, 0).path, "bert", FROZEN))
+            with pytest.raises(CheckpointError, match=r"frozen.* cannot be taken over"), store.begin() as new:
+                new.keep("bert")
+            assert_nothing_temporary(folder)
+            save_round(store, 1)
+            assert_round(store.load_newest(), 1)
+
+
+# -- which ones stay
+
+
+@pytest.mark.parametrize(
+    ("keep", "saves", "kept"),
+    [
+        (1, "F", "1"),
+        (1, "N", "1"),
+        (1, "FN", "12"),
+        (1, "FNN", "13"),
+        (1, "FNNF", "4"),
+        (1, "NF", "2"),
+        (2, "FFNF", "24"),
+        (2, "FFNNNN", "126"),
+        (2, "NNNF", "4"),
+        (3, "FNFNFN", "1356"),
+        (3, "FNFNFNFF", "578"),
+    ],
+)
+def test_passing_ones_go_and_do_not_count(tmp_path, keep, saves, kept):
+    with CheckpointDirectory(tmp_path, keep=keep) as store:
+        for k, letter in enumerate(saves):
+            save_round(store, k, is_full=letter == "F")
+    assert "".join(str(int(path.name[11:19])) for path in reversed(newest_first(tmp_path))) == kept
+    assert_round(load_newest(tmp_path), len(saves) - 1)
+
+
+def test_a_passing_one_does_not_take_the_place_of_a_full_one_after_a_restart(tmp_path):
+    for k, is_full in enumerate((True, True, False, False)):
+        with CheckpointDirectory(tmp_path, keep=1) as store:
+            store.load_newest()
+            save_round(store, k, is_full=is_full)
+    assert [int(path.name[11:19]) for path in newest_first(tmp_path)] == [4, 2]
+
+
+def test_the_manifest_says_who_wrote_it_and_whether_it_stays(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        for is_full in (True, False):
+            path = save_round(store, 0, is_full=is_full).path
+            found = json.loads((path / manifest.NAME).read_bytes())
+            assert found["version"] == 1
+            assert found["is_full"] is is_full
+            assert found["written_by"] == {"hydra_engine": _version.__version__, "torch": torch.__version__}
+            assert store.load_newest().manifest.is_full is is_full
+
+
+def test_every_field_of_a_manifest_and_every_kind_of_nested_state_is_documented(tmp_path):
+    text = (Path(manifest.__file__).parent / "checkpoint.md").read_text()
+    with CheckpointDirectory(tmp_path) as store:
+        found = json.loads((save_round(store, 0).path / manifest.NAME).read_bytes())
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(found)
+    assert f"version {manifest.VERSION}\n" in text
+    assert f"{PORTION_BYTES:,} bytes" in text
+    rows = "".join(re.findall(r"^\| `\{\".*", text, re.MULTILINE))
+    kinds = [*nested._SEQUENCES, *nested._MAPPINGS, "tensor", "order", "memory_order", "array", "number", "int"]
+    assert set(re.findall(r"[\"`](\w+)[\"`]", rows)) == {*kinds, "float", "complex", "bytes", "dtype", "device"}
+
+
+# -- what is refused
+
+
+def test_a_block_that_is_left_without_a_commit_leaves_nothing(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+        before = sorted(tmp_path.rglob("*"))
+        with store.begin() as new:
+            new.add("bert", {"a": b"1"})
+            assert len(sorted(tmp_path.rglob("*"))) == len(before) + 3
+        assert sorted(tmp_path.rglob("*")) == before
+        with contextlib.suppress(KeyboardInterrupt), store.begin() as new:
+            new.add("bert", {"a": b"1"})
+            raise KeyboardInterrupt
+        assert sorted(tmp_path.rglob("*")) == before
+        with contextlib.suppress(KeyError), store.begin() as new:
+            new.add("bert", {"a": b"1"})
+            new.commit({"k": 1})
+            raise KeyError
+        assert load_newest(tmp_path).data == {"k": 1}, "what is committed stays"
+        with pytest.raises(ValueError, match="was committed, left or failed"):
+            new.add("gpt", {})
+
+
+def test_what_makes_no_checkpoint(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+        with store.begin() as new:
+            new.add("a", {"x": b""})
+            for add, message in (
+                (lambda: new.add("a", {}), "'a' is in checkpoint-00000002-.* already; add all of its files at once"),
+                (lambda: new.add("b", {"../x": b""}), r"file '\.\./x' of task 'b', limit: 100 of letters"),
+                (lambda: new.add("b", {"": b""}), "file ''"),
+                (lambda: new.add("b", {".x": b""}), "file '.x'"),
+                (lambda: new.add("b", {"x" * 101: b""}), "file 'xxx"),
+                (lambda: new.add("b", {}, ["x/y"]), "file 'x/y'"),
+                (lambda: new.add("bert", {FROZEN: b""}, [FROZEN]), "names a file twice; write it or link it"),
+                (lambda: new.add("bert", {}, [FROZEN, FROZEN]), "names a file twice"),
+                (lambda: new.add("bert", {}, ["x"]), r"\['x'\] cannot be linked, the newest .* has \['frozen.safe"),
+                (lambda: new.add("b", {}, ["x"]), r"\['x'\] cannot be linked, the newest checkpoint has \[\]"),
+                (lambda: new.keep("b"), "task 'b' is in no checkpoint that was saved here or loaded; add its files"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    add()
+            (given_up := MovingTensor(torch.ones(1))).done()
+            with pytest.raises(ValueError, match="'w' was written or given up; make one for each checkpoint"):
+                new.add("b", {WEIGHTS: {"w": given_up}})
+            with pytest.raises(TypeError, match="'w' is a int"):
+                new.add("b", {WEIGHTS: {"v": torch.ones(1), "w": 1}})
+            with pytest.raises(TypeError, match="data: "):
+                new.commit({1, 2})
+            new.add("b", {"x": b"b"})  # nothing of what was refused is there
+            new.commit({"k": 1})
+            with pytest.raises(ValueError, match="was committed"):
+                new.commit()
+        assert store.load_newest().task_names == ("a", "b")
+        assert store.load_newest().messages == ()
+
+
+def test_nothing_is_committed_after_a_failure(tmp_path):
+    with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, one_call))) as store:
+        with store.begin() as new:
+            disk.num_left = 3
+            with pytest.raises(CheckpointError, match=r"00000001-\w+, 4 B of task 'a': .*No space"):
+                new.add("a", {"x": b"1234"})
+            with pytest.raises(ValueError, match="left or failed; begin another"):
+                new.add("b", {})
+            with pytest.raises(ValueError, match="left or failed; begin another"):
+                new.commit()
+        assert newest_first(tmp_path) == []
+        assert_nothing_temporary(tmp_path)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+        found = store.load_newest()
+    with pytest.raises(CheckpointError, match=r"holds no file 'x' of task 'gpt', but 'notes', .*; read one of those"):
+        found.read_bytes("gpt", "x")
+    with pytest.raises(CheckpointError, match="holds no task 'x', but 'gpt', 'bert'"):
+        found.files("x")
+
+
+def test_a_second_thread_waits_its_turn(tmp_path):
+    with CheckpointDirectory(tmp_path, keep=10) as store:
+
+        def save_some():
+            for _ in range(5):
+                with store.begin() as new:
+                    inside.append(1)
+                    assert len(inside) == 1
+                    new.add("a", {"x": b"1"})
+                    inside.pop()
+                    saved.append(new.commit().path)
+
+        inside, saved = [], []
+        threads = [threading.Thread(target=save_some) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert newest_first(tmp_path) == saved[::-1]
+        assert len(saved) == 10
+
+
+# -- tensors that move
+
+
+def test_what_moves_is_done_once_it_is_written(tmp_path):
+    shared, alone, empty = MovingTensor(torch.ones(3)), MovingTensor(torch.zeros(2).double()), torch.empty(0)
+    empty = MovingTensor(empty)
+    with CheckpointDirectory(tmp_path) as store, store.begin() as new:
+        new.add("a", {WEIGHTS: {"a": shared, "b": alone, "z": shared, "empty": empty}})
+        assert shared.is_done
+        assert alone.is_done
+        assert empty.is_done
+        new.commit()
+        found = load_newest(tmp_path).read_tensors("a", WEIGHTS)
+    assert {name: each.tolist() for name, each in found.items()} == {
+        "a": [1] * 3,
+        "z": [1] * 3,
+        "b": [0] * 2,
+        "empty": [],
+    }
+
+
+def test_after_a_failure_what_was_not_written_is_its_owners(tmp_path):
+    moving = {f"w{k}": MovingTensor(torch.zeros(PORTION_BYTES, dtype=torch.uint8)) for k in range(9)}
+    with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, what_takes_room))) as store:
+        disk.num_left = 5
+        with pytest.raises(CheckpointError, match="No space left"), store.begin() as new:
+            new.add("a", {WEIGHTS: moving})
+        left = [each for each in moving.values() if not each.is_done]
+        assert len(left) >= 4
+        assert all(each.secure() == PORTION_BYTES for each in left)
+
+
+def test_one_that_is_given_up_while_it_is_written_fails_the_save(tmp_path):
+    moving = MovingTensor(torch.zeros(PORTION_BYTES, dtype=torch.uint8))
+
+    class GivingUp(Disk):
+        def create(self, path):
+            moving.done()
+            return super().create(path)
+
+    with CheckpointDirectory(tmp_path, disk=GivingUp()) as store:
+        with pytest.raises(ValueError, match="was given up before"), store.begin() as new:
+            new.add("a", {WEIGHTS: {"w": moving}})
+        assert newest_first(tmp_path) == []
+        assert_nothing_temporary(tmp_path)
+
+
+def test_tensors_of_every_size_are_saved_as_they_were(tmp_path):
+    sizes = (PORTION_BYTES - 7, 3, 2 * PORTION_BYTES + 1, 70_000, 0, 5, 65_536)
+    tensors = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
+    tensors |= {
+        "turned": torch.randn(1000, 300).t(),
+        "0-d": torch.tensor(1.5),
+        "odd": torch.ones(3, dtype=torch.cdouble),
+    }
+    before = {name: each.clone() for name, each in tensors.items()}
+    moving = {name: MovingTensor(each) for name, each in tensors.items()}
+    for name in ("w0", "w2", "0-d"):
+        moving[name].secure()
+        tensors[name].fill_(1)
+    with CheckpointDirectory(tmp_path) as store:
+        with store.begin() as new:
+            new.add("a", {WEIGHTS: moving, "plain.safetensors": before})
+            new.commit()
+        found = store.load_newest().read_tensors("a", WEIGHTS)
+        files = [(newest_first(tmp_path)[0] / "0-a" / name).read_bytes() for name in (WEIGHTS, "plain.safetensors")]
+    assert all(bits(found[name]) == bits(value.contiguous()) for name, value in before.items())
+    assert files[0] == files[1]
+
+
+class StandingDisk(Disk):
+    """Its first write goes on when it is told to."""
+
+    def __init__(self):
+        self.stands, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, descriptor, data):
+        self.stands.set()
+        assert self.goes_on.wait(60), "somebody waits for the disk who should not"
+        return super().write(descriptor, data)
+
+
+def test_who_updates_does_not_wait_for_a_disk_that_stands_still(tmp_path):
+    num_tensors = 12
+    tensors = [torch.full((PORTION_BYTES // 2,), k, dtype=torch.uint8) for k in range(num_tensors)]
+    tensors[5] = torch.full((PORTION_BYTES, 2), 5, dtype=torch.uint8).t()
+    moving = [MovingTensor(each) for each in tensors]
+    disk, num_copied = StandingDisk(), []
+
+    def update():
+        disk.stands.wait(60)  # the writer has a buffer or two more to fill, and waits then
+        num_copied.extend(each.secure() for each in moving)
+        for each in tensors:
+            each.fill_(255)
+        disk.goes_on.set()
+
+    with CheckpointDirectory(tmp_path, disk=disk) as store, store.begin() as new:
+        updater = threading.Thread(target=update)
+        updater.start()
+        new.add("a", {WEIGHTS: {f"w{k:02}": each for k, each in enumerate(moving)}})
+        updater.join()
+        new.commit()
+        found = load_newest(tmp_path).read_tensors("a", WEIGHTS)
+    for k in range(num_tensors):
+        assert found[f"w{k:02}"].unique().tolist() == [k]
+    assert sum(map(bool, num_copied)) >= num_tensors - 8, "no more than three buffers' worth was on its way"
+
+
+def test_saves_while_another_thread_updates_in_any_order(tmp_path):
+    generator = random.Random(0)
+    tensors = [torch.zeros(1 + k * 700) for k in range(40)] + [torch.zeros(90, 70).t()]
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        for k in range(20):
+            moving = [MovingTensor(each) for each in tensors]
+            order = generator.sample(range(len(tensors)), len(tensors))
+
+            def update(moving=moving, order=order):
+                for j in order:
+                    moving[j].secure()
+                    tensors[j].add_(1)
+
+            updater = threading.Thread(target=update)
+            with store.begin() as new:
+                updater.start()
+                new.add("a", nested_files("state", moving))
+                updater.join()
+                new.commit()
+            found = store.load_newest().read_nested("a", "state")
+            assert all(torch.equal(each, torch.full_like(each, k)) for each in found)
+            assert [each.stride() for each in found] == [each.stride() for each in tensors]
+            assert all(each.is_done for each in moving)
+
+
+def test_nested_state_with_tensors_that_move():
+    base, image = torch.arange(6.0), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    moving = MovingTensor(base)
+    state = {"a": [moving, {"b": moving}], "image": MovingTensor(image), "plain": base}
+    tree, tensors = flatten(state)
+    assert sum(each is moving for each in tensors.values()) == 1
+    values = {}
+    for name, each in tensors.items():
+        values[name] = torch.empty(each.shape, dtype=each.dtype)
+        source = each if isinstance(each, MovingTensor) else MovingTensor(each)
+        source.copy_to(bytes_of(values[name]), 0)
+    found = unflatten(json.loads(json.dumps(tree)), values)
+    assert found["a"][0] is found["a"][1]["b"]
+    assert bits(found["a"][0]) == bits(base)
+    assert torch.equal(found["image"], image)
+    assert found["image"].stride() == image.stride()
+    assert nested_files("x", state).keys() == {"x.json", "x.safetensors"}
+
+
+# -- bytes that change, and saves with links that are cut off
+
+
+def test_altered_bytes_are_noticed_also_where_two_share_them(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        first, second = save_round(store, 0).path, save_round(store, 1).path
+    places = [
+        (path, offset)
+        for path in sorted(second.rglob("*"))
+        if path.is_file() and path.name != manifest.NAME
+        for offset in range(path.stat().st_size)
+    ]
+    generator = random.Random(0)
+    num_shared = 0
+    for _ in range(1000):
+        path, offset = generator.choice(places)
+        mask = generator.randrange(1, 256)
+        flip(path, offset, mask)
+        if path.stat().st_nlink == 2:
+            num_shared += 1
+            with pytest.raises(CheckpointError, match="no checkpoint is whole, of 2") as caught:
+                load_newest(tmp_path)
+            assert str(caught.value).count(f"{path.name}: found") == 2
+        else:
+            found = load_newest(tmp_path)
+            assert found.path == first
+            assert f"{path.name}: found" in found.messages[0]
+        flip(path, offset, mask)
+    assert 200 < num_shared < 1000
+    assert_round(load_newest(tmp_path), 1)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_every_altered_byte_of_a_manifest_with_links_is_noticed(tmp_path, is_full):
+    with CheckpointDirectory(tmp_path) as store:
+        save_round(store, 0)
+        path = save_round(store, 1, is_full=is_full).path / manifest.NAME
+    generator = random.Random(0)
+    for offset in range(path.stat().st_size):
+        mask = generator.randrange(1, 256)
+        flip(path, offset, mask)
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}, (offset, mask)
+        assert "manifest.json: found" in found.messages[0]
+        flip(path, offset, mask)
+    assert_round(load_newest(tmp_path), 1)
+
+
+class CopyingDisk(FailingDisk):
+    def link(self, source, target):
+        super().link(source, target)
+        self.remove_file(target)
+        raise OSError(errno.EPERM, "no link")
+
+
+@pytest.mark.parametrize(("disk_type", "is_full"), [(FailingDisk, True), (FailingDisk, False), (CopyingDisk, True)])
+def test_a_kill_at_every_system_call_of_a_save_with_links(tmp_path, disk_type, is_full):
+    outcomes, stopped = [], set()
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder) as store:
+            save_round(store, 0)
+            save_round(store, 1, is_full=False)
+        disk = disk_type(10**9, all_calls)
+        with CheckpointDirectory(folder, keep=1, disk=disk) as store:
+            store.load_newest()
+            disk.num_left = n
+            with contextlib.suppress(Killed):
+                save_round(store, 2, is_full=is_full)
+        stopped.update(disk.failed[:1])
+        outcomes.append(assert_stopped_whole(folder, assert_round, save_round, 3))
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert outcomes == sorted(outcomes), "once there, it stays there"
+    assert set(outcomes) == {1, 2}
+    assert stopped == {"create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder", "link"}
+
+
+@pytest.mark.parametrize("fails", [one_call, what_takes_room])
+def test_a_full_disk_at_every_system_call_of_a_save_with_links(tmp_path, fails):
+    errors = []
+    for n in range(1, 1000):
+        folder = tmp_path / str(n)
+        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
+            save_round(store, 0)
+            disk.num_left = n
+            expected = 1
+            try:
+                save_round(store, 1)
+            except CheckpointError as error:
+                errors.append(str(error))
+                assert_nothing_temporary(folder)
+                expected = len(newest_first(folder)) - 1  # LATEST may name it already
+            assert_round(load_newest(folder), expected)
+            disk.num_left = 10**9
+            assert save_round(store, 2).messages == ()
+            assert_round(store.load_newest(), 2)
+            assert len(newest_first(folder)) == 1
+            assert_nothing_temporary(folder)
+        if not disk.failed:
+            break
+    else:
+        pytest.fail("the save never came to an end")
+    assert len(errors) > 10
+    assert all("No space left on device (" in each for each in errors)
+
+
+def test_a_power_failure_at_every_system_call_of_saves_with_links(tmp_path):
+    disk = LosingDisk(tmp_path / "real")
+    returned = []
+    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
+        for k in range(5):
+            save_round(store, k, is_full=k % 2 == 0)
+            returned.append(len(disk.moments))
+    seen = []
+    for n, kept in enumerate(disk.moments, 1):
+        (folder := tmp_path / str(n)).mkdir()
+        write_out(kept, 0, folder)
+        found = load_newest(folder)
+        k = -1 if found is None else found.data["k"]
+        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
+        assert found is None or (assert_round(found, k), found.messages)[1] == ()
+        seen.append(k)
+    assert seen == sorted(seen)
+    assert set(seen) == {-1, 0, 1, 2, 3, 4}

@@ -1,0 +1,198 @@
+"""When a run saves, and what it does where it cannot."""
+
+import errno
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import pytest
+import torch
+
+from hydra_engine import Callback
+from hydra_engine.checkpoints import snapshot
+from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.run.loop import EngineRun
+from hydra_engine.system.files import Disk
+from tests.promises.test_resumed import LOADERS, NUM_STEPS, PATIENCE_S, orchestra_of, shuffled, task_of
+
+
+class Full(Disk):
+    """Refuses folders, or writes, as long as it is told to."""
+
+    def __init__(self):
+        self.refuses = set()
+
+    def make_folder(self, path):
+        if not path.name.startswith(".tmp-try"):
+            self._check("make_folder")
+        super().make_folder(path)
+
+    def write(self, descriptor, data):
+        self._check("write")
+        return super().write(descriptor, data)
+
+    def _check(self, what):
+        if what in self.refuses:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    found = Full()
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: found)
+    return found
+
+
+class Stalls:
+    """A loader that gives four batches, and no more before it is let go on."""
+
+    def __init__(self):
+        self.batches, self.goes_on = list(shuffled()), threading.Event()
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        yield from self.batches[:4]
+        assert self.goes_on.wait(PATIENCE_S)
+        yield from self.batches[4:]
+
+
+@pytest.mark.parametrize("what", ["make_folder", "write"])
+def test_a_step_that_the_disk_refused_is_saved_as_the_run_is_interrupted(tmp_path, disk, monkeypatch, what):
+    loader, failed = Stalls(), threading.Event()
+    monkeypatch.setattr("hydra_engine.checkpoints.saver.Saver.tell", lambda *_: failed.set())
+    monkeypatch.setitem(LOADERS, "stalls", lambda: loader)
+
+    class Interrupts(Callback):
+        def on_step(self, report):
+            if report.steps == 3:
+                disk.refuses.add(what)
+            if report.steps == 4:
+                assert failed.wait(PATIENCE_S)
+                disk.refuses.clear()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_task_end(self, report):
+            loader.goes_on.set()
+
+    with pytest.raises(SystemExit):
+        orchestra_of([task_of("stalls", callbacks=[Interrupts()])], tmp_path, every=4).train_models()
+    assert load_newest(tmp_path).data["tasks"]["task"]["steps"] == 4
+
+
+def test_updates_that_wait_for_room_go_on_where_the_disk_refuses(tmp_path, disk, monkeypatch):
+    """Nothing may be copied, so that they wait until what they change is written, or given up."""
+    monkeypatch.setattr(snapshot, "_has_room", lambda _: False)
+    expected = orchestra_of([task_of(name="b")]).train_models().tasks["b"].losses
+    disk.refuses.add("write")
+    tasks = [task_of(name=name, early_release=True) for name in "abcd"]
+    orchestra = orchestra_of(tasks, tmp_path / "full", num_devices=2)
+    orchestra.optimizer_threads = 1
+    report = orchestra.train_models()
+    assert report.tasks["b"].losses == expected
+    assert report.checkpoints.num_failed >= 2
+    assert report.checkpoints.num_saved == 0
+
+
+def test_a_disk_that_refuses_is_asked_again_when_the_next_save_is_due(tmp_path, disk, capsys):
+    disk.refuses.add("write")
+    orchestra = orchestra_of([task_of()], tmp_path, every=4)
+    report = orchestra.train_models()
+    assert report.checkpoints.num_failed == 1 + NUM_STEPS // 4  # and the task's end
+    assert capsys.readouterr().err.count("No space left on device") == 1 + NUM_STEPS // 4
+
+
+def test_a_run_that_saved_is_freed_as_its_call_returns(tmp_path, monkeypatch):
+    """With every arena it has, and the workers of loaders, which torch ends only from a loader that is let go.
+
+    Not by the collector of cycles, some time later.
+    """
+    runs = []
+    begun = EngineRun.train
+
+    def train(run):
+        runs.append(weakref.ref(run))
+        return begun(run)
+
+    monkeypatch.setattr(EngineRun, "train", train)
+    orchestra = orchestra_of([task_of()], tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        orchestra.train_models()
+        [run] = runs
+        assert run() is None
+    finally:
+        gc.enable()
+
+
+class Unsavable(torch.optim.SGD):
+    """Keeps something beside that is no value, from the fourth step on."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                count = self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+                if count >= 4:
+                    self.state[parameter]["handle"] = threading.Lock()
+
+
+def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_last(tmp_path, monkeypatch, capsys):
+    """And others are saved."""
+    is_saved, publish = threading.Event(), CheckpointDirectory._publish
+
+    def published(directory, path, manifest):
+        found = publish(directory, path, manifest)
+        if "a" in manifest.folders:
+            is_saved.set()
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+
+    class Waits(Callback):
+        def on_step(self, report):
+            assert report.steps != 3 or is_saved.wait(PATIENCE_S)
+
+    def tasks(*callbacks):
+        return [
+            task_of(name="a", epochs=1, optimizer=Unsavable, callbacks=callbacks),
+            task_of(name="b", epochs=1),
+        ]
+
+    expected = orchestra_of(tasks()).train_models().tasks["a"].losses
+    report = orchestra_of(tasks(Waits()), tmp_path).train_models()
+    assert report.checkpoints.num_failed == 0
+    found = load_newest(tmp_path).data["tasks"]
+    assert found["a"]["steps"] <= 3
+    assert found["a"]["over"] is None
+    assert (found["b"]["steps"], found["b"]["over"]) == (6, "finished")
+    assert "task 'a' could not be saved at step" in capsys.readouterr().err
+    report = orchestra_of(tasks(), tmp_path).train_models(resume=True)
+    assert (report.tasks["a"].status, report.tasks["a"].losses) == ("finished", expected)
+
+
+def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path, monkeypatch, capsys):
+    publish, damaged = CheckpointDirectory._publish, []
+
+    def published(directory, path, manifest):
+        found = publish(directory, path, manifest)
+        if manifest.data["tasks"].get("a", {}).get("over") == "finished" and not damaged:
+            damaged.extend(tmp_path.glob("checkpoint-*/*-a/optimizer.json"))
+            for each in damaged:
+                each.unlink()
+        return found
+
+    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+    report = orchestra_of([task_of(name="a", epochs=1), task_of(name="b", epochs=10)], tmp_path).train_models()
+    assert report.checkpoints.num_failed == 0
+    assert capsys.readouterr().err.count("what was saved of task 'a' has been damaged since") == 1
+    assert load_newest(tmp_path).data["tasks"]["b"]["steps"] == report.tasks["b"].steps
+    again = [task_of(name="a", epochs=1), task_of(name="b", epochs=10)]
+    resumed = orchestra_of(again, tmp_path).train_models(resume=True)
+    assert resumed.tasks["a"].losses == report.tasks["a"].losses
+    assert resumed.tasks["b"].losses == report.tasks["b"].losses

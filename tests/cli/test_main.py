@@ -1,0 +1,519 @@
+"""The command line: what `plan` prints, what it takes for the largest model, and every refusal in one line."""
+
+import configparser
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine.cli import main as cli
+from hydra_engine.cli.main import main
+from hydra_engine.cli.plan import MOST_ROWS
+from hydra_engine.devices import probe as probing
+from hydra_engine.devices.rates import load
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- functions to plan ---
+
+
+def mlp():
+    """17 layers of 64 * 65 parameters, and one of 65; a batch of 8."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(17)), nn.Linear(64, 1))
+    return model, (torch.randn(8, 64), torch.randn(8, 1)), F.mse_loss
+
+
+def tokens():
+    model = [nn.Embedding(100, 16), nn.Linear(16, 100)]
+    ids = torch.randint(100, (8, 32))
+    return model, (ids, ids), lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class OwnForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def own_forward():
+    return OwnForward(), mlp()[1], F.mse_loss
+
+
+def huge():
+    """Four weights of 4 TiB."""
+    model = nn.Sequential(*(nn.Linear(2**20, 2**20, bias=False) for _ in range(4)))
+    return model, (torch.randn(8, 2**20), torch.randn(8, 2**20)), F.mse_loss
+
+
+def reads_values():
+    model, batch, loss_fn = mlp()
+    return model, batch, loss_fn if batch[0].sum().item() > 0 else F.l1_loss
+
+
+def prints_values():
+    return torch.randn(3).tolist()
+
+
+def raises():
+    raise KeyError("no such dataset")
+
+
+def takes_arguments(width):
+    return mlp()
+
+
+def a_pair():
+    return mlp()[:2]
+
+
+def nothing():
+    return None
+
+
+def no_model():
+    return 3, *mlp()[1:]
+
+
+def no_modules():
+    return [print], *mlp()[1:]
+
+
+def no_layers():
+    return [], *mlp()[1:]
+
+
+def no_batch():
+    return nn.Linear(2, 2), torch.ones(2, 2), F.mse_loss
+
+
+def no_loss():
+    return *mlp()[:2], "mse"
+
+
+def wrong_width():
+    model, batch, loss_fn = mlp()
+    model[3] = nn.Linear(63, 64)
+    return model, batch, loss_fn
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise LookupError("a layer's own trouble")
+
+
+def failing_layer():
+    return [nn.Linear(64, 1), Fails()], mlp()[1], F.mse_loss
+
+
+class Branch(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def branching_layer():
+    return [nn.Linear(64, 1), Branch()], mlp()[1], F.mse_loss
+
+
+NOT_CALLABLE = 3
+
+
+# --- what it prints ---
+
+
+@pytest.fixture(autouse=True)
+def _at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def plan(capsys):
+    """Runs `plan` on a function of this file and returns the lines it printed."""
+
+    def plan(name, *options, memory="64MiB", device="cpu"):
+        code = main(["plan", f"tests.cli.test_main:{name}", "--memory", memory, "--device", device, *options])
+        printed = capsys.readouterr()
+        assert (code, printed.err) == (0, "")
+        return printed.out.splitlines()
+
+    return plan
+
+
+def line_of(lines, start):
+    (line,) = [line for line in lines if line.startswith(start)]
+    return line
+
+
+def rows_of(lines):
+    (begin,) = [k for k, line in enumerate(lines) if line.startswith("-----")]
+    return lines[begin + 1 : lines.index("", begin)]
+
+
+def test_header_says_what_is_planned(plan):
+    lines = plan("mlp", "--batch", "16", "--micro-batches", "2")
+    assert lines[:3] == [
+        "tests.cli.test_main:mlp: 18 layers, 70,785 parameters",
+        "cpu of 64 MiB; float32; batch of 16 samples in 2 micro-batches",
+        "times are counted, not measured",
+    ]
+
+
+def test_a_gpu_keeps_a_gibibyte_and_says_that_it_estimates(plan):
+    lines = plan("mlp", "--precision", "bfloat16", memory="24GiB", device="gpu")
+    assert lines[1:3] == [
+        "gpu of 24 GiB, 1 GiB of it reserved; bfloat16; batch of 8 samples in 1 micro-batch",
+        "estimates: no such device was measured",
+    ]
+    assert "estimates" not in "".join(plan("mlp"))
+
+
+def cells(row):
+    return [cell.strip() for cell in row.split("  ") if cell]
+
+
+def test_one_row_per_shard(plan):
+    lines = plan("mlp", "--partitioner", "balanced:3")
+    assert cells(lines[4]) == ["shard", "layers", "slab", "needs", "forward", "backward"]
+    rows = [cells(row) for row in rows_of(lines)]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert rows[0][1].startswith("0 Linear to ")
+    assert rows[2][1].endswith(" to 17 Linear")
+
+
+def test_equal_shards_share_a_row_when_there_are_many(plan):
+    lines = plan("mlp", "--partitioner", "balanced:18")
+    rows = [cells(row) for row in rows_of(lines)]
+    assert lines[4].endswith("  equal shards")
+    assert 18 > MOST_ROWS > len(rows)
+    # The first has no gradient to give back, the last ends in the loss.
+    assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
+        ("0", "0 Linear", "16.2 KiB", "1"),
+        ("1 ... 16", "1 Linear ...", "16.2 KiB", "16"),
+        ("17", "17 Linear", "320 B", "1"),
+    ]
+
+
+def test_dram_line_names_its_parts(plan):
+    line = line_of(plan("mlp", "--partitioner", "pilot"), "DRAM:")
+    assert "weights 276.5 KiB + gradients 276.5 KiB + adamw 553 KiB (16 bytes per parameter)" in line
+    assert line.endswith("+ buffers 0 B + boundaries 2 KiB")
+    assert "sgd 0 B (8 bytes per parameter)" in line_of(plan("mlp", "--optimizer", "sgd"), "DRAM:")
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        (["--flops", "1e6"], "compute"),
+        (["--link", "1MB/s"], "link"),
+        (["--dram-bandwidth", "1MB/s"], "host optimizer"),
+    ],
+)
+def test_the_slowest_rate_bounds_the_step(plan, options, bound):
+    assert line_of(plan("mlp", *options), "bound by: ").startswith(f"bound by: {bound} (")
+
+
+def test_step_line_gives_throughput(plan):
+    assert line_of(plan("mlp"), "step of one task alone: ").endswith("samples/s")
+    line = line_of(plan("tokens", "--batch", "4"), "step of one task alone: ")
+    samples_per_s, tokens_per_s = (float(part.split()[0]) for part in line.split("; ")[1].split(", "))
+    assert tokens_per_s == pytest.approx(32 * samples_per_s, rel=1e-3)
+
+
+def test_several_devices_help_several_tasks(plan):
+    assert not [line for line in plan("mlp") if "devices" in line]
+    line = line_of(plan("mlp", "--devices", "4"), "4 devices with 4 such tasks or more ")
+    assert "a task's step uses one device at a time" in line
+    assert line.endswith("of DRAM")
+
+
+def test_rates_are_stated(plan):
+    line = line_of(plan("mlp"), "stated rates: ")
+    assert line == (
+        "stated rates: 0.05 TFLOP/s, device memory 10 GB/s, link 25 GB/s each way, DRAM 50 GB/s for 28 bytes per "
+        "parameter"
+    )
+    own = ("--flops", "2T", "--memory-bandwidth", "1.5TB/s", "--link", "12GB", "--dram-bandwidth", "1GiB/s")
+    assert line_of(plan("mlp", *own), "stated rates: ") == (
+        "stated rates: 2 TFLOP/s, device memory 1500 GB/s, link 12 GB/s each way, DRAM 1.074 GB/s for 28 bytes per "
+        "parameter"
+    )
+
+
+@pytest.mark.parametrize("flops", ["80e12", "80T", "80 TFLOP/s", "80tflops", "80000000000000"])
+def test_flops_are_read(plan, flops):
+    assert "stated rates: 80 TFLOP/s" in line_of(plan("mlp", "--flops", flops), "stated rates: ")
+
+
+def test_a_forward_of_its_own_is_mentioned(plan):
+    assert "OwnForward has a forward of its own: it is taken to run its children in order" in plan("own_forward")
+    assert not [line for line in plan("mlp") + plan("tokens") if "forward of its own" in line]
+
+
+def test_nothing_is_allocated(plan):
+    assert line_of(plan("huge", memory="64TiB"), "DRAM: ").startswith("DRAM: 64 TiB = weights 16 TiB + ")
+
+
+def test_micro_batches_are_chosen(plan):
+    options = ("--batch", "1024", "--micro-batches", "auto")
+    assert "batch of 1024 samples in " in plan("mlp", *options, memory="400KiB")[1]
+    assert "in 1 micro-batch" not in plan("mlp", *options, memory="400KiB")[1]
+
+
+def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_this_folder.py").write_text("from tests.cli.test_main import mlp\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    before = list(sys.path)
+    assert main(["plan", "of_this_folder:mlp", "--memory", "1MiB", "--device", "cpu"]) == 0
+    assert "70,785 parameters" in capsys.readouterr().out
+    assert sys.path == before
+
+
+# --- refusals ---
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the command and returns the one line it wrote."""
+
+    def refused(*arguments):
+        try:
+            code = main(list(arguments))
+        except SystemExit as ended:  # argparse's way
+            code = ended.code
+        printed = capsys.readouterr()
+        assert (code, printed.out) == (2, "")
+        assert printed.err.startswith("hydra-engine")
+        assert printed.err.count("\n") == 1, printed.err
+        return printed.err
+
+    return refused
+
+
+FUNCTIONS = {
+    "reads_values": ("Tensor.item() cannot be called on meta tensors", "the function reads values", "shapes alone"),
+    "prints_values": ("(tests/cli/test_main.py:", "in prints_values)", "the function reads values"),
+    "raises": ("KeyError: 'no such dataset' (tests/cli/test_main.py:", "in raises)", "correct it"),
+    "takes_arguments": ("missing 1 required positional argument: 'width'", "without arguments"),
+    "a_pair": ("returned a tuple of 2, limit: (model, (inputs, target), loss_fn)", "return these three"),
+    "nothing": ("returned a NoneType",),
+    "no_model": ("its model is a int, limit: a module or a list of modules",),
+    "no_modules": ("layer 0 is a builtin_function_or_method, limit: nn.Module",),
+    "no_layers": ("model: 0 layers, limit: at least 1",),
+    "no_batch": ("its sample batch is a Tensor",),
+    "no_loss": ("its loss_fn is a str, limit: callable",),
+    "wrong_width": ("RuntimeError: ", "in layer 3 (Linear), while it was profiled", "correct the layer"),
+    "failing_layer": (
+        "LookupError: a layer's own trouble (tests/cli/test_main.py:",
+        "in layer 1 (Fails) or loss_fn, while it was profiled",
+    ),
+    "branching_layer": ("depends on values", "in layer 1 (Branch) or loss_fn, while it was profiled"),
+    "missing": ("function: 'missing' of module 'tests.cli.test_main' is not there", "the module defines mlp, tokens, "),
+    "NOT_CALLABLE": ("function: 'NOT_CALLABLE' of module 'tests.cli.test_main' is a int",),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_cannot_be_planned(refused, name):
+    line = refused("plan", f"tests.cli.test_main:{name}", "--memory", "64MiB", "--device", "cpu")
+    for part in FUNCTIONS[name]:
+        assert part in line
+
+
+OPTIONS = {
+    ("--memory", "0"): ("--memory: '0' is 0 bytes", "at least 1 byte"),
+    ("--memory", "16G"): ("--memory: '16G' is not a size", "'16GiB'"),
+    ("--memory", "-1GiB"): ("--memory", "expected one argument"),
+    ("--memory=-1GiB",): ("--memory: '-1GiB' is not a size",),
+    ("--reserve", "64MiB"): ("--reserve: 64 MiB, limit: less than --memory, 64 MiB", "reserve less"),
+    ("--reserve", "much"): ("--reserve: 'much' is not a size",),
+    ("--device", "gpu"): ("--reserve: 1 GiB, limit: less than --memory, 64 MiB",),
+    ("--device", "tpu"): ("invalid choice: 'tpu'", "--help"),
+    ("--precision", "int8"): ("invalid choice: 'int8'", "bfloat16"),
+    ("--optimizer", "lion"): ("invalid choice: 'lion'", "sgd-momentum"),
+    ("--batch", "0"): ("--batch: '0', limit: a whole number >= 1",),
+    ("--batch", "x"): ("--batch: 'x', limit",),
+    ("--devices", "1.5"): ("--devices: '1.5', limit",),
+    ("--micro-batches", "many"): ("--micro-batches: 'many', limit",),
+    ("--micro-batches", "9"): ("micro-batches: 9, limit: the batch's 8 samples",),
+    ("--micro-batches", "auto", "--partitioner", "pilot"): ("micro-batches: 'auto', limit: Optimal alone", "a number"),
+    ("--partitioner", "best"): ("partitioner: 'best', known: 'balanced'", "balanced:N"),
+    ("--partitioner", "balanced"): ("partitioner: 'balanced'", "balanced:N"),
+    ("--partitioner", "balanced:0"): ("--partitioner balanced: '0', limit: a whole number >= 1",),
+    ("--partitioner", "pilot:3"): ("partitioner: 'pilot'", "balanced:N"),
+    ("--partitioner", "balanced:19"): ("num_shards: 19, limit: the model's 18 layers",),
+    ("--flops", "fast"): ("--flops: 'fast', limit", "80T"),
+    ("--flops", "0"): ("--flops: '0', limit: operations per second, above 0",),
+    ("--flops", "1e999"): ("--flops: '1e999', limit",),
+    ("--link", "0"): ("--link: '0' is 0 bytes",),
+    ("--dram-bandwidth", "50G"): ("--dram-bandwidth: '50G' is not a size",),
+    ("--memory-bandwidth", "x/s"): ("--memory-bandwidth: 'x' is not a size",),
+    ("--no-such-option",): ("unrecognized arguments: --no-such-option",),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_options_that_cannot_be_meant(refused, options):
+    line = refused("plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu", *options)
+    for part in OPTIONS[options]:
+        assert part in line
+
+
+def test_a_layer_too_large_names_what_to_change(refused):
+    line = refused("plan", "tests.cli.test_main:mlp", "--memory", "20KiB", "--device", "cpu")
+    assert "layer 0 (Linear): needs " in line
+    assert "available: 20 KiB (20480 bytes)" in line
+    assert "--memory less --reserve" in line
+
+
+def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_here.py").write_text("import no_such_package\n")
+    (tmp_path / "unreadable_here.py").write_text("def f(:\n")
+    rest = ("--memory", "16GiB")
+    assert "function: 'mlp', limit: PACKAGE.MODULE:FUNCTION" in refused("plan", "mlp", *rest)
+    assert "function: 'mlp:', limit: PACKAGE.MODULE:FUNCTION" in refused("plan", "mlp:", *rest)
+    assert f"module: 'nowhere' is not there, limit: found from {tmp_path}" in refused("plan", "nowhere:f", *rest)
+    assert "module: 'examples/x.py' is not there" in refused("plan", "examples/x.py:f", *rest)
+    line = refused("plan", "broken_here:f", *rest)
+    assert "module: 'broken_here' cannot be imported: ModuleNotFoundError: No module named 'no_such_package'" in line
+    assert "(broken_here.py:1, in <module>)" in line
+    assert "cannot be imported: SyntaxError" in refused("plan", "unreadable_here:f", *rest)
+
+
+def test_the_command_line_itself(refused):
+    assert "the following arguments are required: COMMAND" in refused()
+    assert "invalid choice: 'fly'" in refused("fly")
+    assert "the following arguments are required: PACKAGE.MODULE:FUNCTION, --memory" in refused("plan")
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    arguments = ["plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu"]
+    monkeypatch.setattr("hydra_engine.planning.ahead.predict_step", None)
+    with pytest.raises(TypeError, match="not callable"):
+        main(arguments)
+    monkeypatch.setattr("hydra_engine.planning.ahead.OPTIMIZERS", {})
+    with pytest.raises(KeyError, match="adamw"):
+        main(arguments)
+
+
+# --- probe ---
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Where `probe` stores in this test; little is measured."""
+    monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "ceilings.json"))
+    monkeypatch.setattr(cli, "EMULATED_BYTES", 2**20)
+    monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
+    monkeypatch.setattr(probing, "MATMUL_S", 1e-5)
+    return tmp_path / "ceilings.json"
+
+
+def test_probe_prints_and_stores_each_kind_of_device_once(file, capsys):
+    assert main(["probe", "--device", "emulated", "emulated"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [cells(line)[0] for line in (lines[0], *lines[2:-1])] == [
+        "at most",
+        "load",
+        "store",
+        "load during stores",
+        "store during loads",
+        "DRAM read and written",
+        "products in float32",
+        "products in bfloat16",
+        "products in float16",
+    ]
+    assert cells(lines[0])[1:] == ["cpu"]
+    found = load("cpu")
+    assert cells(lines[2])[1] == f"{found.up_bytes_per_s / 1e9:.4g} GB/s"
+    assert cells(lines[-2])[1] == f"{found.matmul_flops['float16'] / 1e12:.4g} TFLOP/s"
+    assert lines[-1] == f"stored in {file}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CUDA devices there are")
+def test_probe_takes_the_cpu_where_there_is_nothing_else(file, capsys):
+    assert main(["probe"]) == 0
+    assert load("cpu") is not None
+
+
+def test_probe_refuses_what_it_cannot_measure(refused, file):
+    assert "--device: devices: 'tpu', known: " in refused("probe", "--device", "tpu")
+    assert "the command takes 'emulated' for the CPU" in refused("probe", "--device", "tpu")
+    assert "--device: expected at least one argument" in refused("probe", "--device")
+    assert not file.exists()
+
+
+def test_probe_leaves_a_file_alone_that_is_not_its_own(refused, file, monkeypatch):
+    file.write_text("my thesis")
+    monkeypatch.setattr(cli, "probe", None)  # before any work
+    line = refused("probe")
+    assert f"{file} is not a file of ceilings" in line
+    assert "run `hydra-engine probe` again" in line
+    assert file.read_text() == "my thesis"
+
+
+def test_probe_says_what_keeps_it_from_storing(file, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("hydra_engine.devices.rates.tempfile.NamedTemporaryFile", refuse)
+    assert main(["probe", "--device", "emulated"]) == 2
+    printed = capsys.readouterr()
+    assert "products in float16" in printed.out  # they are measured all the same
+    assert printed.err.startswith("hydra-engine probe: ceilings: cannot be stored: ")
+    assert "name another place in HYDRA_ENGINE_CEILINGS" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+# --- as a program ---
+
+
+def test_entry_point_names_a_function():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    name, _, target = settings["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    module, _, function = target.partition(":")
+    assert (name, getattr(import_module(module), function)) == ("hydra-engine", main)
+
+
+# VmHWM and not ru_maxrss: that one begins with what the parent had when it forked.
+MEASURED = """
+import os, resource, sys, time
+from pathlib import Path
+from hydra_engine.cli import main
+begin_s = time.perf_counter()
+code = main(sys.argv[1:])
+wall_s = time.perf_counter() - begin_s
+status = Path("/proc/self/status")
+if status.exists():
+    peak = int(status.read_text().split("VmHWM:")[1].split()[0])
+else:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(f"measured {code} {wall_s} {peak * 1024}")
+"""
+
+
+def test_70_billion_parameters_are_planned_for_24_gib_within_a_minute_and_2_gib():
+    options = ["--memory", "24GiB", "--precision", "bfloat16", "--devices", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURED, "plan", "examples.llama_70b:llama_70b", *options]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    lines = ended.stdout.splitlines()
+    _, code, wall_s, peak_bytes = lines[-1].split()
+    assert (code, ended.stderr) == ("0", "")
+    assert float(wall_s) < 60
+    assert int(peak_bytes) < 2 * 2**30
+    assert lines[0] == "examples.llama_70b:llama_70b: 82 layers, 70,553,706,496 parameters"
+    assert "(16 bytes per parameter)" in line_of(lines, "DRAM: ")
+    shown = (ROOT / "README.md").read_text().partition(f"{lines[0]}\n")[2].partition("```")[0].splitlines()
+    assert rows_of(shown) == rows_of(lines)

@@ -1,0 +1,663 @@
+"""Loaders are read side by side, with the draws of the plain loop; what cannot be is an error with its task's name."""
+
+import random
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
+from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.streams import Stream, capture, install, installed
+from hydra_engine.system.locks import RevocableLock
+from tests import reference
+from tests.data.test_streams import DRAWS, state_of
+from tests.data.test_timeout import draws_outside
+
+PATIENCE_S = 30
+NUM_BATCHES = 12
+
+
+class Loader:
+    """Gives batches of noise; calls `before(k)` as batch number k of all epochs is asked for."""
+
+    def __init__(self, before=lambda k: None, noise=lambda k: torch.randn(4, 3), num_batches=NUM_BATCHES):
+        self.before, self.noise, self.num_batches, self.num_read = before, noise, num_batches, 0
+
+    def __len__(self):
+        return self.num_batches
+
+    def __iter__(self):
+        for _ in range(self.num_batches):
+            k, self.num_read = self.num_read, self.num_read + 1
+            self.before(k)
+            yield self.noise(k), torch.ones(4, 2) * k
+
+
+def model(seed, *, dropout=0.0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers[:2], nn.Dropout(dropout), layers[2])
+
+
+def plain(loader, *, seed=1, dropout=0.0, epochs=2, validation=None):
+    """Losses and weights of the plain loop, and leaves the process-wide generators alone."""
+    outside, net = capture(), model(seed, dropout=dropout)
+    seed_outside_torch()
+    try:
+        result = reference.train(net, nn.MSELoss(), loader, seed=seed, lr=0.05, epochs=epochs, validation=validation)
+    finally:
+        install(outside)
+    return result, net
+
+
+def seed_outside_torch():
+    """Make `random` and `numpy.random` what a task's streams of both begin with, when an orchestrator is made."""
+    random.seed(99)
+    np.random.seed(99)
+
+
+def task(name, loader, *, seed=1, dropout=0.0, epochs=2, **options):
+    return ModelTask(model(seed, dropout=dropout), nn.MSELoss(), loader, 0.05, epochs, name=name, seed=seed, **options)
+
+
+def train(*tasks, num_devices=1):
+    seed_outside_torch()
+    orchestra = ModelOrchestrator(list(tasks), devices=[EmulatedDevice(memory="8MiB") for _ in range(num_devices)])
+    orchestra.verbose = 0
+    return orchestra.train_models()
+
+
+def assert_as_plain(report, trained, expected):
+    result, net = expected
+    outcome = report.tasks[trained.name]
+    assert outcome.status == "finished", outcome.error
+    assert outcome.losses == result.losses
+    assert outcome.validation_losses == result.validation_losses
+    assert all(torch.equal(a, b) for a, b in zip(trained.model.parameters(), net.parameters(), strict=True))
+
+
+def test_loaders_are_read_at_the_same_time():
+    """Each batch of a loader waits until the other one is asked for its own."""
+    both = threading.Barrier(2)
+
+    def meet(k):
+        if k > 1:
+            both.wait(PATIENCE_S)
+
+    tasks = [task(name, Loader(meet), seed=seed, dropout=0.5) for seed, name in enumerate("ab")]
+    before = draws_outside()
+    report = train(*tasks)
+    for seed, each in enumerate(tasks):
+        assert_as_plain(report, each, plain(Loader(), seed=seed, dropout=0.5))
+    assert report.messages == ()
+    assert draws_outside()[0] == before[0]
+    assert both.broken is False
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_from_torch_are_those_of_the_stream(draw):
+    draws, stream = LoaderDraws("task", alone=False), Stream(state_of(5))
+    expected = Stream(state_of(5))
+    alone = LoaderDraws("task", alone=True)
+    before = draws_outside()
+    for _ in range(5):
+        with alone.reading(expected):
+            wanted = DRAWS[draw]()
+        with draws.reading(stream):
+            found = DRAWS[draw]()
+        assert torch.equal(found, wanted)
+        assert torch.equal(stream.state.torch, expected.state.torch)
+    assert draws_outside() == before
+
+
+def seeds_itself(k):
+    torch.manual_seed(k)
+    return torch.randn(4, 3)
+
+
+def in_a_fork(k):
+    with torch.random.fork_rng():
+        torch.manual_seed(k)
+        x = torch.randn(4, 3)
+    return x + torch.randn(4, 3)
+
+
+def puts_back(k):
+    state = torch.get_rng_state()
+    x = torch.randn(4, 3)
+    torch.set_rng_state(state)
+    return x + torch.randn(4, 3)
+
+
+def by_initial_seed(k):
+    generator = np.random.default_rng(torch.initial_seed() % 2**32 + k)
+    return torch.from_numpy(generator.random((4, 3), dtype=np.float32)) + torch.rand(1)
+
+
+def by_default_generator(k):
+    return torch.randn(4, 3, generator=torch.default_generator) + torch.randperm(3, generator=torch.default_generator)
+
+
+@pytest.mark.parametrize("late", [0, 1, 5, NUM_BATCHES + 1])
+@pytest.mark.parametrize("noise", [seeds_itself, in_a_fork, puts_back, by_initial_seed, by_default_generator])
+def test_torchs_own_functions_mean_the_tasks_stream(noise, late):
+    def noisy(k):
+        return noise(k) if k >= late else torch.full((4, 3), float(k))
+
+    each = task("a", Loader(noise=noisy), dropout=0.5)
+    before = draws_outside()
+    report = train(each, task("b", Loader(), seed=2))
+    assert_as_plain(report, each, plain(Loader(noise=noisy), dropout=0.5))
+    assert draws_outside()[0] == before[0]
+    assert torch.random.default_generator is torch.default_generator
+
+
+class Augmented(Dataset):
+    """Draws from all three in the process that loads."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, k):
+        noise = torch.randn(3) + random.random() + np.random.standard_normal()
+        return noise.float() + torch.initial_seed() % 7, torch.ones(2) * k
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_seeded_as_in_the_plain_loop(persistent):
+    def loader():
+        return DataLoader(Augmented(), 4, shuffle=True, num_workers=2, persistent_workers=persistent)
+
+    each = task("a", loader(), epochs=3, dropout=0.5)
+    report = train(each, task("b", Loader(), seed=2))
+    assert_as_plain(report, each, plain(loader(), epochs=3, dropout=0.5))
+
+
+def test_many_shuffled_loaders():
+    def loader(seed):
+        torch.manual_seed(seed)
+        return DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 2)), 4, shuffle=True)
+
+    tasks = [task(f"t{k}", loader(k), seed=k, dropout=0.5, epochs=3, validation=loader(50 + k)) for k in range(6)]
+    report = train(*tasks, num_devices=2)
+    for k, each in enumerate(tasks):
+        assert_as_plain(report, each, plain(loader(k), seed=k, dropout=0.5, epochs=3, validation=loader(50 + k)))
+
+
+# -- what draws from `random` or `numpy.random`
+
+
+def from_random(k):
+    return torch.full((4, 3), random.random())
+
+
+def from_numpy(k):
+    return torch.from_numpy(np.random.standard_normal((4, 3)).astype(np.float32))
+
+
+def late(noise, at, num=1000):
+    """Noise of batches `at` to `at + num`; else none."""
+    return lambda k: noise(k) if at <= k < at + num else torch.full((4, 3), float(k))
+
+
+@pytest.mark.parametrize("noise", [from_random, from_numpy])
+def test_loader_that_draws_from_the_first_batch_is_read_alone(noise):
+    both = [task(name, Loader(noise=noise), dropout=0.5) for name in "ab"]
+    report = train(*both)
+    for each in both:
+        assert_as_plain(report, each, plain(Loader(noise=noise), dropout=0.5))
+
+
+@pytest.mark.parametrize("at", [2, 10, NUM_BATCHES + 3])
+@pytest.mark.parametrize("noise", [from_random, from_numpy])
+def test_loader_that_draws_late_is_refused_by_name(noise, at):
+    each = task("late", Loader(noise=late(noise, at)))
+    with pytest.raises(RuntimeError, match=r"(?s)late: its loader.*`random` or `numpy.random`.*loader_alone=True"):
+        train(each)
+
+
+@pytest.mark.parametrize("num", [1, 1000])
+@pytest.mark.parametrize("noise", [from_random, from_numpy])
+def test_loader_that_draws_late_and_is_read_alone_is_exact(noise, num):
+    each = task("late", Loader(noise=late(noise, 10, num)), loader_alone=True)
+    assert_as_plain(train(each), each, plain(Loader(noise=late(noise, 10, num))))
+
+
+class DrawsLate(Dataset):
+    def __len__(self):
+        return NUM_BATCHES
+
+    def __getitem__(self, k):
+        return torch.full((3,), random.random() if k >= 10 else float(k)), torch.ones(2) * k
+
+
+def test_with_retries_it_is_read_again_alone():
+    each = task("late", DataLoader(DrawsLate(), 1), max_retries=1, epochs=1)
+    report = train(each)
+    assert_as_plain(report, each, plain(DataLoader(DrawsLate(), 1), epochs=1))
+    assert len(report.tasks["late"].retries) == 1
+
+
+class Waits:
+    """Two loaders that are read at the same time, as long as both are read."""
+
+    def __init__(self):
+        self.both = threading.Barrier(2)
+
+    def __call__(self, k):
+        if k > 1 and not self.both.broken:
+            with suppress(threading.BrokenBarrierError):  # the other is over, or read alone
+                self.both.wait(1)
+
+
+@pytest.mark.parametrize("noise", [from_random, from_numpy])
+def test_others_are_exact_beside_one_that_draws_late(noise):
+    waits = Waits()
+    guilty = task("late", Loader(waits, late(noise, 10)))
+    other = task("other", Loader(waits), seed=2, dropout=0.5)
+    report = train(guilty, other)
+    outcome = report.tasks["late"]
+    assert outcome.status == "failed"
+    assert "late: its loader draws from `random`" in outcome.error or "late: its loader, or" in outcome.error
+    assert "loader_alone=True" in outcome.error
+    assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5))
+
+
+def test_one_draw_that_may_have_been_anybodys_is_told():
+    waits = Waits()
+    tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
+    report = train(*tasks)
+    told = [
+        text for text in report.messages if text.startswith("once: its loader may have drawn what is others': somebody")
+    ]
+    assert report.tasks["once"].status == "failed" or len(told) == 1
+    assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
+
+
+class Draws(Callback):
+    """Draws in the middle of a read that waits for it."""
+
+    def __init__(self):
+        self.begun, self.drawn = threading.Event(), threading.Event()
+
+    def on_step(self, report):
+        if report.steps == 3:
+            assert self.begun.wait(PATIENCE_S)
+            random.random()
+            self.drawn.set()
+
+
+def test_callback_that_draws_fails_nobody_and_is_told():
+    callback = Draws()
+
+    def meet(k):
+        if k == 4:
+            callback.begun.set()
+            assert callback.drawn.wait(PATIENCE_S)
+
+    each = task("a", Loader(meet), callbacks=[callback], loader_timeout_s=PATIENCE_S)
+    report = train(each)
+    assert_as_plain(report, each, plain(Loader()))
+    assert len(report.messages) == 1
+    assert report.messages[0].startswith("a: its loader may have drawn what is others': somebody drew from `random`")
+
+
+class Tells(Callback):
+    def __init__(self):
+        self.over = threading.Event()
+
+    def on_epoch(self, report, epoch):
+        if epoch == 1:
+            self.over.set()
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_loader_may_wait_for_anothers_callback(validation):
+    """The other opens iterators and reads, its validation's for the first time too."""
+    tells = Tells()
+
+    def wait(k):
+        if k == 3:
+            assert tells.over.wait(PATIENCE_S)
+
+    waiting = task("waiting", Loader(wait), loader_timeout_s=PATIENCE_S)
+    other = task("other", Loader(), seed=2, dropout=0.5, callbacks=[tells], validation=Loader() if validation else None)
+    report = train(waiting, other)
+    assert_as_plain(report, waiting, plain(Loader()))
+    assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5, validation=Loader() if validation else None))
+
+
+# -- what splits a batch
+
+
+def shuffled_parts(inputs, target, number):
+    order = torch.randperm(len(inputs))
+    return [(inputs[order[m::number]], target[order[m::number]], 1 / number) for m in range(number)]
+
+
+def noisy_parts(inputs, target, number):
+    noise = random.random() + np.random.standard_normal() + torch.rand(1).item()
+    return [(inputs[m::number] + noise, target[m::number], 1 / number) for m in range(number)]
+
+
+class CountsCalls:
+    """Has a generator of its own, and counts: one call more than the plain loop's would show."""
+
+    def __init__(self):
+        self.generator, self.num_calls = torch.Generator().manual_seed(5), 0
+
+    def __call__(self, inputs, target, number):
+        self.num_calls += 1
+        noise = torch.rand((), generator=self.generator) * self.num_calls
+        return [(inputs[m::number] + noise, target[m::number], 1 / number) for m in range(number)]
+
+
+def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
+    """The loop of the design, with the user's `split`."""
+    outside, net = capture(), model(1, dropout=dropout)
+    seed_outside_torch()
+    optimizer, losses, loss_fn = torch.optim.SGD(net.parameters(), lr=0.05), [], nn.MSELoss()
+    torch.manual_seed(1)
+    for _ in range(epochs):
+        for inputs, target in loader:
+            optimizer.zero_grad(set_to_none=True)
+            parts = []
+            for m, (x, y, w) in enumerate(split(inputs, target, number)):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(stream_seed(1, len(losses), m))
+                    part = loss_fn(net(x), y) * w
+                    part.backward()
+                    parts.append(part.item())
+            losses.append(sum(parts))
+            optimizer.step()
+    install(outside)
+    return reference.Result(losses=losses, validation_losses=[]), net
+
+
+@pytest.mark.parametrize("split", [shuffled_parts, noisy_parts, CountsCalls])
+@pytest.mark.parametrize("generates", [False, True])
+def test_split_that_draws(split, generates):
+    make = split if isinstance(split, type) else lambda: split
+    each = task("a", Loader(), dropout=0.5, accumulation_steps=2, split=make())
+    other = task("b", Loader(), seed=2)
+    seed_outside_torch()
+    orchestra = ModelOrchestrator([each, other], devices=[EmulatedDevice(memory="8MiB")])
+    orchestra.verbose = 0
+    if generates:
+        orchestra.generate()
+        orchestra.generate()
+    report = orchestra.train_models()
+    assert_as_plain(report, each, plain_split(Loader(), make(), 2))
+    assert_as_plain(report, other, plain(Loader(), seed=2))
+
+
+def test_split_that_draws_goes_on_where_it_was_saved(tmp_path):
+    def made(callback=None):
+        callbacks = () if callback is None else (callback,)
+        return task(
+            "a", Shuffled(), dropout=0.5, accumulation_steps=2, split=shuffled_parts, epochs=3, callbacks=callbacks
+        )
+
+    class Shuffled:
+        def __len__(self):
+            return NUM_BATCHES
+
+        def __iter__(self):
+            for k in range(NUM_BATCHES):
+                yield torch.randn(4, 3), torch.ones(4, 2) * k
+
+    expected = plain_split(Shuffled(), shuffled_parts, 2, epochs=3)
+    seed_outside_torch()
+
+    class Breaks(Callback):
+        def on_step(self, report):
+            if report.steps == 17:
+                raise RuntimeError("boom")
+
+    first = made(Breaks())
+    orchestra = ModelOrchestrator(
+        [first], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
+    )
+    orchestra.verbose = 0
+    with pytest.raises(RuntimeError, match="boom"):
+        orchestra.train_models()
+    again = made()
+    orchestra = ModelOrchestrator(
+        [again], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
+    )
+    orchestra.verbose = 0
+    assert_as_plain(orchestra.train_models(resume=True), again, expected)
+
+
+def test_weights_of_batches_and_unpack_that_draw():
+    def unpack(batch):
+        x, y = batch
+        return x + torch.rand(1) + random.random(), y
+
+    def weight(target):
+        torch.rand(3)
+        return float(len(target))
+
+    each = task("a", Loader(), dropout=0.5, unpack=unpack, loss_reduction=weight)
+    report = train(each, task("b", Loader(), seed=2))
+    outside, net = capture(), model(1, dropout=0.5)
+    seed_outside_torch()
+    result = reference.train(net, nn.MSELoss(), Loader(), seed=1, lr=0.05, epochs=2, unpack=unpack)
+    install(outside)
+    assert_as_plain(report, each, (result, net))
+
+
+# -- loaders that can be read once
+
+
+@pytest.mark.parametrize(
+    "make", [iter, lambda x: (y for y in x), lambda x: map(tuple, x), lambda x: zip(*zip(*x, strict=True), strict=True)]
+)
+@pytest.mark.parametrize("field", ["dataloader", "validation"])
+def test_iterator_is_refused_where_it_is_read_twice(field, make):
+    batches = [(torch.ones(4, 3), torch.ones(4, 2))] * 3
+    loaders = {"loader": batches, "validation": None}
+    loaders["loader" if field == "dataloader" else "validation"] = make(batches)
+    with pytest.raises(ValueError, match=rf"{field}: a \w+ gives its batches once.*starts anew at each iter"):
+        task("a", loaders["loader"], validation=loaders["validation"], epochs=2)
+    assert train(task("a", make(batches), epochs=1)).tasks["a"].steps == 3
+
+
+class Once:
+    """Gives its batches at the first iter() alone; `starts_anew`: at each."""
+
+    def __init__(self, *, starts_anew):
+        self.starts_anew, self.position = starts_anew, 0
+
+    def __iter__(self):
+        self.position = 0 if self.starts_anew else self.position
+        return self
+
+    def __next__(self):
+        if self.position == 3:
+            raise StopIteration
+        self.position += 1
+        return torch.ones(4, 3) * self.position, torch.ones(4, 2)
+
+
+def test_loader_that_gives_nothing_later_is_an_error():
+    with pytest.raises(ValueError, match="a: its loader gave no batch in epoch 1, and did in those before"):
+        train(task("a", Once(starts_anew=False)))
+    again = task("a", Once(starts_anew=True))
+    assert_as_plain(train(again), again, plain(Once(starts_anew=True)))
+
+
+# -- turns apart and beside
+
+
+def in_thread(job):
+    thread = threading.Thread(target=job)
+    thread.start()
+    return thread
+
+
+def until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
+class TestTurns:
+    def test_turns_beside_overlap_and_know_it(self):
+        lock = RevocableLock()
+        with lock.beside() as first:
+            assert not first.had_company
+            with lock.beside() as second:
+                assert second.had_company
+        assert first.had_company
+        with lock.call(), lock.beside() as third:
+            assert third.had_company
+
+    def test_turn_apart_waits_for_those_beside(self):
+        lock, inside = RevocableLock(), threading.Event()
+
+        def part():
+            with lock.held(apart=True):
+                inside.set()
+
+        with lock.beside() as turn:
+            thread = in_thread(part)
+            until(lambda: not lock.is_free)
+            assert not inside.is_set()
+        assert inside.wait(PATIENCE_S)
+        thread.join(PATIENCE_S)
+        assert not turn.is_passed
+
+    def test_who_waited_beside_goes_before_the_next_apart(self):
+        lock, order, threads = RevocableLock(), [], []
+
+        def beside():
+            with lock.beside():
+                order.append("beside")
+
+        def apart():
+            with lock.held(apart=True):
+                order.append("apart")
+
+        with lock.held(apart=True):
+            threads.append(in_thread(apart))
+            threads.append(in_thread(beside))
+            until(lambda: lock._waiting)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert order == ["beside", "apart"]
+
+    def test_nobody_waits_for_ever(self, monkeypatch):
+        monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
+        lock = RevocableLock()
+        begun, go_on, turns = threading.Event(), threading.Event(), []
+
+        def beside():
+            with lock.beside() as turn:
+                turns.append(turn)
+                begun.set()
+                assert go_on.wait(PATIENCE_S)
+
+        thread = in_thread(beside)
+        assert begun.wait(PATIENCE_S)
+        with lock.held(apart=True) as hold:
+            assert hold.met == turns
+            with lock.held(apart=True) as again:
+                assert again is hold
+        monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
+        with lock.held(apart=True):  # waits for it no more
+            pass
+        go_on.set()
+        thread.join(PATIENCE_S)
+
+
+def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
+    """It took longer than anybody waits, so that it may be the one that drew."""
+    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
+    draws, begun, go_on = LoaderDraws("slow", alone=False), threading.Event(), threading.Event()
+    stream = Stream(state_of(5))
+    for _ in range(2):
+        with draws.reading(stream):
+            pass
+
+    def read():
+        with draws.reading(stream):
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+
+    thread = in_thread(read)
+    assert begun.wait(PATIENCE_S)
+    with installed(Stream(state_of(6))):
+        random.random()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    assert "slow: its loader may have drawn what is others'" in draws.message
+    with pytest.raises(RuntimeError, match="loader_alone=True"), draws.reading(stream):
+        random.random()
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_generator_that_its_own_thread_moves_is_noticed(at):
+    """A thread of the loader's draws from torch: nobody can send that to the task's stream."""
+
+    class Background(Loader):
+        def __iter__(self):
+            for k in range(NUM_BATCHES):
+                if k >= at:
+                    in_thread(lambda: torch.rand(1)).join(PATIENCE_S)
+                yield torch.randn(4, 3), torch.ones(4, 2)
+
+    each = task("a", Background())
+    if at:
+        with pytest.raises(RuntimeError, match="a: its loader, or another thread meanwhile, drew from torch's global"):
+            train(each)
+    else:
+        assert_as_plain(train(each), each, plain(Background()))
+
+
+class DrawsAtEachStep(Callback):
+    def __init__(self, draw):
+        self.draw, self.drawn, self.is_over = draw, [], False
+
+    def on_step(self, report):
+        self.drawn.append(self.draw())
+
+    def on_task_end(self, report):
+        self.is_over = True
+
+
+def weights():
+    torch.manual_seed(1)  # as who makes a model to be added
+    return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
+
+
+def test_what_a_callback_draws_from_torch_is_no_loaders():
+    """Also while that is read alone; and no other callback's."""
+    draws = [DrawsAtEachStep(draw) for draw in (weights, weights, lambda: torch.rand(()).item())]
+
+    def wait(k):  # in the middle of a read, for a draw
+        number = len(draws[0].drawn)
+        if k > 1:
+            until(lambda: len(draws[0].drawn) > number or draws[0].is_over)
+
+    noise = lambda k: torch.rand(4, 3) + random.random()  # noqa: E731
+    mine = task("mine", Loader(wait, noise))
+    others = [task(f"other-{k}", Loader(num_batches=60), callbacks=[each]) for k, each in enumerate(draws)]
+    before = torch.get_rng_state()
+    report = train(mine, *others)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_as_plain(report, mine, plain(Loader(noise=noise)))
+    with torch.random.fork_rng():
+        expected = weights()
+    assert all(found == expected for each in draws[:2] for found in each.drawn)
+    again = DrawsAtEachStep(draws[2].draw)
+    train(task("other-2", Loader(num_batches=60), callbacks=[again]))
+    assert draws[2].drawn == again.drawn  # of the task's seed
+    assert len(set(again.drawn)) == len(again.drawn)

@@ -1,0 +1,89 @@
+"""Indices out of range are found before a device sees them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.data.boundary import Boundary
+from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
+
+VOCABULARY, LENGTH = 11, 4
+
+
+class Embed(nn.Module):
+    """Tokens and positions, as in a GPT: the positions do not come from the loader."""
+
+    def __init__(self, max_length=LENGTH):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, 6), nn.Embedding(max_length, 6)
+
+    def forward(self, tokens):
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+def limit_of(layer, value):
+    limit = IndexLimit(layer)
+    with limit.watched():
+        layer(value)
+    return limit.found
+
+
+def test_an_embedding_is_its_own_limit():
+    assert direct_limit(nn.Embedding(7, 2)) == 7
+    assert direct_limit(nn.Linear(7, 2)) is None
+
+
+def test_only_what_came_in_counts():
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    assert limit_of(Embed(), tokens) == VOCABULARY
+    assert limit_of(nn.Linear(3, 2), torch.zeros(1, 3)) is None
+
+
+def test_a_run_leaves_no_hook():
+    layer = Embed()
+    limit_of(layer, torch.zeros(2, LENGTH, dtype=torch.long))
+    assert not any(module._forward_pre_hooks for module in layer.modules())
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, VOCABULARY + 5])
+def test_value_limit_and_remedy_are_named(wrong):
+    value = Boundary.of(torch.tensor([[0, wrong, 3]]), "the batch")
+    with pytest.raises(
+        IndexError, match=rf"layer embed is to look up index {wrong}, limit: 0 to {VOCABULARY - 1}; give"
+    ):
+        check_indices(value, VOCABULARY, "embed")
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor([0, VOCABULARY - 1]), torch.zeros(0, dtype=torch.long), torch.ones(2)])
+def test_what_is_in_range_passes(tensor):
+    check_indices(Boundary.of(tensor, "the batch"), VOCABULARY, "embed")
+
+
+@pytest.mark.parametrize("first", [Embed, lambda: nn.Embedding(VOCABULARY, 6)])
+def test_a_task_with_a_wrong_token_fails_at_its_last_commit_and_others_finish(first):
+    def task_of(name, wrong_step=None):
+        torch.manual_seed(0)
+        batches = [torch.randint(VOCABULARY, (3, LENGTH)) for _ in range(4)]
+        if wrong_step is not None:
+            batches[wrong_step][1, 2] = VOCABULARY
+        model = nn.Sequential(first(), nn.Linear(6, 6), nn.Linear(6, VOCABULARY))
+        loader = [(batch, batch.clamp(max=VOCABULARY - 1)) for batch in batches]
+        return ModelTask(
+            model,
+            lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
+            loader,
+            0.1,
+            name=name,
+            seed=1,
+        )
+
+    orchestra = ModelOrchestrator([task_of("wrong", 2), task_of("right")], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    assert report.tasks["right"].status == "finished"
+    failed = report.tasks["wrong"]
+    assert (failed.status, failed.steps) == ("failed", 2)
+    assert isinstance(failed.exception, IndexError)
+    assert f"index {VOCABULARY}, limit: 0 to {VOCABULARY - 1}" in failed.error

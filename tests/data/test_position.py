@@ -1,0 +1,299 @@
+"""After a restore the batches are bit for bit those of the loop that was not interrupted, whatever draws in between."""
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from hydra_engine.checkpoints.nested import flatten, unflatten
+from hydra_engine.data.generators import generators_of
+from hydra_engine.data.position import LoaderPosition, epoch_start, position_of, restore
+from hydra_engine.data.streams import Stream, capture, installed
+
+NUM_SAMPLES = 26
+BATCH = 4  # the last of seven has two
+DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.arange(NUM_SAMPLES) ** 2)
+
+
+class Augmented(Dataset):
+    """Draws from all three process-wide generators, and one of its own, for every sample; counts what is loaded."""
+
+    def __init__(self):
+        self.own = np.random.default_rng(3)
+        self.num_loaded = 0
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand(), self.own.random()])
+
+
+class Plain(Dataset):
+    def __init__(self):
+        self.num_loaded = 0
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        self.num_loaded += 1
+        return index
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return iter(range(NUM_SAMPLES))
+
+
+class Shuffling(IterableDataset):
+    """Draws for every sample from the process-wide generator."""
+
+    def __iter__(self):
+        for k in range(NUM_SAMPLES):
+            yield k + torch.rand(())
+
+
+class DrawsEachTime(BatchSampler):
+    """Every batch of indices is drawn from the process-wide generator when it is asked for."""
+
+    def __init__(self):
+        pass
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        for _ in range(7):
+            yield torch.randint(NUM_SAMPLES, (BATCH,)).tolist()
+
+
+class Stateful:
+    """Has a state dict, as torchdata's loaders."""
+
+    def __init__(self):
+        self.loader, self.num_read = DataLoader(DATA, BATCH, shuffle=True), 0
+
+    def __iter__(self):
+        first, self.first = getattr(self, "first", 0), 0
+        seed = int(torch.empty((), dtype=torch.int64).random_()) if first == 0 else self.seed
+        self.seed = seed
+        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
+        for self.num_read in range(first + 1, 8):
+            yield order[(self.num_read - 1) * BATCH : self.num_read * BATCH]
+
+    def state_dict(self):
+        return {"seed": self.seed, "num_read": self.num_read}
+
+    def load_state_dict(self, state):
+        self.seed, self.first = state["seed"], state["num_read"]
+
+
+def own_generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(DATA, BATCH),
+    "shuffled": lambda: DataLoader(DATA, BATCH, shuffle=True),
+    "own generator": lambda: DataLoader(DATA, BATCH, shuffle=True, generator=own_generator()),
+    "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True, drop_last=True),
+    "replacement": lambda: DataLoader(
+        DATA, BATCH, sampler=RandomSampler(DATA, replacement=True, num_samples=100, generator=own_generator())
+    ),
+    "weighted": lambda: DataLoader(DATA, BATCH, sampler=WeightedRandomSampler(range(1, 27), 26)),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=True)),
+    "no batches": lambda: DataLoader(DATA, batch_size=None, shuffle=True),
+    "iterable": lambda: DataLoader(Counting(), BATCH),
+    "a list": lambda: [torch.tensor([k]) for k in range(7)],
+    "stateful": Stateful,
+}
+
+
+def bits(batch):
+    leaves = batch if isinstance(batch, (list, tuple)) else [batch]
+    return [(leaf.dtype, leaf.tolist()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def read(iterator, stream, num=None, draws=True):
+    """Batches with what the model draws after each, as a training loop's layers do."""
+    found = []
+    while num is None or len(found) < num:
+        with installed(stream):
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()] if draws else []
+        found.append((bits(batch), drawn))
+    return found
+
+
+def loop(loader, stream, num_epochs, draws=True):
+    """All batches, epoch by epoch."""
+    found = []
+    for _ in range(num_epochs):
+        with installed(stream):
+            iterator = iter(loader)
+        found.append(read(iterator, stream, draws=draws))
+    return found
+
+
+def seeded_stream():
+    random.seed(1)
+    np.random.seed(1)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Stream(capture())
+
+
+def interrupted(make, epoch, num_batches, draws=True):
+    """The position in an epoch of a loop, as a checkpoint gives it back."""
+    stream, loader = seeded_stream(), make()
+    loop(loader, stream, epoch, draws)
+    start = epoch_start(loader, stream)
+    with installed(stream):
+        iterator = iter(loader)
+    read(iterator, stream, num_batches, draws)
+    position = position_of(loader, stream, start, num_batches)
+    read(iterator, stream, 1)  # what happens after it is of no matter
+    tree, tensors = flatten(position.to_state())
+    return LoaderPosition.from_state(unflatten(tree, {name: each.clone() for name, each in tensors.items()}))
+
+
+def resumed(make, position, draws=True):
+    """The rest of the epoch and one more, of another loader."""
+    torch.manual_seed(99)  # it matters to nobody
+    loader, stream = make(), Stream(capture())
+    iterator, message = restore(loader, stream, position)
+    return [read(iterator, stream, draws=draws), *loop(loader, stream, 1, draws)], message, loader
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_batches_go_on_as_if_nothing_had_happened(name, epoch):
+    expected = loop(LOADERS[name](), seeded_stream(), epoch + 2)[epoch:]
+    for num_batches in (1, 3, len(expected[0])) if name == "stateful" else (0, 1, 3, len(expected[0])):
+        if name == "stateful" and num_batches == len(expected[0]):
+            continue  # up to the loader
+        found, message, _ = resumed(LOADERS[name], interrupted(LOADERS[name], epoch, num_batches))
+        assert found == [expected[0][num_batches:], expected[1]], num_batches
+        assert message is None
+
+
+@pytest.mark.parametrize("data", [Augmented, Plain])
+def test_no_sample_is_loaded_to_be_dropped(data):
+    def make():
+        return DataLoader(data(), BATCH, shuffle=True)
+
+    position = interrupted(make, 0, 5)
+    loader = make()
+    iterator, _ = restore(loader, Stream(capture()), position)
+    assert loader.dataset.num_loaded == 0
+    next(iterator)
+    assert loader.dataset.num_loaded == BATCH
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(DATA, batch_sampler=DrawsEachTime()), lambda: DataLoader(Shuffling(), BATCH)]
+)
+def test_what_draws_at_every_batch_is_followed_where_nothing_else_draws(make):
+    expected = loop(make(), seeded_stream(), 2, draws=False)
+    found, message, _ = resumed(make, interrupted(make, 0, 3, draws=False), draws=False)
+    assert found == [expected[0][3:], expected[1]]
+    assert message is None
+    _, message, _ = resumed(make, interrupted(make, 0, 3))
+    assert "from the process-wide generators at every batch" in message
+    assert "give it a state_dict" in message
+
+
+def workers(data, **options):
+    return lambda: DataLoader(data(), BATCH, shuffle=True, num_workers=2, multiprocessing_context="fork", **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, beside threads
+@pytest.mark.parametrize("data", [Augmented, Plain])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_with_workers(data, persistent):
+    """A data set that draws in its workers is loaded from the epoch's beginning, one that does not is not."""
+    make = workers(data, persistent_workers=persistent)
+    epoch = 0 if data is Augmented and persistent else 1  # else its workers' generators are older than the epoch
+    expected = loop(make(), seeded_stream(), epoch + 2)[epoch:]
+    found, message, _ = resumed(make, interrupted(make, epoch, 3))
+    assert found == [expected[0][3:], expected[1]]
+    assert message is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
+    """From which torch's workers end only after time-outs."""
+    make = workers(Plain, persistent_workers=True)
+    position, loader, stream = interrupted(make, 1, 3), make(), seeded_stream()
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = restore(loader, stream, position).iterator
+        with installed(stream):
+            next(iterator)
+        freed = weakref.ref(loader)
+        del loader, iterator
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_workers_drew_in_earlier_epochs_is_told():
+    make = workers(Augmented, persistent_workers=True)
+    _, message, _ = resumed(make, interrupted(make, 1, 3))
+    assert "the loader has workers that may draw, and drew in earlier epochs as well, which is not followed" in message
+
+
+def test_generators_that_are_made_later_are_told():
+    class Lazy(Plain):
+        def __getitem__(self, index):
+            if not hasattr(self, "own"):
+                self.own = random.Random(0)
+            return index
+
+    def make():
+        return DataLoader(Lazy(), BATCH)
+
+    _, message, _ = resumed(make, interrupted(make, 0, 3))
+    assert "the loader makes random generators while it reads, which is not followed" in message
+
+
+def test_generators_of_the_loaders_own_are_found_in_order():
+    loader = DataLoader(Augmented(), BATCH, shuffle=True, generator=own_generator())
+    assert generators_of(loader) == [loader.dataset.own, loader.generator]
+
+
+def test_another_loader_is_refused():
+    position = interrupted(LOADERS["own generator"], 0, 3)
+    stream = Stream(capture())
+    with pytest.raises(ValueError, match=r"holds 0 random generators, and 1 were saved; resume with the loader"):
+        restore(LOADERS["in order"](), stream, position)
+    short = [LOADERS["in order"], lambda: list(range(7))]
+    for make in short:
+        position = interrupted(make, 0, 6)
+        for other in (DataLoader(TensorDataset(torch.arange(9)), BATCH), [1, 2, 3]):
+            with pytest.raises(
+                ValueError, match="the loader ended after 3 batches, and was saved after 6; resume with"
+            ):
+                restore(other, stream, position)
+    with pytest.raises(ValueError, match="that was saved had no state_dict, and this one has one"):
+        restore(Stateful(), stream, position)
+    with pytest.raises(ValueError, match="that was saved had a state_dict, and this one has none"):
+        restore([], stream, interrupted(Stateful, 0, 3))

@@ -1,0 +1,411 @@
+"""A loader that hangs fails its task when its time is up; the others go on, with their bits."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine import LoaderTimeout, ModelTask
+from hydra_engine.data.reader import Reader
+from hydra_engine.data.streams import GLOBAL_GENERATORS, Stream, capture, install, installed
+from hydra_engine.run.deadlines import Deadlines
+from hydra_engine.run.signals import Inbox, Overdue
+from hydra_engine.schedule.events import DataEnded, StopRequested
+from hydra_engine.system.locks import RevocableLock, TakenAway
+from tests import exact, zoo
+from tests.data.test_streams import draws_of, everything, state_of
+from tests.promises.test_faults import committed, trapped_model, victim
+
+PATIENCE_S = 30
+SHORT_S = 0.5  # a thread of a busy machine may stand still for a while
+
+
+class Hanging:
+    """A loader whose batch number `at`, counted over all epochs, waits for `go_on`; -1: opening it does."""
+
+    def __init__(self, at, *, draws=False):
+        self.loader, self.at, self.draws = trapped_model()[2], at, draws
+        self.go_on, self.hangs, self.num_read, self.num_opened = threading.Event(), threading.Event(), 0, 0
+
+    def __len__(self):
+        return len(self.loader)
+
+    def hang(self):
+        self.hangs.set()
+        assert self.go_on.wait(PATIENCE_S)
+        if self.draws:
+            torch.rand(1)
+
+    def __iter__(self):
+        self.num_opened += 1
+        if self.at == -1 and self.num_opened == 2:
+            self.hang()
+        return self.batches()
+
+    def batches(self):
+        for batch in self.loader:
+            if self.num_read == self.at:
+                self.hang()
+            self.num_read += 1
+            yield batch
+
+
+@pytest.fixture
+def hanging():
+    """Loaders that are let go of in the end, with their threads."""
+    made = []
+
+    def make(at, **options):
+        made.append(Hanging(at, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.endswith("-reader"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def build(loader):
+    model, loss_fn, _ = trapped_model()
+    return lambda: (model, loss_fn, loader)
+
+
+def draws_outside():
+    """The process-wide generators are what they were: a run must not leave anything in them."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("at", [-1, 4, 10])
+def test_others_go_on_with_their_bits(at, num_devices, hanging):
+    loader = hanging(at)
+    task, model = victim(build(loader), loader_timeout_s=SHORT_S)
+    others = [exact.task_of(name) for name in ("cnn", "dropout")]
+    before = draws_outside()
+    report = exact.run([others[0][0], task, others[1][0]], num_devices=num_devices)
+    assert draws_outside() == before
+    assert loader.hangs.is_set()
+    outcome = report.tasks["victim"]
+    expected = committed(10 if at == -1 else at)
+    assert outcome.status == "failed"
+    assert isinstance(outcome.exception, LoaderTimeout)
+    assert outcome.losses == expected.losses  # what was read before is trained on
+    exact.assert_same_state(zoo.state(model), expected.state)
+    for name, (_, other_model) in zip(("cnn", "dropout"), others, strict=True):
+        exact.assert_as_expected(report, name, other_model, exact.expected(name))
+    for text in ("victim", "0.5 s (loader_timeout_s)", "raise loader_timeout_s", "'victim-reader' was left behind"):
+        assert text in outcome.error
+
+
+def test_it_is_a_timeout_of_the_builtin_kind(hanging):
+    task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
+    with pytest.raises(TimeoutError, match=r"victim: its loader gave no batch in 0\.5 s"):
+        exact.run([task])
+
+
+def test_close_does_not_wait_for_it_again(hanging):
+    task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
+    other, _ = exact.task_of("mlp", epochs=1)
+    start_s = time.monotonic()
+    exact.run([task, other])
+    assert time.monotonic() - start_s < 9  # less than a reader's time to join
+
+
+def test_validation_batch_counts_too(hanging):
+    loader = hanging(3)
+    model, loss_fn, training = trapped_model()
+    task, _ = victim(lambda: (model, loss_fn, training), loader_timeout_s=SHORT_S, validation=loader)
+    other, other_model = exact.task_of("dropout", epochs=1)
+    report = exact.run([task, other])
+    assert isinstance(report.tasks["victim"].exception, LoaderTimeout)
+    assert report.tasks["victim"].steps == 10
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+
+
+def test_split_counts_too(hanging):
+    go_on, calls = hanging(None).go_on, []
+
+    def split(inputs, target, number):
+        calls.append(number)
+        if len(calls) == 8:
+            assert go_on.wait(PATIENCE_S)
+        from hydra_engine import split
+
+        return split(inputs, target, number)
+
+    task, _ = victim(accumulation_steps=2, split=split, loader_timeout_s=SHORT_S)
+    other, other_model = exact.task_of("dropout", epochs=1)
+    report = exact.run([task, other])
+    assert isinstance(report.tasks["victim"].exception, LoaderTimeout)
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+
+
+def test_no_retry_helps(hanging):
+    task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S, max_retries=3)
+    other, _ = exact.task_of("mlp", epochs=1)
+    outcome = exact.run([task, other]).tasks["victim"]
+    assert isinstance(outcome.exception, LoaderTimeout)
+    assert outcome.retries == []
+
+
+def test_thread_that_wakes_up_late_changes_nothing(hanging):
+    """But what it draws itself before it comes back, which nobody can prevent."""
+    loader = hanging(4)
+    task, model = victim(build(loader), loader_timeout_s=SHORT_S)
+    other, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task, other])
+    state, before = zoo.state(model), draws_outside()
+    loader.go_on.set()
+    [thread] = [each for each in threading.enumerate() if each.name == "victim-reader"]
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert draws_outside() == before
+    exact.assert_same_state(zoo.state(model), state)
+    assert report.tasks["victim"].steps == 4
+    assert GLOBAL_GENERATORS.is_free
+
+
+def test_another_run_in_the_same_process_is_undisturbed(hanging):
+    task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
+    with pytest.raises(LoaderTimeout):
+        exact.run([task])
+    again, model = victim()
+    exact.assert_as_expected(exact.run([again]), "victim", model, committed(None))
+
+
+def test_waiting_for_anothers_loader_does_not_count(hanging):
+    """A task of a shorter time-out stands behind one that takes long, and is not to blame."""
+    slow = hanging(4)
+    release = threading.Timer(4 * SHORT_S, slow.go_on.set)
+    task, model = victim(build(slow), loader_timeout_s=None)
+    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S)
+    release.start()
+    report = exact.run([task, other])
+    release.join()
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout"))
+    exact.assert_as_expected(report, "victim", model, committed(None))
+
+
+def test_evaluation_has_it_too(hanging):
+    model, loss_fn, _ = trapped_model()
+    task = ModelTask(model, loss_fn, [], loader_timeout_s=SHORT_S, name="victim")
+    other, _ = exact.task_of("mlp")
+    orchestra = exact.orchestrator([other])
+    with pytest.raises(LoaderTimeout, match="victim"):
+        orchestra.evaluate(task, hanging(2))
+
+
+def test_default_is_half_an_hour():
+    assert victim()[0].loader_timeout_s == 1800
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (float("inf"), ValueError), ("1", TypeError), (True, TypeError)],
+)
+def test_times_that_are_none_are_refused(value, error):
+    with pytest.raises(error, match="loader_timeout_s"):
+        victim(loader_timeout_s=value)
+
+
+class TestInbox:
+    def test_a_deadline_that_has_passed_is_an_event(self):
+        inbox = Inbox()
+        inbox.deadline_s = time.monotonic() - 1
+        with inbox as event:
+            assert event == Overdue()
+
+    def test_what_is_there_comes_first(self):
+        inbox = Inbox()
+        inbox.deadline_s = time.monotonic() - 1
+        inbox.put(DataEnded("task"))
+        with inbox as event:
+            assert event == DataEnded("task")
+
+    def test_it_sleeps_until_then(self):
+        inbox = Inbox()
+        begin_s = time.monotonic()
+        inbox.deadline_s = begin_s + SHORT_S
+        with inbox as event:
+            assert event == Overdue()
+        assert time.monotonic() - begin_s >= 0.9 * SHORT_S
+
+    def test_a_far_deadline_is_no_error(self):
+        inbox = Inbox()
+        inbox.deadline_s = time.monotonic() + 1e12
+        inbox.put(StopRequested())
+        with inbox as event:
+            assert event == StopRequested()
+
+
+class TestDeadlines:
+    def test_only_those_whose_time_is_up(self):
+        deadlines = Deadlines()
+        deadlines.set("late", -1)
+        deadlines.set("early", 1000)
+        deadlines.set("came", -1)
+        deadlines.drop("came")
+        assert deadlines.next_s < time.monotonic()
+        assert deadlines.take_due() == ["late"]
+        assert time.monotonic() + 900 < deadlines.next_s < time.monotonic() + 1000
+        assert deadlines.take_due() == []
+
+    def test_none_left(self):
+        deadlines = Deadlines()
+        deadlines.set("came", 5)
+        deadlines.drop("came")
+        assert deadlines.take_due() == []
+        assert deadlines.next_s == float("inf")
+
+
+class Visitor:
+    """A thread that holds a lock until it is told to go on."""
+
+    def __init__(self, lock, job=None):
+        self.inside, self.go_on, self.error = threading.Event(), threading.Event(), None
+        self.lock, self.job = lock, job
+        self.thread = threading.Thread(target=self.work)
+        self.thread.start()
+        assert self.inside.wait(PATIENCE_S)
+
+    def work(self):
+        try:
+            with self.lock.held() as hold:
+                if self.job is not None:
+                    hold.put_back.append(self.job)
+                self.inside.set()
+                assert self.go_on.wait(PATIENCE_S)
+                hold.settle(lambda: None)
+        except Exception as error:
+            self.error = error
+
+    def leave(self):
+        self.go_on.set()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+class TestRevocableLock:
+    def test_is_reentrant(self):
+        lock = RevocableLock()
+        with lock.held() as outer:
+            with lock.held() as inner:
+                assert inner is outer
+            assert not lock.is_free
+        assert lock.is_free
+
+    def test_body_that_raises_gives_it_back(self):
+        lock = RevocableLock()
+        with pytest.raises(KeyError), lock.held():
+            raise KeyError
+        assert lock.is_free
+
+    def test_a_new_owner_gets_in_and_the_old_one_releases_nothing(self):
+        lock, done = RevocableLock(), []
+        old = Visitor(lock, lambda: done.append("put back"))
+        assert lock.take_from(old.thread.ident)
+        assert done == ["put back"]
+        new = Visitor(lock)
+        old.leave()
+        assert isinstance(old.error, TakenAway)
+        assert not lock.is_free  # it is the new owner's
+        new.leave()
+        assert new.error is None
+        assert lock.is_free
+        assert done == ["put back"]
+
+    def test_waiters_get_in_one_at_a_time(self):
+        lock = RevocableLock()
+        old = Visitor(lock)
+        inside, most = [], []
+
+        def wait():
+            with lock.held():
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+
+        waiters = [threading.Thread(target=wait) for _ in range(5)]
+        for each in waiters:
+            each.start()
+        lock.take_from(old.thread.ident)
+        for each in waiters:
+            each.join(PATIENCE_S)
+        old.leave()
+        assert most == [1] * 5
+
+    def test_only_from_the_thread_that_holds_it(self):
+        lock = RevocableLock()
+        assert not lock.take_from(threading.get_ident())
+        visitor = Visitor(lock)
+        assert not lock.take_from(threading.get_ident())
+        assert not lock.take_from(None)
+        visitor.leave()
+        assert visitor.error is None
+
+
+def test_states_of_a_thread_that_hangs_are_put_back():
+    before, inside, go_on, errors = draws_outside(), threading.Event(), threading.Event(), []
+    stream = Stream(state_of(7))
+
+    def hang():
+        try:
+            with installed(stream):
+                everything()
+                inside.set()
+                assert go_on.wait(PATIENCE_S)
+                everything()
+        except TakenAway as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    GLOBAL_GENERATORS.take_from(thread.ident)
+    assert draws_outside() == before
+    other = Stream(state_of(8))
+    with installed(other):
+        assert everything() == draws_of(8)[0]
+    assert draws_outside() == before
+    outside = capture()
+    go_on.set()
+    thread.join(PATIENCE_S)
+    install(outside)  # what it drew when it woke up
+    assert len(errors) == 1
+    assert stream.state.same_as(state_of(7))
+    assert draws_outside() == before
+
+
+def test_thread_that_is_left_behind_at_the_end_loses_the_lock_too(hanging, monkeypatch):
+    """After a Ctrl-C, say, without any time-out: the next run must not stand still for it."""
+    monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 0.01)
+    before = draws_outside()
+    loader = hanging(0)
+    reader = Reader(victim(build(loader), loader_timeout_s=None)[0], "victim")
+    reader.start(lambda _: None, 1)
+    reader.request(None)
+    assert loader.hangs.wait(PATIENCE_S)
+    assert not GLOBAL_GENERATORS.is_free
+    assert not reader.close()
+    assert GLOBAL_GENERATORS.is_free
+    assert draws_outside() == before
+
+
+def test_answer_that_came_in_time_is_not_lost():
+    events = []
+    task = ModelTask([nn.Linear(2, 2)], nn.MSELoss(), [(torch.ones(1, 2), torch.ones(1, 2))], loader_timeout_s=1e-6)
+    reader = Reader(task, "task")
+    came = threading.Event()
+    reader.start(lambda event: (events.append(event), came.set()), 1)
+    reader.request(None)
+    assert came.wait(PATIENCE_S)
+    assert reader.leave_behind() is not None
+    assert reader.close()
+    assert len(events) == 1

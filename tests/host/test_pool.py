@@ -1,0 +1,342 @@
+"""The host pool takes a model over and gives it back as it was; a step's staging is overwritten, never added to."""
+
+import copy
+import random
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine.data.boundary import Boundary
+from hydra_engine.data.signature import Signature
+from hydra_engine.data.streams import capture
+from hydra_engine.host.layout import ModelLayout, SlabPiece
+from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.system import dram
+from tests import zoo
+from tests.host.test_layout import Odd, random_layers
+
+
+def layout_of(layers):
+    return ModelLayout(layers, [str(k) for k in range(len(layers))], None)
+
+
+def copy_into(place, tensor):
+    place.copy_(tensor)
+
+
+@pytest.fixture(params=[*zoo.MODELS, *range(8)], ids=str)
+def layers(request):
+    if isinstance(request.param, int):
+        return random_layers(random.Random(request.param))
+    return list(zoo.MODELS[request.param]()[0])
+
+
+class TestHostPool:
+    def test_open_and_close_leave_every_value_and_object(self, layers):
+        module = nn.ModuleList(layers)
+        state = copy.deepcopy(module.state_dict())
+        objects = [id(each) for each in [*module.parameters(), *module.buffers()]]
+        strides = [parameter.stride() for parameter in module.parameters()]
+        pool = HostPool(layout_of(layers))
+        for _ in range(2):
+            pool.open()
+            assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+            pool.close()
+            assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+        assert [id(each) for each in [*module.parameters(), *module.buffers()]] == objects
+        assert [parameter.stride() for parameter in module.parameters()] == strides
+
+    def test_close_gives_ordinary_storage_back(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        pool.close()
+        for slot in layout.slots:
+            assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
+            assert slot.parameter.storage_offset() == 0
+            assert slot.parameter.grad is None
+
+    def test_close_gives_back_what_training_left(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        for slot in layout.slots:
+            slot.parameter.data.fill_(3)
+        pool.buffers = [torch.zeros_like(buffer) for buffer in pool.buffers]
+        pool.close()
+        assert all((parameter == 3).all() for parameter in nn.ModuleList(layers).parameters())
+        assert not any(buffer.any() for buffer in nn.ModuleList(layers).buffers())
+
+    def test_parameters_lie_in_the_pool_while_it_is_open(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        for slot in layout.slots:
+            if not slot.num_bytes:
+                continue
+            [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
+            assert source.data_ptr() == slot.parameter.data_ptr()
+        pool.close()
+
+    def test_gradients_have_places_like_their_parameters(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        for slot, gradient in zip(layout.slots, pool.gradients, strict=True):
+            assert (gradient is not None) == slot.trainable
+            if gradient is not None:
+                assert gradient.shape == slot.parameter.shape
+                gradient.fill_(slot.index)
+        for slot, gradient in zip(layout.slots, pool.gradients, strict=True):
+            assert gradient is None or (gradient == slot.index).all(), "gradients overlap"
+        pool.close()
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            torch.rand(3, 4),
+            torch.rand(4, 3).t(),
+            torch.rand(3, 8)[:, 1:5],
+            torch.rand(8)[::2],
+            torch.rand(1, 8)[:, ::2],
+        ],
+        ids=["contiguous", "transposed", "sliced", "every other", "one row"],
+    )
+    def test_gradients_lie_as_autograd_lays_them(self, values):
+        # A norm adds up in the order of memory, and fused optimizers choose their kernel by it.
+        layer = nn.Module()
+        layer.weight = nn.Parameter(values)
+        pool = HostPool(layout_of([layer]))
+        (layer.weight * 2).sum().backward()
+        expected = layer.weight.grad.stride()
+        pool.open()
+        assert pool.gradients[0].stride() == expected
+        pool.close()
+
+    def test_tied_and_frozen_parameters_stay_so(self):
+        layers = list(zoo.tied()[0])
+        layers[1].requires_grad_(False)
+        pool = HostPool(layout_of(layers))
+        pool.open()
+        pool.close()
+        assert layers[-1].weight is layers[0].token.weight
+        assert not any(parameter.requires_grad for parameter in layers[1].parameters())
+
+    def test_alignment_gaps_are_nobodys(self):
+        layers = [Odd(), Odd()]
+        before = copy.deepcopy(nn.ModuleList(layers).state_dict())
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        taken = {True: set(), False: set()}
+        for slot in layout.slots:
+            taken[slot.trainable] |= set(range(slot.offset, slot.offset + slot.num_bytes))
+        for kind, used in taken.items():
+            [(_, source)] = pool.sources(SlabPiece(kind, 0, 0, layout.num_bytes[kind]))
+            flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
+            flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
+        pool.close()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
+
+    def test_buffers_share_no_memory_with_the_models(self, layers):
+        layout = layout_of(layers)
+        pool = HostPool(layout)
+        pool.open()
+        for own, buffer in zip(layout.buffers, pool.buffers, strict=True):
+            assert torch.equal(own, buffer)
+            assert own.stride() == buffer.stride()
+            assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        pool.close()
+
+    def test_buffers_are_copies_until_the_end(self):
+        layer = nn.BatchNorm1d(3)
+        pool = HostPool(layout_of([layer]))
+        pool.open()
+        mean = next(k for k, buffer in enumerate(pool.layout.buffers) if buffer is layer.running_mean)
+        pool.buffers[mean] = torch.full((3,), 7.0)
+        assert not layer.running_mean.any()
+        own = layer.running_mean
+        pool.close()
+        assert layer.running_mean is own
+        assert layer.running_mean.tolist() == [7, 7, 7]
+
+    def test_buffer_of_another_kind_replaces_the_models(self):
+        layer = nn.BatchNorm1d(3)
+        pool = HostPool(layout_of([layer]))
+        pool.open()
+        mean = next(k for k, buffer in enumerate(pool.layout.buffers) if buffer is layer.running_mean)
+        pool.buffers[mean] = torch.ones(5, dtype=torch.float64)
+        pool.close()
+        assert layer.running_mean.tolist() == [1] * 5
+        assert layer.running_mean.dtype == torch.float64
+
+    def test_expanded_buffer_is_given_back(self):
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("scale", torch.ones(1).expand(4))
+        pool = HostPool(layout_of([layer]))
+        pool.open()
+        pool.close()
+        assert layer.scale.tolist() == [1, 1, 1, 1]
+
+    def test_close_without_open_does_nothing(self):
+        layer = nn.Linear(2, 2)
+        address = layer.weight.data_ptr()
+        HostPool(layout_of([layer])).close()
+        assert layer.weight.data_ptr() == address
+
+
+class TestStepStaging:
+    def begun(self, *values):
+        """Staging with a step begun on these inputs."""
+        staging = StepStaging()
+        boundaries = [(Boundary.of(value, "a batch"), Boundary.of(value, "a target")) for value in values]
+        staging.begin(boundaries, [1.0] * len(values), [capture()] * len(values), Signature.of(boundaries))
+        return staging
+
+    def entering(self, staging, shard=1, m=0):
+        boundary = staging.entering(shard, m)
+        return boundary.build(boundary.tensors)
+
+    def test_boundary_comes_out_as_it_went_in(self):
+        staging = self.begun(torch.zeros(1))
+        shared = torch.rand(3, 4).t()
+        staging.put_boundary(1, 0, Boundary.of({"x": shared, "again": [shared]}, "an output"), copy_into)
+        built = self.entering(staging)
+        assert torch.equal(built["x"], shared)
+        assert built["x"].stride() == shared.stride()
+        assert built["again"][0] is built["x"]
+        assert built["x"] is not shared
+
+    def test_putting_a_boundary_twice_equals_once(self):
+        staging = self.begun(torch.zeros(1))
+        first, second = torch.rand(2, 3), torch.rand(2, 3)
+        for value in (first, second, second):
+            staging.put_boundary(1, 0, Boundary.of((value, value * 2), "an output"), copy_into)
+        assert torch.equal(self.entering(staging)[0], second)
+        assert torch.equal(self.entering(staging)[1], second * 2)
+
+    def test_boundary_of_other_shapes_replaces(self):
+        staging = self.begun(torch.zeros(1))
+        values = [torch.rand(2, 3), torch.rand(3, 2), torch.rand(2, 3).t(), torch.rand(3, 2).double(), torch.rand(1)]
+        for value in values:
+            staging.put_boundary(1, 0, Boundary.of(value, "an output"), copy_into)
+            assert torch.equal(self.entering(staging), value)
+            assert self.entering(staging).stride() == value.stride()
+
+    def test_boundary_of_more_or_fewer_tensors_replaces(self):
+        staging = self.begun(torch.zeros(1))
+        for count in (1, 3, 2, 0):
+            values = [torch.rand(2) for _ in range(count)]
+            staging.put_boundary(1, 0, Boundary.of(values, "an output"), copy_into)
+            assert len(self.entering(staging)) == count
+            assert all(map(torch.equal, self.entering(staging), values))
+
+    def test_next_step_is_written_into_the_same_memory(self):
+        staging = self.begun(torch.zeros(1))
+        addresses = []
+        for _ in range(2):
+            value = torch.rand(2, 3)
+            staging.put_boundary(1, 0, Boundary.of(value, "an output"), copy_into)
+            staging.put_gradients(1, 0, [value], copy_into)
+            addresses.append((self.entering(staging).data_ptr(), staging.gradients_of(1, 0)[0].data_ptr()))
+            staging.clear()
+        assert addresses[0] == addresses[1]
+
+    def test_shards_and_micro_batches_do_not_share_memory(self):
+        staging = self.begun(torch.zeros(1), torch.zeros(1))
+        values = {(shard, m): torch.rand(4) for shard in (1, 2) for m in (0, 1)}
+        for (shard, m), value in values.items():
+            staging.put_boundary(shard, m, Boundary.of(value, "an output"), copy_into)
+            staging.put_gradients(shard, m, [-value], copy_into)
+        for (shard, m), value in values.items():
+            assert torch.equal(self.entering(staging, shard, m), value)
+            assert torch.equal(staging.gradients_of(shard, m)[0], -value)
+
+    def test_putting_gradients_twice_equals_once(self):
+        staging = self.begun(torch.zeros(1))
+        first, second = torch.rand(3), torch.rand(3)
+        staging.put_gradients(1, 0, [first, None], copy_into)
+        staging.put_gradients(1, 0, [second, None], copy_into)
+        stored = staging.gradients_of(1, 0)
+        assert torch.equal(stored[0], second)
+        assert stored[1] is None
+
+    def test_absent_gradient_stays_absent_and_comes_and_goes(self):
+        staging = self.begun(torch.zeros(1))
+        for values in ([None, torch.ones(2)], [torch.ones(2), None], [None, None], [torch.zeros(2), torch.ones(2)]):
+            staging.put_gradients(1, 0, values, copy_into)
+            stored = staging.gradients_of(1, 0)
+            assert [each is None for each in stored] == [each is None for each in values]
+
+    def test_inputs_enter_the_first_shard(self):
+        first, second = torch.rand(2), torch.rand(3)
+        staging = self.begun(first, second)
+        assert staging.num_micro_batches == 2
+        assert self.entering(staging, 0, 0) is first
+        assert self.entering(staging, 0, 1) is second
+
+    def test_signature_tells_steps_of_other_shapes_apart(self):
+        same = [self.begun(torch.zeros(2, 3)).signature, self.begun(torch.ones(2, 3)).signature]
+        others = [self.begun(torch.zeros(3, 3)), self.begun(torch.zeros(2, 3), torch.zeros(2, 3))]
+        others.append(self.begun(torch.zeros(3, 2).t()))
+        assert same[0] == same[1]
+        assert len({same[0], *(staging.signature for staging in others)}) == 4
+
+    def test_forward_begins_with_the_same_buffers_when_it_is_run_again(self):
+        layout = layout_of([nn.BatchNorm1d(2), nn.Linear(2, 2)])
+        lower, _ = layout.shards([1, 2])
+        committed = [torch.zeros_like(buffer) for buffer in layout.buffers]
+        staging = self.begun(torch.zeros(1))
+        before = staging.buffers_for(lower, 0, committed)
+        assert sorted(before) == list(lower.buffers)
+        for index in lower.buffers:
+            staging.buffers[index] = torch.ones_like(committed[index])  # as its forward left them
+        assert all(staging.buffers_for(lower, 0, committed)[index] is committed[index] for index in lower.buffers)
+        staging.clear()
+        assert all(staging.buffers_for(lower, 0, committed)[index] is committed[index] for index in lower.buffers)
+
+    def test_shard_above_begins_with_what_the_one_below_left_of_a_shared_buffer(self):
+        layer = nn.BatchNorm1d(2, affine=False)
+        layout = layout_of([layer, nn.Linear(2, 2), layer])
+        lower, upper = layout.shards([1, 3])
+        committed = [torch.zeros_like(buffer) for buffer in layout.buffers]
+        staging = self.begun(torch.zeros(1))
+        staging.buffers_for(lower, 0, committed)
+        changed = staging.buffers[0] = torch.ones_like(committed[0])
+        assert staging.buffers_for(upper, 0, committed)[0] is changed
+        assert staging.buffers_for(lower, 0, committed)[0] is committed[0]
+
+    def test_clear_forgets_the_step(self):
+        staging = self.begun(torch.zeros(1))
+        staging.losses[0], staging.has_gradient[0], staging.tied[0, 1, 0] = 1.0, True, torch.ones(1)
+        staging.clear()
+        assert not staging.losses
+        assert not staging.has_gradient
+        assert not staging.tied
+        assert not staging.random
+
+
+class TestAvailableDram:
+    def test_is_what_the_machine_has_left_or_less(self):
+        assert 0 < dram.available_dram_bytes() <= psutil.virtual_memory().total
+
+    @pytest.mark.parametrize(
+        ("limit", "usage", "left"), [("1000", "400", 600), ("1000", "4000", 0), ("max", "1", None)]
+    )
+    def test_limit_of_the_cgroup_counts(self, monkeypatch, limit, usage, left):
+        class Files:
+            def __init__(self, path):
+                self.path = str(path)
+
+            def read_text(self):
+                if self.path.endswith("memory.max"):
+                    return limit
+                if self.path.endswith("memory.current"):
+                    return usage
+                raise FileNotFoundError(self.path)
+
+        monkeypatch.setattr(dram, "Path", Files)
+        available = dram.available_dram_bytes()
+        assert available == left if left is not None else available > 10**6

@@ -1,0 +1,687 @@
+"""Models of `transformers` as layers: the bits of the models themselves, weights shared, saved and loaded."""
+
+import copy
+import functools
+import importlib
+import json
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+from hydra_engine import ModelTask, split
+from hydra_engine.integrations import huggingface_loading  # noqa: E402
+from hydra_engine.integrations.huggingface import (  # noqa: E402
+    MODELS,
+    causal_lm_loss,
+    inputs_and_labels,
+    load_pretrained,
+    num_target_tokens,
+    sequential,
+)
+from partitioners import Presharded, profile  # noqa: E402
+from tests import exact, reference  # noqa: E402
+
+# Of peft's call of a property that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+SEED, LR, STEPS = 7, 1e-2, 5
+VOCABULARY, LENGTH = 64, 9
+
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+DECODER = TOKENS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.1,
+}
+ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+WINDOW = {"sliding_window": 5, "query_pre_attn_scalar": 8}
+GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+QWEN2 = DECODER | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+BERT = ENCODER | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
+VIT = ENCODER | {"image_size": 8, "patch_size": 4, "num_labels": 3}
+VIT |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+CONFIGS = {
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "GPT2Model": ("GPT2Config", GPT2),
+    "LlamaForCausalLM": ("LlamaConfig", DECODER),
+    "LlamaModel": ("LlamaConfig", DECODER),
+    "MistralForCausalLM": ("MistralConfig", DECODER | {"sliding_window": 5}),
+    "MistralModel": ("MistralConfig", DECODER | {"sliding_window": None}),
+    "Qwen2ForCausalLM": ("Qwen2Config", QWEN2 | {"tie_word_embeddings": True}),
+    "Qwen2Model": ("Qwen2Config", QWEN2),
+    "Qwen3ForCausalLM": ("Qwen3Config", DECODER),
+    "Qwen3Model": ("Qwen3Config", DECODER),
+    "GemmaForCausalLM": ("GemmaConfig", DECODER),
+    "GemmaModel": ("GemmaConfig", DECODER),
+    "Gemma2ForCausalLM": ("Gemma2Config", DECODER | WINDOW),
+    "Gemma2Model": ("Gemma2Config", DECODER | WINDOW),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        DECODER | WINDOW | {"sliding_window_pattern": 2, "final_logit_softcapping": 3.0},
+    ),
+    "Gemma3TextModel": ("Gemma3TextConfig", DECODER | WINDOW | {"sliding_window_pattern": 2}),
+    "BertForMaskedLM": ("BertConfig", BERT),
+    "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 3}),
+    "BertForTokenClassification": ("BertConfig", BERT | {"num_labels": 3}),
+    "BertModel": ("BertConfig", BERT),
+    "ViTForImageClassification": ("ViTConfig", VIT),
+    "ViTModel": ("ViTConfig", VIT),
+}
+TRAINED = (
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "ViTForImageClassification",
+)
+TIED = ("GPT2LMHeadModel", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "BertForMaskedLM")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_synchronous(monkeypatch):
+    """The library's own loader leaves threads to end by themselves, and its progress bars leave one that stays."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    transformers.utils.logging.disable_progress_bar()
+
+
+def new_model(name, attention=None, **options):
+    """A randomly initialised model, the same at every call, in training mode."""
+    config, values = CONFIGS[name]
+    torch.manual_seed(1)
+    kwargs = {} if attention is None else {"attn_implementation": attention}
+    model = getattr(transformers, name)._from_config(getattr(transformers, config)(**values | options), **kwargs)
+    for parameter in model.parameters():  # also where the library starts with zeros or ones
+        parameter.data += 0.01 * torch.randn_like(parameter)
+    return model.train()
+
+
+class Plain(nn.Module):
+    """The model itself, as a plain loop calls it: on a tensor or a dict, for its logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        if isinstance(inputs, torch.Tensor):
+            inputs = {self.model.main_input_name: inputs}
+        options = {} if "pixel_values" in inputs else {"use_cache": False}
+        return output_of(self.model(**inputs, **options))
+
+
+def output_of(result):
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
+def ids_and_masks(batch_size=3):
+    """Token ids, and masks of all ones, with padding on the right, and on the left."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, VOCABULARY, (batch_size, LENGTH), generator=generator)
+    none, right, left = (torch.ones_like(ids) for _ in range(3))
+    right[0, 5:] = right[1, 8:] = left[1, :4] = 0
+    return ids, none, right, left
+
+
+def all_inputs(name):
+    """The forms of input that the model's layers take."""
+    if name.startswith("ViT"):
+        pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+        larger = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
+        return [pixels, {"pixel_values": pixels}, {"pixel_values": larger, "interpolate_pos_encoding": True}]
+    ids, none, right, left = ids_and_masks()
+    restart = torch.arange(LENGTH).expand(3, -1) % 5  # two sequences in one row
+    found = [
+        ids,
+        {"input_ids": ids, "attention_mask": none, "position_ids": None},
+        {"input_ids": ids, "attention_mask": right},
+        {"input_ids": ids, "attention_mask": left, "position_ids": (left.cumsum(-1) - 1).clamp(min=0)},
+        {"input_ids": ids, "attention_mask": torch.tril(torch.ones(3, 1, LENGTH, LENGTH)).bool()},
+        {"input_ids": ids[:, :4], "attention_mask": none[:, :4]},  # shorter than every window
+        {"input_ids": ids[:1, :1], "attention_mask": none[:1, :1]},
+        {"input_ids": ids, "position_ids": restart},
+        {"input_ids": ids, "position_ids": restart, "attention_mask": none},
+    ]
+    if name.startswith(("Bert", "GPT2")):
+        found.append({"input_ids": ids, "token_type_ids": ids % 2, "attention_mask": right})
+    return found
+
+
+def run(model, layers, inputs):
+    """Output and, in training mode, gradients of the model's parameters."""
+    model.zero_grad()
+    torch.manual_seed(SEED)
+    output = layers(inputs)
+    if not model.training:
+        return [output]
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(3)))
+    return [output, *(parameter.grad for parameter in model.parameters())]
+
+
+def same(a, b):
+    return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_every_model_of_the_table_is_tested():
+    assert CONFIGS.keys() == MODELS.keys()
+
+
+def attentions(name):
+    """Gemma 2 itself refuses sdpa, which caps no scores; models without a head have the blocks of one that has."""
+    return ["eager"] if name.startswith("Gemma2") else ["sdpa", "eager"] if MODELS[name].head else ["sdpa"]
+
+
+@pytest.mark.parametrize(("name", "attention"), [(name, each) for name in CONFIGS for each in attentions(name)])
+def test_layers_give_the_bits_of_the_model_and_its_gradients(name, attention):
+    model = new_model(name, attention)
+    layers = sequential(model)
+    forms = all_inputs(name)
+    if attention == "eager" and not name.startswith("ViT"):  # it adds a mask of two dimensions more
+        mask = forms[4]["attention_mask"]
+        forms[4] = forms[4] | {"attention_mask": torch.zeros(mask.shape).masked_fill(~mask, -1e9)}
+    for inputs in forms:
+        model.eval()
+        assert same(run(model, layers, inputs), run(model, Plain(model), inputs)), inputs
+    for inputs in forms[:5]:
+        model.train()
+        assert same(run(model, layers, inputs), run(model, Plain(model), inputs)), inputs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_share_every_parameter_but_an_unused_pooler(name):
+    model = new_model(name)
+    layers = sequential(model)
+    base = getattr(model, MODELS[name].base) if MODELS[name].base else model
+    blocks = model.config.num_hidden_layers
+    assert len(layers) == 1 + blocks + (MODELS[name].family.norm is not None) + (MODELS[name].head is not None)
+    shared = {id(parameter) for parameter in layers.parameters()}
+    left_out = {id(p) for p in base.pooler.parameters()} if name in ("BertModel", "ViTModel") else set()
+    assert shared == {id(parameter) for parameter in model.parameters()} - left_out
+    assert not list(layers.parameters()) or shared.isdisjoint(left_out)
+
+
+# --- training ---
+
+
+def batches(name):
+    """Five batches as a collator makes them, with padding; for one of the models only every other one."""
+    generator = torch.Generator().manual_seed(4)
+    if name.startswith("ViT"):
+        images = torch.randn(STEPS, 3, 3, 8, 8, generator=generator)
+        return [{"pixel_values": each, "labels": torch.tensor([0, 1, 2])} for each in images]
+    found = []
+    for step in range(STEPS):
+        ids = torch.randint(3, VOCABULARY, (3, LENGTH), generator=generator)
+        mask = torch.ones_like(ids)
+        if step % 2 or name != "MistralForCausalLM":
+            mask[0, 4:] = mask[1, 7:] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        if name.endswith("Classification"):
+            labels = torch.tensor([0, 1, 2])
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def loss_of(name):
+    if name.endswith("CausalLM") or name == "GPT2LMHeadModel":
+        return causal_lm_loss
+    return F.cross_entropy if name.endswith("Classification") else masked_lm_loss
+
+
+def masked_lm_loss(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def train_both(model, plain, name, **options):
+    """Train the layers of `model` in one-layer shards, and `plain` in the plain loop; their losses are the same."""
+    layers = sequential(model)
+    shards = Presharded(list(range(1, len(layers) + 1)))
+    settings = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
+    settings |= options
+    task = ModelTask(layers, loss_of(name), batches(name), LR, name="a", partitioner=shards, **settings)
+    report = exact.run([task]).tasks["a"]
+    assert report.status == "finished", report.error
+    result = reference.train(Plain(plain), loss_of(name), batches(name), lr=LR, **settings)
+    assert report.losses == result.losses
+    assert len(report.losses) == STEPS
+    assert report.losses[0] != report.losses[-1]
+
+
+def assert_same_weights(model, other):
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    buffers, expected = dict(model.named_buffers()), dict(other.named_buffers())
+    assert buffers.keys() == expected.keys()
+    assert [name for name in buffers if not torch.equal(buffers[name], expected[name])] == []
+
+
+@functools.cache
+def trained(name):
+    """A model that the engine trained, and one that the plain loop did."""
+    model = new_model(name)
+    plain = copy.deepcopy(model)
+    train_both(model, plain, name)
+    return model, plain
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_five_steps_give_the_bits_of_the_plain_loop_over_the_model_itself(name):
+    model, plain = trained(name)
+    assert_same_weights(model, plain)
+    start = dict(new_model(name).named_parameters())
+    moved = [key for key, parameter in model.named_parameters() if not torch.equal(parameter, start[key])]
+    assert len(moved) >= len(start) - 2  # a pooler or a bias may get no gradient
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trained_model_is_saved_and_loaded_with_the_same_bits(name, tmp_path):
+    model, _ = trained(name)
+    model.save_pretrained(tmp_path)
+    assert_same_weights(type(model).from_pretrained(tmp_path, dtype=torch.float32), model)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_tied_weights_stay_tied(name):
+    model, _ = trained(name)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    layers = sequential(model)
+    tied = model.get_input_embeddings().weight
+    assert sum(any(each is tied for each in layer.parameters()) for layer in layers) == 2
+
+
+def test_two_models_together_on_two_devices_in_one_shard_each():
+    names = ("GPT2LMHeadModel", "BertForMaskedLM")
+    models = {name: new_model(name) for name in names}
+    settings = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
+    tasks = [
+        ModelTask(sequential(model), loss_of(name), batches(name), LR, name=name, **settings)
+        for name, model in models.items()
+    ]
+    report = exact.run(tasks, num_devices=2)
+    report.raise_failures()
+    for name, model in models.items():
+        assert_same_weights(model, trained(name)[1])
+
+
+def test_micro_batches_weighed_by_tokens_give_the_bits_of_the_plain_loop():
+    name = "Qwen2ForCausalLM"
+    model = new_model(name)
+    plain = copy.deepcopy(model)
+    train_both(model, plain, name, accumulation_steps=2, loss_reduction=num_target_tokens)
+    assert_same_weights(model, plain)
+
+
+def test_lora_adapters_are_trained_and_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    name = "LlamaForCausalLM"
+    config = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "init_lora_weights": False, "use_dora": True}
+
+    def adapted():
+        targets = ["q_proj", "v_proj", "down_proj"]
+        return peft.get_peft_model(new_model(name), peft.LoraConfig(**config, target_modules=targets))
+
+    model = adapted()
+    plain = copy.deepcopy(model)
+    before = {key: parameter.clone() for key, parameter in model.named_parameters()}
+    train_both(model, plain, name)
+    assert_same_weights(model, plain)
+    for key, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in key)
+        assert torch.equal(parameter, before[key]) != parameter.requires_grad, key
+    model.save_pretrained(tmp_path)
+    assert_same_weights(peft.PeftModel.from_pretrained(new_model(name), tmp_path, is_trainable=True), model)
+
+
+def test_lora_on_tied_embeddings_with_a_trained_copy_of_the_head():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["wte", "c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True)
+    model = peft.get_peft_model(new_model("GPT2LMHeadModel"), config)
+    plain = copy.deepcopy(model)
+    train_both(model, plain, "GPT2LMHeadModel")
+    assert_same_weights(model, plain)
+
+
+# --- losses and batches ---
+
+
+def test_the_loss_is_the_models_own():
+    ids, _, mask, _ = ids_and_masks()
+    labels = ids.masked_fill(mask == 0, -100)
+    model = new_model("LlamaForCausalLM").eval()
+    expected = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    loss = causal_lm_loss(sequential(model)({"input_ids": ids, "attention_mask": mask}), labels)
+    assert torch.equal(loss, expected)
+    logits = torch.randn(2, 4, 5)
+    assert causal_lm_loss(logits.bfloat16(), torch.tensor([[1, 2, 3, 4]] * 2)).dtype == torch.float32
+
+
+def test_micro_batches_weighed_by_their_tokens_have_the_loss_of_the_batch():
+    ids, _, mask, _ = ids_and_masks()
+    labels = ids.masked_fill(mask == 0, -100)
+    logits = torch.randn(3, LENGTH, VOCABULARY)
+    whole = causal_lm_loss(logits, labels)
+    parts = [causal_lm_loss(x, y) * weight for x, y, weight in split(logits, labels, 3, num_target_tokens)]
+    torch.testing.assert_close(sum(parts), whole)
+    by_samples = [causal_lm_loss(x, y) * weight for x, y, weight in split(logits, labels, 3)]
+    assert abs(sum(by_samples) - whole) > 1e-3
+
+
+def test_target_tokens_are_those_that_the_loss_is_the_mean_of():
+    assert num_target_tokens(torch.tensor([[1, 2, -100, 3], [-100, -100, -100, -100]])) == 2
+    assert num_target_tokens(torch.tensor([[5]])) == 0
+
+
+def test_a_batch_is_taken_apart_and_a_mask_that_hides_nothing_left_out():
+    ids, none, right, _ = ids_and_masks()
+    inputs, labels = inputs_and_labels({"input_ids": ids, "attention_mask": none, "labels": right})
+    assert labels is right
+    assert inputs.keys() == {"input_ids"}
+    encoding = transformers.BatchEncoding({"input_ids": ids, "attention_mask": right, "labels": ids})
+    inputs, labels = inputs_and_labels(encoding)
+    assert type(inputs) is dict
+    assert inputs.keys() == {"input_ids", "attention_mask"}
+    inputs, _ = inputs_and_labels({"input_ids": ids, "attention_mask": none, "position_ids": ids, "labels": ids})
+    assert "attention_mask" in inputs
+    with pytest.raises(ValueError, match=r"a batch of the loader is a dict with input_ids, limit: a mapping with"):
+        inputs_and_labels({"input_ids": ids})
+    with pytest.raises(ValueError, match=r"a batch of the loader is a tuple without names"):
+        inputs_and_labels((ids, ids))
+
+
+def test_inputs_that_no_layer_knows_are_refused():
+    ids, none, _, _ = ids_and_masks()
+    layers = sequential(new_model("LlamaForCausalLM"))
+    with pytest.raises(ValueError, match=r"inputs: input_ids, labels, known: input_ids, attention_mask, position_ids"):
+        layers({"input_ids": ids, "labels": ids})
+    with pytest.raises(ValueError, match=r"inputs: attention_mask, known: .* of which input_ids is needed"):
+        layers({"attention_mask": none})
+    with pytest.raises(TypeError, match=r"inputs: a BatchEncoding, limit: .*; pass dict\(batch\)"):
+        layers(transformers.BatchEncoding({"input_ids": ids}))
+    with pytest.raises(TypeError, match=r"inputs: a list, limit: .*; pass \{'input_ids'"):
+        layers([ids])
+
+
+# --- refusals ---
+
+
+def mixture_of_experts():
+    config = transformers.MixtralConfig(**DECODER | {"num_local_experts": 2})
+    return transformers.MixtralForCausalLM(config)
+
+
+def encoder_and_decoder():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+class LlamaForCausalLM(nn.Module):
+    """A class of the user's own, by a known name."""
+
+
+def checkpointed():
+    model = new_model("LlamaForCausalLM")
+    model.activation_checkpointing_enable()
+    return model
+
+
+def quantized():
+    model = new_model("LlamaForCausalLM")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+def elsewhere():
+    model = new_model("LlamaForCausalLM")
+    model.model.norm._buffers["odd"] = FakeGpuTensor(torch.zeros(1))
+    return model
+
+
+class FakeGpuTensor(torch.Tensor):
+    """Says that it lies on another device."""
+
+    @property
+    def device(self):
+        return torch.device("cuda:1")
+
+
+def dispatched():
+    model = new_model("LlamaForCausalLM")
+    model._hf_hook = object()
+    return model
+
+
+def hooked():
+    model = new_model("LlamaForCausalLM")
+    model.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def with_config(name, **options):
+    return lambda: new_model(name, **options)
+
+
+def with_rope(kind):
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    return with_config("LlamaForCausalLM", rope_parameters=rope)
+
+
+def other_direction():
+    model = new_model("LlamaForCausalLM")
+    model.config.is_causal = False
+    return model
+
+
+def pruned():
+    model = new_model("GPT2LMHeadModel")
+    del model.transformer.h[1]
+    return model
+
+
+REFUSED = {
+    "mixture of experts": (mixture_of_experts, r"MixtralForCausalLM; known: GPT2Model, .*; give one of those"),
+    "encoder and decoder": (encoder_and_decoder, r"T5ForConditionalGeneration; known: .*BertForMaskedLM"),
+    "own class": (LlamaForCausalLM, r"LlamaForCausalLM; known: "),
+    "gradient checkpointing": (checkpointed, r"LlamaForCausalLM; it has gradient checkpointing; remove it with"),
+    "quantized": (quantized, r"its weights are quantized, limit: float32; load it without"),
+    "another device": (elsewhere, r"it is on cuda:1, limit: the CPU; .* call model\.cpu\(\)"),
+    "dispatched": (dispatched, r"it is dispatched by accelerate, limit: the CPU"),
+    "hooks": (hooked, r"it has hooks of its own"),
+    "decoder of BERT": (with_config("BertForMaskedLM", is_decoder=True), r"its config sets is_decoder"),
+    "cross attention": (with_config("GPT2LMHeadModel", add_cross_attention=True), r"sets add_cross_attention"),
+    "direction": (other_direction, r"sets the direction of attention"),
+    "both directions": (with_config("Gemma3ForCausalLM", use_bidirectional_attention=True), r"the direction of"),
+    "dynamic positions": (with_rope("dynamic"), r"its rotary positions are 'dynamic', which change from batch"),
+    "blocks": (pruned, r"GPT2LMHeadModel; it has 1 blocks, and its config says 2"),
+    "attention": (lambda: new_model("LlamaForCausalLM", "flex_attention"), r"'flex_attention', known: 'eager', 'sdpa'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_layers_would_not_run_as_the_model_does_is_refused(case):
+    build, message = REFUSED[case]
+    model = build()
+    with pytest.raises(TypeError, match=message):
+        sequential(model)
+
+
+def test_adapters_that_are_not_inside_layers_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(new_model("LlamaForCausalLM"), config)
+    with pytest.raises(TypeError, match=r"PeftModelForCausalLM; adapter 'default' is PROMPT_TUNING, known: LORA"):
+        sequential(model)
+
+
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
+    name = "hydra_engine.integrations.huggingface"
+    for module in (name, f"{name}_layers", f"{name}_loading"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"transformers 5.* pip install 'hydra_engine\[huggingface\]'"):
+        importlib.import_module(name)
+
+
+# --- loading ---
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
+)
+def test_loaded_values_are_those_of_from_pretrained(name, shard_size, tmp_path):
+    new_model(name).save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (shard_size == "50GB")
+    model = load_pretrained(tmp_path)
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(model).__name__ == name
+    assert_same_weights(model, expected)
+    assert model.training is expected.training is False
+    assert model.config.to_dict() == expected.config.to_dict()
+    for tensor in (*expected.parameters(), *expected.buffers()):  # from the mapped file: kernels choose by addresses
+        tensor.data = tensor.data.clone()
+    for inputs in all_inputs(name):
+        assert torch.equal(sequential(model)(inputs), Plain(expected)(inputs))
+    if name in TIED:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"])
+def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path):
+    new_model(name).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "written")
+    tensors = safetensors.load_file(tmp_path / "written")
+    seen = set()
+    for length in (4, 36):  # of a text before the weights, which moves them: once at least beside multiples of 64
+        safetensors.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt", "note": "x" * length})
+        load = functools.partial(getattr(transformers, name).from_pretrained, tmp_path, dtype=torch.float32)
+        model, plain = load().train(), load().train()
+        residues = [parameter.data_ptr() % 64 for parameter in plain.parameters()]
+        assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
+        train_both(model, plain, name)
+        assert_same_weights(model, plain)
+        assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
+        seen.update(residues)
+    assert seen - {0}
+
+
+def test_one_tensor_of_the_files_is_held_at_a_time(tmp_path, monkeypatch):
+    new_model("LlamaForCausalLM").save_pretrained(tmp_path, max_shard_size="20KB")
+    monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD")
+    held, peaks, names = weakref.WeakSet(), [], []
+
+    class Watched:
+        """A file whose tensors are counted for as long as they live."""
+
+        def __init__(self, *args, **kwargs):
+            self.file = safetensors.safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *exc):
+            self.file.__exit__(*exc)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_tensor(self, name):
+            tensor = self.file.get_tensor(name)
+            held.add(tensor)
+            peaks.append(len(held))
+            names.append(name)
+            return tensor
+
+    monkeypatch.setattr(huggingface_loading, "safe_open", Watched)
+    model = load_pretrained(tmp_path)
+    for thread in threading.enumerate():  # of the library's own pool
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join()
+    assert max(peaks) == 1
+    assert len(held) == 0
+    assert sorted(names) == sorted(model.state_dict())
+    for parameter in model.parameters():  # in memory of its own, where torch would have put it
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert parameter.data_ptr() % 64 == 0
+
+
+def test_a_head_that_the_files_lack_is_made_as_from_pretrained_makes_it(tmp_path):
+    new_model("BertModel").save_pretrained(tmp_path)
+    wanted = transformers.BertForSequenceClassification
+    torch.manual_seed(5)
+    model = load_pretrained(tmp_path, wanted, num_labels=4, attn_implementation="eager")
+    torch.manual_seed(5)
+    assert_same_weights(model, wanted.from_pretrained(tmp_path, num_labels=4, dtype=torch.float32))
+    assert model.classifier.out_features == 4
+    assert model.config._attn_implementation == "eager"
+    assert sequential(model)(ids_and_masks()[0]).shape == (3, 4)
+
+
+def test_narrow_weights_are_loaded_as_float32(tmp_path):
+    new_model("LlamaForCausalLM").bfloat16().save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert_same_weights(model, type(model).from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_a_loaded_model_outlives_its_files_and_keeps_its_generation_settings(tmp_path):
+    model = new_model("LlamaForCausalLM")
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
+    assert loaded.generation_config.max_new_tokens == 17
+    assert loaded.name_or_path == str(tmp_path)
+    loaded.save_pretrained(tmp_path)  # over the files it came from
+    assert_same_weights(load_pretrained(tmp_path), model)
+
+
+def test_folders_without_weights_that_can_be_loaded_are_refused(tmp_path):
+    model = new_model("LlamaForCausalLM")
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
+        load_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changed, error, message in (
+        ({"architectures": ["OwnModel"]}, ValueError, r"names OwnModel as its architecture, limit: one class"),
+        ({"architectures": None}, ValueError, r"names no class as its architecture, .*; give model_class="),
+        ({"quantization_config": {"quant_method": "awq"}}, TypeError, r"holds quantized weights, limit: floating"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(error, match=message):
+            load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
+def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
+    ids, _, mask, _ = ids_and_masks()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with torch.device("meta"):
+        model = new_model(name)
+        placeholders = {key: torch.empty_like(value) for key, value in inputs.items()}
+        labels = torch.empty_like(ids)
+    counted = profile(sequential(model), placeholders, labels, loss_of(name))
+    run = profile(sequential(new_model(name)), inputs, ids, loss_of(name), time_layers=False)
+    assert [cost.param_bytes for cost in counted] == [cost.param_bytes for cost in run]
+    assert [cost.peak_bytes for cost in counted] == [cost.peak_bytes for cost in run]
+    assert [cost.output_bytes for cost in counted] == [cost.output_bytes for cost in run]

@@ -1,0 +1,351 @@
+"""When a batch does not fit: finer shards, then more micro-batches under "auto", and plain PyTorch's bits all along."""
+
+import copy
+import functools
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hydra_engine.planning.fit
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
+from hydra_engine.host.state import TaskState
+from partitioners import Balanced, Presharded
+from tests import reference
+
+SEED = 5
+WIDTH = 32
+NUM_BATCHES = 6
+
+
+def dense(*, draws=False, norm=False):
+    """Ten layers, or more with those that draw or have buffers; activations weigh as much as weights at 32 samples."""
+    torch.manual_seed(1)
+    layers = []
+    for _ in range(5):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2) if draws else nn.Tanh()]
+        if norm:
+            layers.append(nn.BatchNorm1d(WIDTH))
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def batches(*sizes):
+    """A loader: batches of these sizes."""
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(n, WIDTH, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
+
+
+def train(model, loader, memory, *, num_devices=1, epochs=2, **options):
+    """The task's report; its devices never held more than their budget."""
+    devices = [EmulatedDevice(memory, meter_every_unit=True) for _ in range(num_devices)]
+    task = ModelTask(
+        model, F.cross_entropy, loader, 1e-3, epochs, optimizer=torch.optim.AdamW, seed=SEED, name="a", **options
+    )
+    orchestra = ModelOrchestrator([task], devices=devices)
+    orchestra.verbose = 0
+    start = orchestra.generate().tasks["a"].accumulation_steps
+    report = orchestra.train_models()
+    for device in report.devices:
+        assert device.peak_bytes <= device.memory_bytes
+    report.tasks["a"].start = start
+    return report.tasks["a"]
+
+
+def number_at(report):
+    """The micro-batches of a step, as plan and report tell them."""
+    start = getattr(report, "start", 1)
+
+    def number(step):
+        return next((r.accumulation_steps for r in reversed(report.revisions) if r.step <= step), start)
+
+    return number
+
+
+def assert_as_plain(model, original, loader, report, *, epochs=2, **options):
+    assert report.status == "finished", report.error
+    plain = copy.deepcopy(original)
+    result = reference.train(
+        plain,
+        F.cross_entropy,
+        loader,
+        lr=1e-3,
+        epochs=epochs,
+        optimizer=torch.optim.AdamW,
+        seed=SEED,
+        accumulation_steps=number_at(report),
+        **options,
+    )
+    assert report.losses == result.losses
+    assert report.validation_losses == result.validation_losses
+    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.fixture(params=["fake tensors", "the device alone"])
+def warned_by(request, monkeypatch):
+    """Who finds that a batch does not fit: the measurement before its step, or a device that runs out in it."""
+    if request.param == "the device alone":
+        monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
+    return request.param
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"draws": True}, {"norm": True}], ids=str)
+def test_a_batch_four_times_larger_in_mid_epoch_is_trained_on_finer_shards(warned_by, options, num_devices):
+    model = dense(**options)
+    original, loader = copy.deepcopy(model), batches(32, 32, 128, 32, 32, 32)
+    report = train(model, loader, "80KiB", num_devices=num_devices)
+    assert report.revisions
+    assert {revision.accumulation_steps for revision in report.revisions} == {1}
+    assert report.revisions[0].step == 2
+    ends = [revision.boundaries for revision in report.revisions]
+    assert all(set(few) < set(more) for few, more in pairwise(ends))
+    assert_as_plain(model, original, loader, report)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"norm": True}], ids=str)
+def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, options, num_devices):
+    model = dense(**options)
+    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
+    report = train(model, loader, "120KiB", num_devices=num_devices, accumulation_steps="auto")
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+def test_layers_that_draw_get_the_streams_of_their_micro_batches():
+    model = dense(draws=True)
+    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
+    report = train(model, loader, "120KiB", accumulation_steps="auto")
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"draws": True}, {"norm": True}], ids=str)
+def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, number, num_devices):
+    """Other micro-batches would be another loop than the one that was asked for."""
+    models = [dense(**options), dense()]
+    originals = copy.deepcopy(models)
+    large, small = batches(32, 64, 512, 32), batches(32, 32)
+    tasks = [
+        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, name=name, **each)
+        for model, loader, name, each in zip(
+            models, (large, small), "ab", ({"accumulation_steps": number}, {}), strict=True
+        )
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(80 * 1024) for _ in range(num_devices)])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    failed = report.tasks["a"]
+    assert (failed.status, failed.steps) == ("failed", 2)
+    assert isinstance(failed.exception, ShardDoesNotFit)
+    said = r"a: layer \d+ \(\d+\) needs .* \(\d+ bytes\) and does not fit a device alone at training step 2, and "
+    said += rf"accumulation_steps={number} is fixed; limit: 80 KiB \(81920 bytes\); set accumulation_steps=\"auto\","
+    assert re.match(said, str(failed.exception))
+    assert {revision.accumulation_steps for revision in failed.revisions} <= {number}
+    for model, original, loader, epochs in zip(models, originals, (large[:2], small), (1, 2), strict=True):
+        settings = {"lr": 1e-3, "epochs": epochs, "optimizer": torch.optim.AdamW, "seed": SEED}
+        steps = number if loader is not small else 1
+        result = reference.train(original, F.cross_entropy, loader, accumulation_steps=steps, **settings)
+        assert report.tasks["a" if loader is not small else "b"].losses == result.losses
+        for ours, theirs in zip(model.state_dict().values(), original.state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"scan_batches": True}, {"max_retries": 2}], ids=str)
+def test_a_fixed_number_is_no_other_whatever_else_is_asked_for(options):
+    with pytest.raises(ShardDoesNotFit, match=r"accumulation_steps"):
+        train(dense(), batches(32, 64, 512, 32), "80KiB", **options)
+
+
+@pytest.mark.parametrize("partitioner", [Presharded([5, 11]), Balanced(2)], ids=repr)
+def test_a_partition_that_the_user_fixed_is_cut_all_the_same(warned_by, partitioner):
+    model = dense()
+    original, loader = copy.deepcopy(model), batches(32, 128, 32)
+    report = train(model, loader, "110KiB", partitioner=partitioner)
+    assert report.revisions
+    assert_as_plain(model, original, loader, report)
+
+
+def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
+    model = dense(norm=True)
+    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 256)
+    report = train(model, loader, "70KiB", validation=validation)
+    assert report.revisions
+    assert_as_plain(model, original, loader, report, validation=validation)
+
+
+def test_a_validation_batch_too_large_for_a_layer_is_split(warned_by):
+    model = dense(norm=True)
+    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 2048, 31)
+    report = train(model, loader, "70KiB", validation=validation)
+    plain = copy.deepcopy(original)
+    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
+    result = reference.train(plain, F.cross_entropy, loader, **options)
+    assert report.losses == result.losses
+    assert report.validation_losses == pytest.approx(result.validation_losses, rel=1e-6)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert {revision.accumulation_steps for revision in report.revisions} == {1}  # of training
+
+
+def test_batches_of_any_size_are_split_as_far_as_they_go(warned_by):
+    """1, 1 and 3 samples: 2 micro-batches are not enough, and 4 are more than there are samples."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    generator = torch.Generator().manual_seed(2)
+    loader = [
+        (torch.randn(n, 64, 64, generator=generator), torch.randint(3, (n, 64), generator=generator)) for n in (1, 1, 3)
+    ]
+    original, devices = copy.deepcopy(model), [EmulatedDevice("190KiB")]
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    task = ModelTask(model, loss_fn, loader, seed=SEED, accumulation_steps="auto")
+    orchestra = ModelOrchestrator([task], devices=devices)
+    orchestra.verbose = 0
+    report = orchestra.train_models().tasks["task-0"]
+    assert report.revisions[-1].accumulation_steps == 3
+    reference.train(original, loss_fn, loader, seed=SEED, accumulation_steps=number_at(report))
+    assert all(map(torch.equal, model.parameters(), original.parameters()))
+
+
+def test_an_evaluation_that_fits_says_nothing_of_a_training_batch():
+    model = dense(draws=True)
+    original, loader = copy.deepcopy(model), batches(32, 32, 512, 32)
+    validation = batches(512)
+    report = train(model, loader, "160KiB", validation=validation, accumulation_steps="auto")
+    assert report.revisions[-1].accumulation_steps > 1
+    plain = copy.deepcopy(original)
+    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
+    result = reference.train(plain, F.cross_entropy, loader, accumulation_steps=number_at(report), **options)
+    assert report.losses == result.losses
+
+
+def test_a_model_that_cannot_be_in_micro_batches_says_why():
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x * float(np.random.random())
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Noise(), nn.Linear(WIDTH, 3))
+    with pytest.raises(ValueError, match=r"does not fit a device alone .* a layer draws from `random` or"):
+        train(model, batches(32, 1024), "100KiB")
+
+
+def test_a_mask_that_a_function_caches_stays_real():
+    """What layers make from nothing and keep is used again in real runs."""
+
+    @functools.lru_cache
+    def mask(length):
+        return torch.ones(length, length).tril()
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return mask(x.shape[0]) @ self.linear(x)
+
+    torch.manual_seed(1)
+    model = nn.Sequential(Mixed(), nn.Tanh(), Mixed(), nn.Linear(WIDTH, 3))
+    original, loader = copy.deepcopy(model), batches(32, 96, 40)
+    report = train(model, loader, "120KiB")
+    assert report.revisions
+    assert_as_plain(model, original, loader, report)
+    assert type(mask(96)) is torch.Tensor
+
+
+def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_commit():
+    model = dense()
+    original, loader = copy.deepcopy(model), batches(32, 32)
+    large = (torch.randn(1, 4096, WIDTH), torch.randint(3, (1, 4096)))
+    devices = [EmulatedDevice("80KiB")]
+    task = ModelTask(
+        model, lambda output, y: F.cross_entropy(output.flatten(0, -2), y.flatten()), [*loader, large], seed=SEED
+    )
+    orchestra = ModelOrchestrator([task], devices=devices)
+    orchestra.verbose = 0
+    with pytest.raises(
+        ValueError, match=r"layer \d+ \(\d+\) needs .* does not fit a device alone at training step 2, and a batch of 1"
+    ):
+        orchestra.train_models()
+    report = orchestra.report.tasks["task-0"]
+    assert (report.status, report.steps) == ("failed", 2)
+    plain = copy.deepcopy(original)
+    reference.train(plain, F.cross_entropy, loader, seed=SEED)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(monkeypatch):
+    """The loader reads on from where layers that draw have left the random stream, which micro-batches would not."""
+    monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
+    model = dense(draws=True)
+    # Forward takes three activations of 75 KiB, backward of a lone Linear four.
+    tensors = batches(600)[0]
+    loader = DataLoader(TensorDataset(*tensors), batch_sampler=[range(32), range(600), range(32), range(8, 20)])
+    original = copy.deepcopy(model)
+    report = train(model, loader, "260KiB", accumulation_steps="auto")
+    assert report.revisions[-1].accumulation_steps > 1
+    assert_as_plain(model, original, loader, report)
+
+
+def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
+    monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
+    monkeypatch.setattr(TaskState, "fits_like_another", lambda *_: True)
+    with pytest.raises(ValueError, match="the next batch is read already"):
+        train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
+
+
+def test_no_larger_shapes_are_not_measured_again(monkeypatch):
+    measured = []
+    count = hydra_engine.planning.fit._count
+    monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *args: measured.append(1) or count(*args))
+    train(dense(), batches(32, 31, 1, 32, 33, 33, 36, 20), "1MiB")
+    assert len(measured) == 3  # for 36 samples; the first time for 35 and for 33 as well
+
+
+def test_a_layer_that_does_not_repeat_is_found_in_a_shard_that_was_never_recomputed():
+    """It was in the last shard, which runs forward and backward as one; cut, it would be recomputed."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    model = dense()
+    model = nn.Sequential(*model[:6], Counting(), *model[6:])
+    with pytest.raises(ValueError, match="forward changes its attribute 'calls'"):
+        train(model, batches(32, 128), "110KiB", partitioner=Presharded([5, 12]))
+
+
+def test_other_tasks_go_on_as_if_alone():
+    models = [dense(), dense(norm=True)]
+    originals = copy.deepcopy(models)
+    loaders = [batches(32, 128, 32, 512, 32), batches(32, 32, 32)]
+    tasks = [
+        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, accumulation_steps=n)
+        for model, loader, n in zip(models, loaders, ("auto", 1), strict=True)
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("120KiB", chaos=1) for _ in range(2)])
+    orchestra.verbose = 0
+    start = orchestra.generate().tasks["task-0"].accumulation_steps
+    report = orchestra.train_models()
+    report.tasks["task-0"].start = start
+    assert report.tasks["task-0"].revisions
+    assert not report.tasks["task-1"].revisions
+    assert "task-0: from step 1 on" in str(report)
+    for name, model, original, loader in zip(report.tasks, models, originals, loaders, strict=True):
+        assert_as_plain(model, original, loader, report.tasks[name])

@@ -1,0 +1,431 @@
+"""Simulated runs: near the bound where swaps are free, by hand where they are not, and the same each time."""
+
+import heapq
+import math
+import random
+import tracemalloc
+
+import pytest
+
+import hydra_engine
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.simulate import bound_s, predict_spreads, simulate
+from hydra_engine.schedule.policies import POLICIES
+from hydra_engine.schedule.units import Unit, validate
+
+
+def task(name="a", *unit_s, num_steps=1, **options):
+    return TaskCost(name=name, unit_s=unit_s or (1.0, 2.0, 3.0), num_steps=num_steps, **options)
+
+
+def lpt_s(tasks, num_devices):
+    """Makespan of whole tasks on devices, each on the device that is free first, the longest first (Graham 1969)."""
+    free_s = [0.0] * num_devices
+    for seconds in sorted((each.num_steps * each.step_s for each in tasks), reverse=True):
+        heapq.heappush(free_s, heapq.heappop(free_s) + seconds)
+    return max(free_s)
+
+
+def random_tasks(rng, num_tasks):
+    return [
+        task(
+            str(k),
+            *(rng.uniform(0.1, 1.0) for _ in range(rng.choice((1, 2, 3, 5, 6, 9)))),
+            num_steps=rng.randint(1, 25),
+        )
+        for k in range(num_tasks)
+    ]
+
+
+def assert_near_the_bound(tasks, num_devices, **options):
+    """Within 0.1 % and one unit of what no schedule is faster than."""
+    found = simulate(tasks, num_devices, **options)
+    unit_s = max(max(each.unit_s) for each in tasks)
+    work_s = [each.num_steps * each.step_s for each in tasks]
+    assert found.bound_s == pytest.approx(max(*work_s, sum(work_s) / num_devices))
+    assert found.bound_s - 1e-6 <= found.makespan_s <= 1.001 * found.bound_s + unit_s
+    return found
+
+
+class TestBound:
+    @pytest.mark.parametrize("num_devices", [4, 8])
+    @pytest.mark.parametrize("num_tasks", [8, 12, 64])
+    def test_equal_tasks(self, num_tasks, num_devices):
+        tasks = [task(str(k), 0.3, 0.4, 0.6, 0.5, 0.5, num_steps=60) for k in range(num_tasks)]
+        found = assert_near_the_bound(tasks, num_devices)
+        assert found.makespan_s <= lpt_s(tasks, num_devices) + 0.6
+
+    @pytest.mark.parametrize("num_devices", [4, 8])
+    @pytest.mark.parametrize("num_tasks", [8, 12, 64])
+    def test_unequal_tasks(self, num_tasks, num_devices):
+        rng = random.Random(num_tasks * num_devices)
+        tasks = [
+            task(str(k), *(rng.uniform(0.1, 1.0) for _ in range(5)), num_steps=rng.randint(20, 200))
+            for k in range(num_tasks)
+        ]
+        found = assert_near_the_bound(tasks, num_devices)
+        assert found.makespan_s <= lpt_s(tasks, num_devices) + 1.0
+
+    @pytest.mark.parametrize("first_seed", range(0, 1000, 250))
+    def test_random_tasks(self, first_seed):
+        for seed in range(first_seed, first_seed + 250):
+            rng = random.Random(seed)
+            assert_near_the_bound(random_tasks(rng, rng.randint(1, 12)), rng.choice((1, 2, 3, 4, 8)))
+
+    def test_one_long_task_beside_many_short_ones_never_waits(self):
+        tasks = [task("long", 0.5, 0.7, 0.9, num_steps=200), *random_tasks(random.Random(0), 9)]
+        found = assert_near_the_bound(tasks, 4)
+        assert found.makespan_s == pytest.approx(200 * 2.1, rel=2e-3)
+
+    def test_bound_with_devices_of_several_speeds(self):
+        devices = [DeviceCost(speed=2.0), DeviceCost(), DeviceCost(speed=0.5)]
+        assert bound_s([task("a", 6.0)], devices) == 3.0
+        assert bound_s([task("a", 6.0), task("b", 6.0)], devices) == 4.0
+        assert bound_s([task(str(k), 6.0) for k in range(7)], devices) == 12.0
+
+    def test_bound_counts_what_a_task_waits_for_on_the_host(self):
+        assert bound_s([task("a", 1.0, num_steps=3, commit_s=0.5, update_s=2.0)], 8) == 3 * 1.0 + 3 * 0.5 + 2 * 2.0
+
+    @pytest.mark.parametrize("policy", sorted(POLICIES))
+    def test_no_policy_is_faster_than_the_bound_or_slower_than_grahams(self, policy):
+        rng = random.Random(7)
+        for _ in range(20):
+            num_devices, tasks = rng.randint(1, 5), random_tasks(rng, rng.randint(1, 9))
+            found = simulate(tasks, num_devices, policy)
+            work_s = [each.num_steps * each.step_s for each in tasks]
+            assert found.bound_s - 1e-6 <= found.makespan_s
+            assert found.makespan_s <= sum(work_s) / num_devices + (1 - 1 / num_devices) * max(work_s) + 1e-6
+
+
+class TestByHand:
+    def test_call_of_the_readme(self):
+        found = hydra_engine.simulate(
+            [hydra_engine.TaskCost(name="a", unit_s=(0.1, 0.2, 0.3), num_steps=50)], devices=8, policy="sharded-lrtf"
+        )
+        assert found.makespan_s == pytest.approx(30.0)
+        assert found.bound_s == pytest.approx(30.0)
+        assert found.num_units == 150
+        assert found.finished_s == {"a": found.makespan_s}
+
+    def test_loads_are_hidden_behind_the_unit_before(self):
+        #     load     |f0 1|fb1 2 |      b0 1|
+        #     compute       |f0 3   |fb1 3   |b0 3
+        device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0)
+        found = simulate([task("a", 3.0, 3.0, 3.0, load_bytes=(1, 2))], [device], record=True)
+        assert [(str(p.unit), p.start_s, p.end_s) for p in found.schedule] == [
+            ("a.f0@0", 1.0, 4.0),
+            ("a.fb1@0", 4.0, 7.0),
+            ("a.b0@0", 7.0, 10.0),
+        ]
+        assert found.devices[0].loaded_bytes == 1 + 2 + 1
+        assert found.devices[0].busy == pytest.approx({"load": 0.4, "compute": 0.9, "store": 0.0})
+
+    def test_first_step_takes_longer(self):
+        found = simulate([task("a", 3.0, 3.0, 3.0, num_steps=3, first_step_times=2.0)], 1)
+        assert found.makespan_s == 2 * 9.0 + 9.0 + 9.0
+        assert found.bound_s == 3 * 9.0
+
+    def test_units_vary_as_drawn(self):
+        device = DeviceCost(variation=0.2)
+
+        def makespan_s(seed):
+            return simulate([task("a", 3.0, 3.0, 3.0, num_steps=200)], [device], seed=seed).makespan_s
+
+        assert makespan_s(1) == makespan_s(1)
+        assert makespan_s(1) != makespan_s(2)
+        # The mean of what is drawn is exp(variation ** 2 / 2) times the median.
+        assert makespan_s(1) == pytest.approx(600 * 3.0 * math.exp(0.02), rel=0.03)
+
+    def test_without_double_buffering_they_are_not(self):
+        device = DeviceCost(load_bytes_per_s=1.0)
+        found = simulate([task("a", 3.0, 3.0, 3.0, load_bytes=(1, 2))], [device], double_buffer=False)
+        assert found.makespan_s == 3 * 3.0 + 1 + 2 + 1
+
+    def test_boundary_goes_down_and_comes_up_before_the_next_unit(self):
+        device = DeviceCost(load_bytes_per_s=2.0, store_bytes_per_s=1.0)
+        found = simulate(
+            [task("a", 3.0, 3.0, 3.0, boundary_bytes=(0, 4), gradient_bytes=(1, 1))], [device], record=True
+        )
+        starts = [placed.start_s for placed in found.schedule]
+        down_s, up_s = 4.0, 2.0
+        second = 3.0 + down_s + up_s
+        third = second + 3.0 + down_s + up_s  # gradients of weights go down behind its back
+        assert starts == [0.0, second, third]
+        assert found.makespan_s == third + 3.0 + 1.0
+        assert found.devices[0].stored_bytes == 4 + (4 + 1) + 1
+
+    def test_another_task_computes_meanwhile(self):
+        device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0)
+        tasks = [task(name, 3.0, 3.0, 3.0, num_steps=5, load_bytes=2, boundary_bytes=(0, 1)) for name in "ab"]
+        alone = simulate(tasks[:1], [device]).makespan_s
+        assert simulate(tasks, [device]).makespan_s < 1.6 * alone
+
+    def test_updates_hold_the_next_step_up_by_their_shard_alone(self):
+        #  step 0 |f0|fb1|b0|commit .5|u0 1|u1 2  |
+        #  step 1                          |f0|...|fb1|b0|
+        found = simulate([task("a", 1.0, 1.0, 1.0, num_steps=2, commit_s=0.5, update_s=(1.0, 2.0))], 1, record=True)
+        assert [placed.start_s for placed in found.schedule] == [0.0, 1.0, 2.0, 4.5, 6.5, 7.5]
+
+    def test_reading_goes_on_beside_computing(self):
+        assert simulate([task("a", 1.0, num_steps=4, read_s=0.5)], 1).makespan_s == 0.5 + 4 * 1.0
+        assert simulate([task("a", 1.0, num_steps=4, read_s=3.0)], 1).makespan_s == 4 * 3.0 + 1.0
+
+    def test_devices_share_the_hosts_cores(self):
+        tasks = [task(name, 1.0, num_steps=10) for name in "abc"]
+        assert simulate(tasks, 3).makespan_s == pytest.approx(10.0)
+        assert simulate(tasks, 3, host=HostCost(cores=2)).makespan_s == pytest.approx(15.0)
+        assert simulate(tasks, 3, host=HostCost(cores=1)).makespan_s == pytest.approx(30.0)
+
+    def test_copies_that_compute_take_a_core(self):
+        device = DeviceCost(load_bytes_per_s=1.0, copies_compute=True)
+        alone = simulate([task("a", 2.0, 2.0, 2.0, load_bytes=2)], [device], host=HostCost(cores=1))
+        assert alone.makespan_s == pytest.approx(3 * 2.0 + 3 * 2.0)  # nothing is hidden on one core
+
+    def test_optimizer_threads_work_side_by_side(self):
+        tasks = [task(name, 1.0, num_steps=1, update_s=4.0) for name in "ab"]
+        assert simulate(tasks, 2).makespan_s == 1.0 + 2 * 4.0
+        assert simulate(tasks, 2, host=HostCost(optimizer_threads=2)).makespan_s == 1.0 + 4.0
+
+    def test_faster_device_computes_more(self):
+        tasks = [task(str(k), 1.0, num_steps=30) for k in range(4)]
+        found = simulate(tasks, [DeviceCost(speed=3.0), DeviceCost()])
+        fast, slow = (device.num_units for device in found.devices)
+        assert fast + slow == 120
+        assert 2.5 <= fast / slow <= 3.6
+        assert found.makespan_s == pytest.approx(30.0, rel=0.05)
+
+    def test_even_number_of_units_has_no_backward_of_shard_0(self):
+        found = simulate([task("a", 1.0, 2.0, 3.0, 4.0)], 1, record=True)
+        assert [str(placed.unit) for placed in found.schedule] == ["a.f0@0", "a.f1@0", "a.fb2@0", "a.b1@0"]
+
+    def test_fewer_backward_units_than_that_have_as_many_frozen_shards(self):
+        cost = task("a", 1.0, 1.0, 1.0, 1.0, num_shards=3)
+        assert [kind + str(shard) for kind, shard in cost.chain] == ["f0", "f1", "fb2", "b1"]
+        cost = task("a", 1.0, 1.0, 1.0, num_shards=3)
+        assert [kind + str(shard) for kind, shard in cost.chain] == ["f0", "f1", "fb2"]
+        assert simulate([cost]).makespan_s == 3.0
+
+    def test_priority_and_weight_are_the_tasks(self):
+        tasks = [task(str(k), 1.0, num_steps=20, priority=k) for k in range(3)]
+        ends = simulate(tasks, 1).finished_s
+        assert ends["2"] < ends["1"] < ends["0"]
+
+
+class TestSpread:
+    """A step's micro-batches over several devices."""
+
+    @pytest.mark.parametrize("num_devices", [1, 2, 3, 6, 7])
+    def test_one_task_with_six_micro_batches_takes_its_share_of_the_time(self, num_devices):
+        found = simulate([task(num_steps=4, num_micro_batches=6)], num_devices, record=True)
+        assert found.makespan_s == pytest.approx(4 * 6.0 / min(num_devices, 6))
+        assert found.bound_s == pytest.approx(found.makespan_s)
+        assert {placed.device for placed in found.schedule} == set(range(min(num_devices, 6)))
+        validate(found.schedule, {"a": task().chain})
+
+    def test_parts_that_differ_end_with_the_largest(self):
+        found = simulate([task(num_steps=2, num_micro_batches=5)], 3)
+        assert found.makespan_s == pytest.approx(2 * 6.0 * 2 / 5)
+        assert found.bound_s == pytest.approx(found.makespan_s)
+
+    def test_one_micro_batch_is_one_device(self):
+        assert simulate([task(num_steps=4)], 3).makespan_s == 4 * 6.0
+
+    def test_two_tasks_on_three_devices(self):
+        """Two get one and two devices; when the second is through, the first gets all three."""
+        tasks = [task(name, num_steps=num, num_micro_batches=6) for name, num in (("a", 30), ("b", 10))]
+        found = simulate(tasks, 3, record=True)
+        assert found.makespan_s == pytest.approx(found.bound_s, rel=0.05)
+        last = max(placed.unit.step for placed in found.schedule)
+        assert {placed.unit.part for placed in found.schedule if placed.unit.step == last} == {0, 1, 2}
+        validate(found.schedule)
+
+    def test_tail_of_a_sweep_uses_every_device(self):
+        tasks = [task(str(k), num_steps=3 if k else 40, num_micro_batches=8) for k in range(9)]
+        found = simulate(tasks, 4, record=True)
+        assert found.busy_share > 0.95
+        assert simulate([task(str(k), num_steps=3 if k else 40) for k in range(9)], 4).busy_share < 0.5
+
+    def test_units_that_are_ordered_are_a_pipeline(self):
+        #     device 0   |f0     |fb1    |b0     |
+        #     device 1           |f0+1   |fb1+1  |b0+1   |       every unit goes on from what the part before it left
+        cost = task("a", 1.0, 1.0, 1.0, num_micro_batches=2, ordered=frozenset({("f", 0), ("fb", 1)}))
+        assert simulate([cost], 2).makespan_s == pytest.approx(4 * 0.5)
+
+    def test_sums_wait_for_one_another_and_pieces_move_more(self):
+        device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0)
+        # In one shard a sum would come when all is done; over a slow link pieces would take longer than computing.
+        [_, quick] = predict_spreads(task("a", 9.0, num_micro_batches=2, gradient_bytes=0.1), [device] * 2)
+        [_, slow] = predict_spreads(task("a", *[1.0] * 15, num_micro_batches=8, gradient_bytes=1.0), [device] * 2)
+        assert (quick.in_sums, slow.in_sums) == (False, True)
+        assert quick.speedup == pytest.approx(27.3 / (3 * 4.6 + 0.1), rel=0.02)
+        assert ("b", 3) in slow.ordered
+        assert ("f", 3) not in slow.ordered
+
+    def test_bytes_of_parts(self):
+        cost = task("a", num_micro_batches=2, load_bytes=10.0, boundary_bytes=(0.0, 4.0), gradient_bytes=7.0)
+        device = DeviceCost(load_bytes_per_s=1e9, store_bytes_per_s=1e9)
+        one, two = (simulate([cost], [device] * n) for n in (1, 2))
+        assert sum(each.loaded_bytes for each in one.devices) == 3 * 10 + 4 + 4  # shards; up to fb1, gradient up to b0
+        assert sum(each.stored_bytes for each in one.devices) == 4 + 4 + 2 * 7
+        assert sum(each.loaded_bytes for each in two.devices) == 2 * 30 + 8  # pieces go down alone
+        assert sum(each.stored_bytes for each in two.devices) == 4 + 4 + 2 * 2 * 7
+
+
+class TestMemory:
+    """What a device of so many bytes keeps between units: three shards of 10, boundaries of 1."""
+
+    def run(self, memory_bytes, **options):
+        settings = {"load_bytes": 10, "boundary_bytes": 1, "gradient_bytes": 10, "num_steps": 2} | options
+        cost = task("a", 1.0, 1.0, 3.0, 3.0, 3.0, **settings)
+        device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=1e9, store_bytes_per_s=1e9)
+        return simulate([cost], [device], double_buffer=False, record=True)
+
+    def test_nothing_stays_without_memory(self):
+        assert self.run(None).devices[0].loaded_bytes == 2 * (5 * 10 + 3 + 2 * 2)
+
+    def test_with_room_for_all_each_version_comes_up_once(self):
+        assert self.run(100).devices[0].loaded_bytes == 2 * (3 * 10 + 1)  # and the batch
+
+    def test_what_is_needed_last_goes_first(self):
+        """Room for two shards: shard 0 goes, with the batch, and they are loaded again for its backward."""
+        assert self.run(25).devices[0].loaded_bytes == 2 * (4 * 10 + 2)
+
+    def test_frozen_shards_stay_from_step_to_step(self):
+        frozen = TaskCost(name="a", unit_s=(1.0, 1.0, 3.0), num_shards=3, num_steps=5, load_bytes=10)
+        found = simulate([frozen], [DeviceCost(memory_bytes=100)])
+        assert found.devices[0].loaded_bytes == 2 * 10 + 5 * 10
+
+    def test_kept_graphs_save_their_forwards(self):
+        """And what a backward would start its forward from; of what is saved, a shard's copy is part."""
+        assert self.run(100).makespan_s == pytest.approx(2 * 11.0)
+        assert self.run(100, graph_bytes=(5, 5, 0)).makespan_s == pytest.approx(2 * 9.0)
+        assert self.run(100, graph_bytes=(5, 5, 0)).devices[0].loaded_bytes == 2 * (3 * 10 + 1)
+        assert self.run(100, graph_bytes=(90, 5, 0)).makespan_s == pytest.approx(2 * 10.0)
+        assert self.run(100, graph_bytes=(5, 5, 0)).bound_s == 2 * 9.0
+        assert self.run(None, graph_bytes=(5, 5, 0)).bound_s == 2 * 11.0
+
+    def test_parts_keep_graphs_of_their_own_micro_batches(self):
+        cost = task("a", 1.0, 1.0, 2.0, num_micro_batches=2, load_bytes=1, graph_bytes=30)
+        found = simulate([cost], [DeviceCost(memory_bytes=20)] * 2)
+        assert found.makespan_s == pytest.approx(1.5)
+
+    def test_a_shard_that_is_dropped_and_claimed_again_is_not_there_sooner(self):
+        slow = task("slow", 1.0, num_steps=1, load_bytes=10, read_s=0.5)
+        quick = [task(str(k), 1.0, num_steps=3, priority=1, read_s=0.9) for k in range(2)]
+        device = DeviceCost(memory_bytes=100, load_bytes_per_s=1.0)
+        found = simulate([slow, *quick], [device], record=True)
+        [placed] = [placed for placed in found.schedule if placed.unit.task == "slow"]
+        assert placed.start_s >= 10.5
+
+    def test_what_can_never_fit_is_refused(self):
+        with pytest.raises(
+            ValueError, match=r"shard 0 of a takes 30 bytes with its work, memory_bytes of a device: 20"
+        ):
+            simulate([task("a", 1.0, load_bytes=10, work_bytes=20)], [DeviceCost(memory_bytes=20)])
+
+    def test_a_forward_below_all_that_trains_keeps_nothing(self):
+        cost = TaskCost(name="a", unit_s=(1.0, 1.0, 3.0), num_shards=3, num_steps=50, load_bytes=10, graph_bytes=30)
+        found = simulate([cost], [DeviceCost(memory_bytes=100)])
+        assert found.devices[0].loaded_bytes == 2 * 10 + 50 * 10
+
+    def test_set_up_and_end_are_of_the_makespan(self):
+        assert self.run(100, setup_s=2.0, end_s=0.5).makespan_s == pytest.approx(2 * 11.0 + 2.5)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
+    rng = random.Random(3)
+    for _ in range(25):
+        tasks = [
+            task(
+                str(k),
+                *(rng.choice((0.0, 0.5, 2.0)) for _ in range(rng.choice((1, 3, 4, 7)))),
+                num_steps=rng.randint(1, 4),
+                load_bytes=rng.choice((0, 1, 5)),
+                boundary_bytes=rng.choice((0, 1)),
+                gradient_bytes=rng.choice((0, 2)),
+                update_s=rng.choice((0.0, 0.3)),
+                commit_s=rng.choice((0.0, 0.1)),
+                read_s=rng.choice((0.0, 0.7)),
+                work_bytes=rng.choice((0, 3)),
+                graph_bytes=rng.choice((0, 4)),
+                num_micro_batches=rng.choice((1, 1, 3)),
+            )
+            for k in range(rng.randint(1, 6))
+        ]
+        devices = [
+            DeviceCost(
+                speed=rng.choice((1.0, 2.0)),
+                load_bytes_per_s=rng.choice((None, 3.0)),
+                memory_bytes=rng.choice((None, 8, 30, 1000)),
+            )
+            for _ in range(3)
+        ]
+        host = HostCost(optimizer_threads=rng.randint(1, 2), cores=rng.choice((None, 1.5)))
+        double_buffer = rng.random() < 0.7
+
+        def run(tasks=tasks, devices=devices, host=host, double_buffer=double_buffer):
+            return simulate(tasks, devices, policy, host=host, double_buffer=double_buffer, record=True)
+
+        found = run()
+        assert found == run()
+        validate(found.schedule, {each.name: each.chain for each in tasks})
+        assert found.num_units == len(found.schedule)
+        whole = [placed for placed in found.schedule if placed.unit.part == 0]
+        assert len(whole) == sum(len(each.unit_s) * each.num_steps for each in tasks)
+        assert found.bound_s <= found.makespan_s + 1e-9
+        assert 0 <= found.busy_share <= 1 + 1e-9
+
+
+def test_memory_does_not_grow_with_the_units_run():
+    def peak_bytes(num_steps):
+        tracemalloc.start()
+        simulate([task(str(k), 1.0, 2.0, 3.0, num_steps=num_steps) for k in range(20)], 4)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    peak_bytes(5)
+    assert peak_bytes(200) <= 1.2 * peak_bytes(20)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: simulate([]), "empty list"),
+        (lambda: simulate([task()], 0), "devices"),
+        (lambda: simulate([task(), task()]), "2 are named 'a'"),
+        (lambda: simulate([task()], 1, "longest"), "'longest'"),
+        (lambda: task("a", -1.0), "at least 0"),
+        (lambda: task("a", math.nan), "finite"),
+        (lambda: task(num_steps=0), "num_steps"),
+        (lambda: task(load_bytes=(1, 2, 3)), "3 values for 2 shards"),
+        (lambda: task(weight=0.0), "weight"),
+        (lambda: task(num_micro_batches=0), "num_micro_batches"),
+        (lambda: task(num_micro_batches=2.5), "num_micro_batches of a: 2.5, limit: a whole number"),
+        (lambda: task(num_micro_batches="3"), "num_micro_batches of a: '3'"),
+        (lambda: task(num_steps=2.5), "num_steps of a: 2.5"),
+        (lambda: task(ordered={("forward", 9)}), "not among its units"),
+        (lambda: DeviceCost(unit_s=-0.5), "unit_s: -0.5"),
+        (lambda: DeviceCost(unit_s=math.nan), "unit_s: nan"),
+        (lambda: DeviceCost(variation=-0.1), "variation: -0.1"),
+        (lambda: task(first_step_times=0.5), "first_step_times of a: 0.5, limit: a finite number, at least 1"),
+        (lambda: DeviceCost(speed="x"), "speed: 'x'"),
+        (lambda: bound_s([task()], 0), "devices"),
+        (lambda: task(num_shards=4), "num_shards of a: 4 with 3 units"),
+        (lambda: task(num_shards=1), "num_shards of a: 1 with 3 units"),
+        (lambda: TaskCost(name="a", unit_s=()), "empty"),
+        (lambda: DeviceCost(speed=0.0), "speed"),
+        (lambda: DeviceCost(load_bytes_per_s=-1.0), "load_bytes_per_s"),
+        (lambda: HostCost(optimizer_threads=0), "optimizer_threads"),
+        (lambda: HostCost(cores=0), "cores"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_unit_that_is_drawn_is_the_schedulers():
+    [first, *_] = simulate([task()], 1, record=True).schedule
+    assert first.unit == Unit("a", "f", 0, 0)

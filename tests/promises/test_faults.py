@@ -1,0 +1,459 @@
+"""The first failure of a task is reported, its weights are those of its last committed step, all others finish."""
+
+import _thread
+import threading
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.planning.keep import Kept
+from partitioners import Presharded
+from tests import exact, reference, zoo
+
+SHARDS = [2, 4, 5]  # of `trapped_model`: each has one layer that can be made to fail
+FAILING_STEP = 4
+SEED = 21
+
+
+class Boom(Exception):
+    """What an armed trap raises."""
+
+
+class Trap:
+    """Acts at one call, counted over all copies of its layer: the engine copies a layer's structure per device."""
+
+    def __init__(self):
+        self.fires_at = None
+        self.fired = threading.Event()
+        self._calls = []  # grows: a number that every forward counts up would be refused
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def arm(self, fires_at, action=None):
+        """Act at call number `fires_at` from now, counting from 0; the action is to raise unless given."""
+        self._calls, self.fires_at, self._action = [], fires_at, action or self._raise
+
+    def touch(self):
+        with self._lock:
+            call = len(self._calls)
+            self._calls.append(call)
+        if call == self.fires_at:
+            self.fired.set()
+            self._action()
+
+    def _raise(self):
+        raise Boom(f"trap at call {self.fires_at}")
+
+
+class TrapBackward(torch.autograd.Function):
+    """Identity whose backward pass touches the trap."""
+
+    @staticmethod
+    def forward(ctx, x, trap):
+        ctx.trap = trap
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.trap.touch()
+        return grad, None
+
+
+class Trapped(nn.Module):
+    """A linear layer that can be made to fail in its forward or its backward pass."""
+
+    def __init__(self, num_inputs, num_outputs):
+        super().__init__()
+        self.linear = nn.Linear(num_inputs, num_outputs)
+        self.in_forward, self.in_backward = Trap(), Trap()
+
+    def forward(self, x):
+        self.in_forward.touch()
+        return TrapBackward.apply(self.linear(x), self.in_backward)
+
+
+def trapped_model():
+    """Buffers in every shard but the last (they must roll back too), and a layer that draws."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        model = nn.Sequential(
+            Trapped(6, 8),
+            nn.BatchNorm1d(8),
+            Trapped(8, 8),
+            nn.Sequential(nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2)),
+            Trapped(8, 3),
+        )
+        samples, classes = torch.randn(60, 6), torch.randint(3, (60,))
+    return model, F.cross_entropy, DataLoader(TensorDataset(samples, classes), batch_size=6, shuffle=True)
+
+
+def committed(max_steps, build=trapped_model, **options):
+    """Plain PyTorch's losses and state after so many steps."""
+    model, loss_fn, loader = build()
+    result = reference.train(model, loss_fn, loader, seed=SEED, lr=0.1, epochs=2, max_steps=max_steps, **options)
+    return exact.Expected(result.losses, result.validation_losses, zoo.state(model))
+
+
+def victim(build=trapped_model, *, name="victim", **options):
+    """A task over a fresh `build()`, its model, and the loader."""
+    model, loss_fn, loader = build()
+    options = {"optimizer": torch.optim.SGD, "partitioner": Presharded(SHARDS), "seed": SEED} | options
+    return ModelTask(model, loss_fn, loader, 0.1, 2, name=name, **options), model
+
+
+def assert_failed(report, name, model, expected, text):
+    """Failed with its traceback, at its last committed step."""
+    outcome = report.tasks[name]
+    assert outcome.status == "failed"
+    assert "Traceback (most recent call last)" in outcome.error
+    assert text in outcome.error
+    assert outcome.steps == len(expected.losses)
+    assert outcome.losses == expected.losses
+    exact.assert_same_state(zoo.state(model), expected.state)
+
+
+# Where each kind of unit can fail: layer, pass, and the number of that pass's calls in a step of n micro-batches before
+# micro-batch m. A shard below the last runs its layers' forward twice per step and micro-batch:
+#
+#     f0 ... f0  f1 ... f1  last ... last  b1 ... b1  b0 ... b0      each over all micro-batches before the next
+#     forward    forward    forward +      recompute + backward
+#                           backward
+KINDS_OF_UNIT = {
+    "forward of the lowest shard": (0, "in_forward", lambda n, m: (2 * n, m)),
+    "forward of a middle shard": (2, "in_forward", lambda n, m: (2 * n, m)),
+    "forward of the last shard": (4, "in_forward", lambda n, m: (n, m)),
+    "backward of the last shard": (4, "in_backward", lambda n, m: (n, m)),
+    "recomputed forward of a middle shard": (2, "in_forward", lambda n, m: (2 * n, n + m)),
+    "backward of a middle shard": (2, "in_backward", lambda n, m: (n, m)),
+    "recomputed forward of the lowest shard": (0, "in_forward", lambda n, m: (2 * n, n + m)),
+    "backward of the lowest shard": (0, "in_backward", lambda n, m: (n, m)),
+}
+
+
+def graphs(*, kept):
+    """Backwards go on from their forward's graph where it is on the device, or never."""
+    keeps_from = 0 if kept else len(trapped_model()[0])
+    return mock.patch("hydra_engine.planning.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
+
+
+DEVICES = [(1, None, False), (2, 5, False), (1, 5, True)]  # how many, chaos, whether graphs are kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "chaos", "kept"),
+    [(kind, *each) for kind in KINDS_OF_UNIT for each in DEVICES if not (each[-1] and "recomputed" in kind)],
+)
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_failing_unit_leaves_the_last_committed_step(kind, accumulation_steps, num_devices, chaos, kept, capsys):
+    layer, trap_name, calls = KINDS_OF_UNIT[kind]
+    options = {"accumulation_steps": accumulation_steps, "max_grad_norm": 0.5}
+    task, model = victim(**options, optimizer=torch.optim.AdamW)
+    other, other_model = exact.task_of("dropout", epochs=1)
+    orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=chaos)
+    with graphs(kept=kept):
+        orchestra.generate()
+    trap = getattr(model[layer], trap_name)
+    calls_per_step, calls_before = calls(accumulation_steps, accumulation_steps // 2)
+    if kept and accumulation_steps == 1:  # with more, a shard whose forward changes buffers keeps none
+        calls_per_step = accumulation_steps
+    trap.arm(FAILING_STEP * calls_per_step + calls_before)
+    report = orchestra.train_models()
+
+    assert trap.fired.is_set()
+    expected = committed(FAILING_STEP, optimizer=torch.optim.AdamW, **options)
+    assert_failed(report, "victim", model, expected, "Boom: trap at call")
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+    exact.assert_within_budget(report, num_devices)
+    assert "victim" in capsys.readouterr().err  # also at verbose = 0
+    with pytest.raises(Boom, match="trap at call"):
+        report.raise_failures()
+
+
+def test_failing_unit_of_a_model_in_one_shard():
+    task, model = victim(partitioner=Presharded([5]))
+    other, _ = exact.task_of("mlp", epochs=1)
+    orchestra = exact.orchestrator([task, other])
+    orchestra.generate()
+    model[2].in_backward.arm(FAILING_STEP)
+    report = orchestra.train_models()
+    assert_failed(report, "victim", model, committed(FAILING_STEP), "Boom: trap at call")
+
+
+# A loader, a layer or a loss that raises in epoch 1
+
+
+class RaisingLoader:
+    """Raises instead of its batch number `at`."""
+
+    def __init__(self, loader, at, action):
+        self.loader, self.at, self.action = loader, at, action
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for k, batch in enumerate(self.loader):
+            if k == self.at:
+                self.action()
+            yield batch
+
+
+def boom():
+    raise Boom("from the user's code")
+
+
+def raising_loader():
+    model, loss_fn, loader = trapped_model()
+    return model, loss_fn, RaisingLoader(loader, 3, boom)
+
+
+class RaisingLoss(nn.Module):
+    """Cross entropy that can be made to fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.trap = Trap()
+
+    def forward(self, outputs, target):
+        self.trap.touch()
+        return F.cross_entropy(outputs, target)
+
+
+@pytest.mark.parametrize("culprit", ["loader", "layer", "loss"])
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_user_code_that_raises_fails_its_task_alone(culprit, num_devices):
+    threads_before = set(threading.enumerate())
+    loss_fn = RaisingLoss()
+
+    def build():
+        model, _, loader = raising_loader() if culprit == "loader" else trapped_model()
+        return model, loss_fn, loader
+
+    task, model = victim(build)
+    others = [exact.task_of(name) for name in ("cnn", "tied")]
+    orchestra = exact.orchestrator([others[0][0], task, others[1][0]], num_devices=num_devices, chaos=9)
+    with graphs(kept=False):
+        orchestra.generate()
+    if culprit == "layer":
+        model[2].in_forward.arm(3 * 2)
+    elif culprit == "loss":
+        loss_fn.trap.arm(3)
+    report = orchestra.train_models()
+
+    assert set(threading.enumerate()) <= threads_before
+    assert_failed(report, "victim", model, committed(3), "Boom: ")
+    for (_, other_model), name in zip(others, ("cnn", "tied"), strict=True):
+        exact.assert_as_expected(report, name, other_model, exact.expected(name))
+
+
+def test_loader_that_ends_early_in_a_later_epoch_is_no_failure():
+    """The loader decides: an epoch is what it yields."""
+    lengths = iter([4, 2, 4, 2])
+
+    def build():
+        model, loss_fn, loader = trapped_model()
+        return model, loss_fn, Shrinking(loader, lengths)
+
+    expected = committed(None, build)
+    task, model = victim(build)
+    report = exact.run([task])
+    exact.assert_as_expected(report, "victim", model, expected)
+    assert report.tasks["victim"].steps == 6
+
+
+class Shrinking:
+    """Yields so many batches, then fewer; no length."""
+
+    def __init__(self, loader, lengths):
+        self.loader, self.lengths = loader, lengths
+
+    def __iter__(self):
+        for _, batch in zip(range(next(self.lengths)), self.loader, strict=False):
+            yield batch
+
+
+# Every task fails
+
+
+def test_first_failure_is_raised_when_every_task_failed():
+    first, first_model = victim(name="first")
+    second, second_model = victim(name="second")
+    first_trap, second_trap = first_model[4].in_forward, second_model[4].in_forward
+    orchestra = exact.orchestrator([first, second])  # one device: one unit after the other
+    orchestra.generate()
+
+    def fail_second():
+        assert first_trap.fired.is_set(), "the policy ran 15 steps of one task before the second step of its equal"
+        raise Boom("the second one")
+
+    first_trap.arm(1)
+    second_trap.arm(15, fail_second)
+    with pytest.raises(Boom, match="trap at call 1"):
+        orchestra.train_models()
+    report = orchestra.report
+    assert_failed(report, "first", first_model, committed(1), "Boom: trap at call 1")
+    assert_failed(report, "second", second_model, committed(15), "Boom: the second one")
+
+
+def test_failure_of_the_only_task_is_raised_with_its_traceback():
+    task, model = victim()
+    orchestra = exact.orchestrator([task], num_devices=2, chaos=4)
+    orchestra.generate()
+    model[0].in_backward.arm(0)  # the very first step
+    with pytest.raises(Boom, match="trap at call 0") as caught:
+        orchestra.train_models()
+    assert "touch" in [entry.name for entry in caught.traceback]  # the user's own line is in it
+    assert_failed(orchestra.report, "victim", model, committed(0), "in touch")
+
+
+def test_nothing_failed_nothing_raised():
+    task, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task])
+    report.raise_failures()
+    assert not report.tasks["mlp"].error
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("culprit", ["layer", "loader"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_ctrl_c_cleans_up_and_is_raised_again(culprit, num_devices):
+    threads_before = set(threading.enumerate())
+
+    def build():
+        model, loss_fn, loader = trapped_model()
+        return model, loss_fn, RaisingLoader(loader, 3, _thread.interrupt_main) if culprit == "loader" else loader
+
+    task, model = victim(build)
+    other, other_model = exact.task_of("tied", epochs=20)
+    orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=6)
+    with graphs(kept=False):
+        orchestra.generate()
+    if culprit == "layer":
+        model[2].in_forward.arm(3 * 2, _thread.interrupt_main)
+    with pytest.raises(KeyboardInterrupt):
+        orchestra.train_models()
+
+    assert set(threading.enumerate()) <= threads_before
+    report = orchestra.report
+    assert report.tasks["tied"].status == "stopped"
+    assert report.tasks["victim"].status == "stopped"
+    expected = committed(report.tasks["victim"].steps)
+    assert report.tasks["victim"].losses == expected.losses
+    exact.assert_same_state(zoo.state(model), expected.state)
+    model, loss_fn, loader = zoo.tied()
+    factory, lr = exact.OPTIMIZERS["sgd"]
+    steps = report.tasks["tied"].steps
+    reference.train(model, loss_fn, loader, seed=exact.SEED, lr=lr, epochs=20, optimizer=factory, max_steps=steps)
+    exact.assert_same_state(zoo.state(other_model), zoo.state(model))
+
+
+# A schedule or an optimizer that raises: the report's steps and the weights are of the same step
+
+
+class Schedule(torch.optim.lr_scheduler.StepLR):
+    """Halves the rate at each step, and raises at one of them; which one, no state dict says."""
+
+    at = None
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 1, 0.5)
+
+    def step(self, *arguments):
+        if self.last_epoch == self.at:
+            raise Boom("the schedule")
+        super().step(*arguments)
+
+
+def raising(at):
+    return type("Raises", (Schedule,), {"at": at})
+
+
+ORDERS = [
+    {"optimizer_scope": "task"},
+    {"optimizer_scope": "task", "max_grad_norm": 0.5},
+    {"optimizer_scope": "shard"},
+    {"early_release": True},
+    {"optimizer_device": "device"},
+    {"max_grad_norm": 0.5, "accumulation_steps": 2},
+    {"max_retries": 1},
+    {"ema_decay": 0.9},
+]
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_a_schedule_that_raises_does_so_after_its_step(options):
+    """As in the plain loop: the step is committed, with its loss and all its updates."""
+    task, model = victim(lr_scheduler=raising(FAILING_STEP), **options)
+    other, other_model = exact.task_of("dropout", epochs=1)
+    report = exact.run([task, other], num_devices=2)
+    plain = {name: options[name] for name in ("max_grad_norm", "accumulation_steps") if name in options}
+    expected = committed(FAILING_STEP + 1, lr_scheduler=Schedule, **plain)
+    assert_failed(report, "victim", model, expected, f"its lr_scheduler, after step {FAILING_STEP}")
+    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_schedule_of_epochs_that_raises_does_so_between_them(options, at):
+    task, model = victim(lr_scheduler=raising(at), lr_scheduler_interval="epoch", **options)
+    other, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task, other])
+    plain = {name: options[name] for name in ("max_grad_norm", "accumulation_steps") if name in options}
+    expected = committed(10 * (at + 1), lr_scheduler=Schedule, lr_scheduler_interval="epoch", **plain)
+    where = "its lr_scheduler, after the last epoch" if at else "the schedule"
+    assert_failed(report, "victim", model, expected, where)
+
+
+def test_a_schedule_that_raised_is_not_saved(tmp_path):
+    """A resume repeats its step."""
+    task, _ = victim(lr_scheduler=raising(FAILING_STEP))
+    with pytest.raises(Boom):
+        saving([task], tmp_path).train_models()
+    again, model = victim(lr_scheduler=Schedule)
+    report = saving([again], tmp_path).train_models(resume=True)
+    exact.assert_as_expected(report, "victim", model, committed(None, lr_scheduler=Schedule))
+
+
+def saving(tasks, directory):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB")], checkpoint_dir=directory, checkpoint_every=1)
+    orchestra.verbose = 0
+    return orchestra
+
+
+class RaisingSGD(torch.optim.SGD):
+    """Raises at one of its steps, before it or after."""
+
+    def __init__(self, params, lr, at, after):
+        super().__init__(params, lr)
+        self.at, self.after, self.num_steps = at, after, 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        if self.num_steps == self.at + 1 and not self.after:
+            raise Boom("the optimizer")
+        super().step()
+        if self.num_steps == self.at + 1:
+            raise Boom("the optimizer")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_an_optimizer_that_raises_at_the_commit_says_of_which_step_weights_may_be(after):
+    task, model = victim(optimizer=partial(RaisingSGD, at=FAILING_STEP, after=after), optimizer_scope="task")
+    other, _ = exact.task_of("mlp", epochs=1)
+    report = exact.run([task, other])
+    outcome = report.tasks["victim"]
+    assert (outcome.status, outcome.steps) == ("failed", FAILING_STEP)
+    assert f"its optimizer: some weights may have the update of step {FAILING_STEP}" in outcome.error
+    expected = committed(FAILING_STEP + after)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected.state[name]), name

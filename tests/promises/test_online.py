@@ -1,0 +1,502 @@
+"""Tasks come and go while others train, and nobody's bits depend on it."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.display.drawing import draw_text
+from hydra_engine.schedule.units import training_chain, validate
+from partitioners import Presharded
+
+STEPS, EPOCHS = 4, 3
+
+
+class At(Callback):
+    """Calls a function once, at a step or at the end."""
+
+    def __init__(self, step, call):
+        self.step, self.call, self.errors = step, call, []
+
+    def _now(self):
+        try:
+            self.call()
+        except Exception as error:
+            self.errors.append(error)
+
+    def on_step(self, report):
+        if report.steps == self.step:
+            self._now()
+
+    def on_task_end(self, report):
+        if self.step == "end":
+            self._now()
+
+
+def batches(num=STEPS):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(5, 8, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(num)]
+
+
+def task(name, *callbacks, seed=0, **options):
+    torch.manual_seed(seed + 1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    options = {"partitioner": Presharded([1, 3, 4]), "seed": seed, **options}
+    return ModelTask(model, F.cross_entropy, batches(), 1e-2, EPOCHS, name=name, callbacks=callbacks, **options)
+
+
+def orchestra_of(*tasks, num_devices=2):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)])
+    orchestra.verbose = 0
+    return orchestra
+
+
+def assert_as_alone(trained, report):
+    alone = task(trained.name, seed=trained.seed)
+    orchestra = orchestra_of(alone, num_devices=1)
+    [expected] = orchestra.train_models().tasks.values()
+    assert report.status == "finished"
+    assert report.losses == expected.losses
+    assert len(report.losses) == STEPS * EPOCHS
+    for mine, plain in zip(trained.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("step", [1, STEPS * EPOCHS, "end"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_task_joins_while_another_trains(step, num_devices):
+    second = task("second", seed=5)
+    at = At(step, lambda: orchestra.add_task(second))
+    first = task("first", at)
+    orchestra = orchestra_of(first, num_devices=num_devices)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert list(report.tasks) == ["first", "second"]
+    assert list(orchestra.plan.tasks) == ["first", "second"]
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(second, report.tasks["second"])
+    with pytest.raises(RuntimeError, match="trained already"):
+        orchestra.train_models()
+
+
+def test_each_task_may_add_the_next():
+    tasks = [task(str(k), seed=k) for k in range(4)]
+    for mine, following in itertools.pairwise(tasks):
+        mine.callbacks = (At("end", lambda following=following: orchestra.add_task(following)),)
+    orchestra = orchestra_of(tasks[0])
+    report = orchestra.train_models()
+    for each in tasks:
+        assert_as_alone(each, report.tasks[each.name])
+
+
+def test_task_joins_from_another_thread():
+    begun, added = threading.Event(), threading.Event()
+    second = task("second", seed=5)
+
+    def wait():
+        begun.set()
+        assert added.wait(30)
+
+    def add():
+        assert begun.wait(30)
+        orchestra.add_task(second)
+        added.set()
+
+    at = At(2, wait)
+    first = task("first", at)
+    orchestra = orchestra_of(first)
+    thread = threading.Thread(target=add)
+    thread.start()
+    report = orchestra.train_models()
+    thread.join()
+    assert at.errors == []
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(second, report.tasks["second"])
+
+
+def test_task_added_after_training_is_trained_by_the_next_call():
+    first, second = task("first"), task("second", seed=5)
+    orchestra = orchestra_of(first)
+    assert_as_alone(first, orchestra.train_models().tasks["first"])
+    assert orchestra.add_task(second) == "second"
+    assert orchestra.plan is None
+    report = orchestra.train_models()
+    assert list(report.tasks) == ["second"]
+    assert_as_alone(second, report.tasks["second"])
+
+
+def test_task_added_before_training_is_planned_with_the_others():
+    orchestra = orchestra_of(task("first"))
+    orchestra.generate()
+    assert orchestra.add_task(task(None, seed=5)) == "task-1"
+    assert list(orchestra.generate().tasks) == ["first", "task-1"]
+    report = orchestra.train_models()
+    assert {each.status for each in report.tasks.values()} == {"finished"}
+
+
+def test_stopped_task_keeps_its_last_committed_step():
+    second = task("second", seed=5)
+    stopped = task("stopped")
+    at = At(3, lambda: orchestra.stop_task("stopped"))
+    stopped.callbacks = (at,)
+    orchestra = orchestra_of(stopped, second)
+    report = orchestra.train_models()
+    assert at.errors == []
+    mine = report.tasks["stopped"]
+    assert mine.status == "stopped"
+    assert mine.error is None
+    assert 3 <= mine.steps < STEPS * EPOCHS
+    assert len(mine.losses) == mine.steps
+    assert_as_alone(second, report.tasks["second"])
+    expected = weights_after(mine.steps)
+    for parameter, value in zip(stopped.model.parameters(), expected, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def weights_after(num_steps):
+    """Of the plain loop."""
+    plain = task("plain")
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    class Counted:
+        def __iter__(self):
+            for batch in batches():
+                if len(seen) == num_steps:
+                    raise Stop
+                seen.append(batch)
+                yield batch
+
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=1e-2)
+    try:
+        for _ in range(EPOCHS):
+            for inputs, target in Counted():
+                optimizer.zero_grad(set_to_none=True)
+                F.cross_entropy(plain.model(inputs), target).backward()
+                optimizer.step()
+    except Stop:
+        pass
+    return list(plain.model.parameters())
+
+
+def test_task_that_is_stopped_before_training_is_not_begun():
+    first, second = task("first"), task("second", seed=5)
+    before = [parameter.detach().clone() for parameter in first.model.parameters()]
+    orchestra = orchestra_of(first, second)
+    orchestra.generate()
+    orchestra.stop_task("first")
+    assert list(orchestra.train_models().tasks) == ["second"]
+    for parameter, value in zip(first.model.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    orchestra.stop_task("second")  # it is over
+    with pytest.raises(RuntimeError, match="trained already"):
+        orchestra.train_models()
+
+
+def test_one_task_may_take_anothers_place():
+    """As a sweep does."""
+    better = task("better", seed=5)
+
+    def replace():
+        orchestra.stop_task("worse")
+        orchestra.add_task(better)
+
+    at = At(2, replace)
+    orchestra = orchestra_of(task("worse", at))
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert report.tasks["worse"].status == "stopped"
+    assert_as_alone(better, report.tasks["better"])
+
+
+def test_unknown_task_cannot_be_stopped():
+    with pytest.raises(ValueError, match="stop_task: task 'other', known: 'first'"):
+        orchestra_of(task("first")).stop_task("other")
+
+
+def test_name_is_taken_once():
+    orchestra = orchestra_of(task("first"))
+    with pytest.raises(ValueError, match="'first' already"):
+        orchestra.add_task(task("first", seed=5))
+    with pytest.raises(TypeError, match="not a ModelTask"):
+        orchestra.add_task("task")
+    assert list(orchestra.generate().tasks) == ["first"]
+
+
+def test_trainable_parameter_is_not_shared_with_a_task_that_trains():
+    first = task("first")
+
+    def add():
+        orchestra.add_task(ModelTask(first.model, F.cross_entropy, batches(), 1e-2, name="second"))
+
+    at = At(2, add)
+    first.callbacks = (at,)
+    orchestra = orchestra_of(first)
+    report = orchestra.train_models()
+    assert "share the trainable parameter" in str(at.errors[0])
+    assert list(report.tasks) == ["first"]
+    orchestra.add_task(ModelTask(first.model, F.cross_entropy, batches(), 1e-2, name="second"))  # now it may
+    assert orchestra.train_models().tasks["second"].status == "finished"
+
+
+def test_task_that_cannot_be_planned_leaves_the_others_alone():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    def add():
+        model = nn.Sequential(nn.Linear(8, 3), Fails())
+        orchestra.add_task(ModelTask(model, F.cross_entropy, batches(), 1e-2, name="second"))
+
+    first = task("first", at := At(2, add))
+    orchestra = orchestra_of(first)
+    report = orchestra.train_models()
+    assert [type(error) for error in at.errors] == [ZeroDivisionError]
+    assert_as_alone(first, report.tasks["first"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"priority": 1.5}, TypeError, "priority: 1.5 is not an int"),
+        ({"weight": "much"}, TypeError, "weight"),
+        ({"weight": 0}, ValueError, "above 0"),
+        ({"weight": float("inf")}, ValueError, "finite"),
+    ],
+)
+def test_malformed_priority_or_weight_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        task("task", **options)
+
+
+def test_task_of_higher_priority_is_through_first():
+    ends = []
+    tasks = [task(name, At("end", lambda name=name: ends.append(name)), priority=k) for k, name in enumerate("abc")]
+    orchestra_of(*tasks, num_devices=1).train_models()
+    assert ends[0] == "c"
+
+
+def test_frozen_parameter_is_shared_with_a_task_that_joins_later():
+    base = nn.Linear(8, 8).requires_grad_(False)
+    heads = {}
+
+    def on_base(name, *callbacks):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            heads[name] = nn.Linear(8, 3)
+        model = nn.Sequential(base, heads[name])
+        return ModelTask(model, F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
+
+    before = base.weight.clone()
+    first = on_base("first", at := At(2, lambda: orchestra.add_task(on_base("second"))))
+    orchestra = orchestra_of(first)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert torch.equal(base.weight, before)
+    assert base.weight.untyped_storage().nbytes() == base.weight.nbytes
+    assert report.tasks["second"].losses == report.tasks["first"].losses
+    assert torch.equal(heads["second"].weight, heads["first"].weight)
+    assert orchestra.plan.tasks["second"].dram["weights"] < orchestra.plan.tasks["first"].dram["weights"]
+    orchestra.add_task(on_base("third"))
+    assert orchestra.train_models().tasks["third"].losses == report.tasks["first"].losses
+
+
+def test_trained_parameter_is_not_shared_with_a_task_that_joins_later():
+    head = nn.Linear(8, 3)
+
+    def on_head(name, *callbacks):
+        return ModelTask(nn.Sequential(head), F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
+
+    first = on_head("first", at := At(2, lambda: orchestra.add_task(on_head("second"))))
+    orchestra = orchestra_of(first)
+    orchestra.train_models()
+    assert "share the" in str(at.errors[0])
+
+
+def test_stopping_a_task_of_an_earlier_run_leaves_this_one_alone():
+    first, second = task("first"), task("second", seed=5)
+    orchestra = orchestra_of(first)
+    orchestra.train_models()
+    second.callbacks = (at := At(2, lambda: orchestra.stop_task("first")),)
+    orchestra.add_task(second)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert_as_alone(second, report.tasks["second"])
+
+
+def test_stop_at_the_very_end_comes_too_late():
+    first = task("first", at := At("end", lambda: orchestra.stop_task("first")))
+    orchestra = orchestra_of(first)
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert_as_alone(first, report.tasks["first"])
+
+
+def test_autocast_around_it_is_refused():
+    orchestra = orchestra_of(task("first"))
+    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="add_task: autocast"):
+        orchestra.add_task(task("second"))
+
+
+def test_report_has_the_schedule_that_was():
+    tasks = [task("a"), task("b", seed=5)]
+    report = orchestra_of(*tasks).train_models()
+    schedule = report.schedule
+    assert len(schedule) == 2 * STEPS * EPOCHS * 5
+    validate(schedule, dict.fromkeys("ab", training_chain(3, 0)))
+    assert {span.lane for span in report.spans} == {"compute", "load", "store", "commit", "update"}
+    assert len(draw_text(schedule).splitlines()) == 2 + 1 + 2
+
+
+# -- user code that hangs, or takes its time
+
+
+class Gate:
+    """A loader whose batch number `at` waits until it is let go of."""
+
+    def __init__(self, at):
+        self.at, self.hangs, self.go_on, self.num_read = at, threading.Event(), threading.Event(), 0
+
+    def __len__(self):
+        return STEPS
+
+    def __iter__(self):
+        for batch in batches():
+            if self.num_read == self.at:
+                self.hangs.set()
+                assert self.go_on.wait(30)
+            self.num_read += 1
+            yield batch
+
+
+def in_background(job, *, after):
+    """Run a job in a thread of its own once an event has happened; its errors are collected."""
+    errors = []
+
+    def run():
+        try:
+            assert after.wait(30)
+            job()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone):
+    hanging, first, second = Gate(3), task("first", seed=1), task("second", seed=5)
+    victim = task("victim", seed=2, loader_timeout_s=0.5, loader_alone=alone)
+    victim.dataloader = hanging
+    orchestra = orchestra_of(first, victim)
+    first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)  # is still at work then
+    thread, errors = in_background(lambda: orchestra.add_task(second), after=hanging.hangs)
+    report = orchestra.train_models()
+    hanging.go_on.set()
+    thread.join(30)
+    if "second" not in report.tasks:  # its plan was made too late
+        report.tasks.update(orchestra.train_models().tasks)
+    assert errors == []
+    assert isinstance(report.tasks["victim"].exception, TimeoutError)
+    assert report.tasks["victim"].steps == 3
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(second, report.tasks["second"])
+
+
+class Factories:
+    """Of an optimizer and a schedule; the number `at` of their calls in the run waits until it is let go of."""
+
+    def __init__(self):
+        self.is_armed, self.hangs, self.go_on = False, threading.Event(), threading.Event()
+
+    def optimizer(self, parameters, lr):
+        if self.is_armed:
+            self.hangs.set()
+            assert self.go_on.wait(30)
+        return torch.optim.SGD(parameters, lr=lr)
+
+    def scheduler(self, optimizer):
+        if self.is_armed:
+            self.hangs.set()
+            assert self.go_on.wait(30)
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+
+def test_factory_that_hangs_fails_its_task_alone():
+    factories = Factories()
+    victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.5)
+    first = task("first", seed=1)
+    orchestra = orchestra_of(victim, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    factories.go_on.set()
+    assert isinstance(report.tasks["victim"].exception, TimeoutError)
+    assert "its set-up" in report.tasks["victim"].error
+    assert "optimizer's or schedule's factory, did not return in 0.5 s" in report.tasks["victim"].error
+    assert_as_alone(first, report.tasks["first"])
+
+
+@pytest.mark.parametrize("what", ["optimizer", "lr_scheduler", "length"])
+def test_others_train_while_user_code_of_a_set_up_takes_its_time(what):
+    """It waits for the end of the other one, which the deciding thread has to see to."""
+    factories = Factories()
+    options = {"optimizer": {"optimizer": factories.optimizer}, "lr_scheduler": {"lr_scheduler": factories.scheduler}}
+    slow = task("slow", seed=2, **options.get(what, {}))
+
+    class Slow(list):
+        def __len__(self):
+            if factories.is_armed:
+                assert factories.go_on.wait(30)
+            return super().__len__()
+
+    if what == "length":
+        slow.dataloader = Slow(batches())
+    first = task("first", At("end", factories.go_on.set), seed=1)
+    orchestra = orchestra_of(slow, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(slow, report.tasks["slow"])
+
+
+def test_task_may_be_stopped_while_it_is_set_up():
+    factories = Factories()
+    slow = task("slow", seed=2, optimizer=factories.optimizer)
+    first = task("first", At(2, lambda: (orchestra.stop_task("slow"), factories.go_on.set())), seed=1)
+    orchestra = orchestra_of(slow, first)
+    orchestra.generate()
+    factories.is_armed = True
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert report.tasks["slow"].status == "stopped"
+    assert report.tasks["slow"].steps == 0
+
+
+def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader():
+    """The validation of the one that trains is opened meanwhile, for the first time, for which it has to be alone."""
+    hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.5)
+    joining.dataloader = hanging
+    begun = threading.Event()
+    first = task("first", At(1, lambda: (begun.set(), hanging.hangs.wait(30))), seed=1, validation=batches())
+    orchestra = orchestra_of(first)
+    thread, errors = in_background(lambda: orchestra.add_task(joining), after=begun)
+    report = orchestra.train_models()
+    assert_as_alone(first, report.tasks["first"])
+    assert list(report.tasks) == ["first"]
+    hanging.go_on.set()
+    thread.join(30)
+    [error] = errors
+    assert isinstance(error, TimeoutError)
+    assert "joining: its loader gave no batch in 0.5 s (loader_timeout_s)" in str(error)
+    orchestra.stop_task("first")  # nobody holds what it needs

@@ -1,0 +1,563 @@
+"""A run that goes on from a checkpoint ends with the bits of one that was never interrupted."""
+
+import errno
+import os
+import re
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import hydra_engine
+from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.saver import Saver
+from hydra_engine.run.loop import EngineRun
+from hydra_engine.system import process as restart
+from hydra_engine.system.files import Disk
+from partitioners import Presharded
+from tests import exact, zoo
+
+PATIENCE_S = 60
+NUM_STEPS = 12
+
+
+class Boom(RuntimeError):
+    """What interrupts a task here: it has failed, and a resume tries it again."""
+
+
+class FailsAfter(Callback):
+    """Fails the task once so many steps are committed."""
+
+    def __init__(self, num_steps):
+        self.num_steps = num_steps
+
+    def on_step(self, report):
+        if report.steps == self.num_steps:
+            raise Boom
+
+
+class Counted(IterableDataset):
+    """Draws from its own generator and from torch's; has no length."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+        self.generator.manual_seed(8)
+
+    def __iter__(self):
+        for _ in range(24):
+            yield torch.randn(6, generator=self.generator) + torch.rand(()), torch.randn(3)
+
+
+class Stateful:
+    """A loader with a state dict, as torchdata's StatefulDataLoader has one."""
+
+    def __init__(self):
+        self.position, self.generator = 0, torch.Generator()
+        self.generator.manual_seed(4)
+
+    def __iter__(self):
+        while self.position < 6:
+            self.position += 1
+            yield torch.randn(4, 6, generator=self.generator), torch.randn(4, 3)
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+        self.generator.set_state(state["generator"])
+
+
+def shuffled(generator=None):
+    data = torch.Generator().manual_seed(1)
+    samples = TensorDataset(torch.randn(24, 6, generator=data), torch.randn(24, 3, generator=data))
+    return DataLoader(samples, 4, shuffle=True, generator=generator)
+
+
+def with_own_generator():
+    return shuffled(torch.Generator().manual_seed(5))
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "own generator": with_own_generator,
+    "iterable": lambda: DataLoader(Counted(), 4),
+    "stateful": Stateful,
+    "holes": lambda: [
+        (x.fill_(torch.nan) if k in (0, 5, 7) else x, y)
+        for k, (x, y) in enumerate(2 * list(shuffled(torch.Generator().manual_seed(2))))
+    ],
+    "list": lambda: list(shuffled(torch.Generator().manual_seed(2))),
+}
+
+
+def model(*, draws=False, batch_norm=False):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        layers = [nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+        if batch_norm:
+            layers.insert(1, nn.BatchNorm1d(16))
+        if draws:
+            layers.insert(2, nn.Dropout(0.3))
+        return nn.Sequential(*layers)
+
+
+def task_of(
+    loader="shuffled", *, draws=False, batch_norm=False, epochs=2, ends=None, name="task", loss=F.mse_loss, **options
+):
+    layers = model(draws=draws, batch_norm=batch_norm)
+    ends = [2, 4, len(layers)] if ends is None else [*(end for end in ends if end < len(layers)), len(layers)]
+    options = {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1), "seed": 7, **options}
+    return ModelTask(layers, loss, LOADERS[loader](), 0.01, epochs, name=name, partitioner=Presharded(ends), **options)
+
+
+def orchestra_of(tasks, directory=None, *, memory="1MiB", num_devices=1, every=1, **options):
+    devices = [EmulatedDevice(memory) for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices, checkpoint_dir=directory, checkpoint_every=every, **options)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def saved_of(directory, name="task"):
+    """Everything that a checkpoint holds of a task, as bytes and nested values that compare bit for bit."""
+    found = load_newest(directory)
+    state = found.read_nested(name, "state")
+    for key in ("position", "accumulation_steps", "revisions", "retries"):
+        state.pop(key)
+    weights = found.read_tensors(name, "weights.safetensors")
+    return plain([weights, state, found.read_nested(name, "optimizer")])
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), bytes(value.contiguous().reshape(-1).view(torch.uint8).tolist())
+    if isinstance(value, dict):
+        return [(key, plain(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return repr(value)
+
+
+CASES = {
+    "plain": {},
+    "draws": {"draws": True},
+    "draws, micro-batches": {"draws": True, "accumulation_steps": 2},
+    "micro-batches are chosen": {"accumulation_steps": "auto"},
+    "buffers": {"batch_norm": True, "accumulation_steps": 2},
+    "own generator": {"loader": "own generator", "draws": True},
+    "iterable": {"loader": "iterable"},
+    "stateful": {"loader": "stateful"},
+    "list": {"loader": "list"},
+    "steps are skipped": {"loader": "holes", "epochs": 1, "nonfinite": "skip", "batch_norm": True, "draws": True},
+    "retried": {"max_retries": 2, "draws": True, "ema_decay": 0.9},
+    "momentum, clipped": {"optimizer": partial(torch.optim.SGD, momentum=0.9), "max_grad_norm": 0.1},
+    "schedule by step": {"lr_scheduler": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 12)},
+    "schedule by epoch": {
+        "lr_scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 1, 0.5),
+        "lr_scheduler_interval": "epoch",
+    },
+    "averages": {"ema_decay": 0.9},
+    "validated by epoch": {"validation": shuffled, "draws": True},
+    "validated by step": {
+        "validation": with_own_generator,
+        "validation_interval": 3,
+        "metrics": {"mean": lambda x, _: x.mean()},
+    },
+    "bfloat16": {"precision": "bfloat16", "ema_decay": 0.9},
+    "float16": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=2)},
+    "float16, skips": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**40)},
+    "whole task": {"optimizer_scope": "task", "ema_decay": 0.9},
+    "early release": {"early_release": True, "ema_decay": 0.9},
+    "steps on devices": {"optimizer_device": "device"},
+    "steps on devices, narrow": {"optimizer_device": "device", "precision": "bfloat16"},
+    "groups": {"param_groups": lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}},
+}
+FRESH = ("validation", "grad_scaler")  # made anew for each task
+
+
+def of_case(case, **options):
+    found = {**CASES[case], **options}
+    for key in FRESH:
+        if key in found:
+            found[key] = found[key]()
+    return task_of(**found)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("after", [1, 6, 8])
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, case, after):
+    whole = of_case(case)
+    expected = orchestra_of([whole], tmp_path / "whole").train_models().tasks["task"]
+
+    interrupted = orchestra_of([of_case(case, callbacks=[FailsAfter(after)])], tmp_path / "cut")
+    with pytest.raises(Boom):
+        interrupted.train_models()
+    assert interrupted.report.tasks["task"].steps == after
+    again = of_case(case, ends=[1, 3, 4])
+    orchestra = orchestra_of(
+        [again], tmp_path / "cut", num_devices=2, policy="fifo", double_buffer=False, memory="600KiB"
+    )
+    report = orchestra.train_models(resume=True)
+    found = report.tasks["task"]
+    assert found.status == "finished"
+    assert plain(found.losses) == plain(expected.losses)
+    assert found.validation_losses == expected.validation_losses
+    assert found.validation_metrics == expected.validation_metrics
+    assert (found.steps, found.skipped_steps, found.loss_scales) == (
+        expected.steps,
+        expected.skipped_steps,
+        expected.loss_scales,
+    )
+    exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
+    assert plain(found.ema_state or {}) == plain(expected.ema_state or {})
+    assert saved_of(tmp_path / "cut") == saved_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_resumed_models_equal_plain_pytorch(tmp_path, name):
+    """Cut at several places in one training, each time on another partition."""
+    expected = exact.expected(name, optimizer="adamw", accumulation_steps=3)
+    num_steps = len(expected.losses)
+    options = {"optimizer": "adamw", "accumulation_steps": 3}
+    for k, (after, partition) in enumerate(
+        [(1, "three"), (num_steps // 2, "each"), (num_steps - 1, "one"), (None, "three")]
+    ):
+        callbacks = [] if after is None else [FailsAfter(after)]
+        task, layers = exact.task_of(name, partition=partition, callbacks=callbacks, **options)
+        orchestra = orchestra_of([task], tmp_path, memory="8MiB", num_devices=1 + k % 3, every=2)
+        if after is not None:
+            with pytest.raises(Boom):
+                orchestra.train_models(resume=True)
+    report = orchestra.train_models(resume=True)
+    exact.assert_as_expected(report, name, layers, expected)
+
+
+def test_saving_changes_no_bit_and_tasks_go_on_beside_each_other(tmp_path):
+    names = ("gpt", "dropout", "cnn")
+    tasks = [exact.task_of(name, optimizer="adam") for name in names]
+    orchestra = orchestra_of([task for task, _ in tasks], tmp_path, memory="8MiB", num_devices=2)
+    report = orchestra.train_models()
+    for name, (_, layers) in zip(names, tasks, strict=True):
+        exact.assert_as_expected(report, name, layers, exact.expected(name, optimizer="adam"))
+    assert report.checkpoints.num_saved >= len(names)
+    assert report.checkpoints.num_failed == 0
+    assert load_newest(tmp_path).data["tasks"].keys() == set(names)
+
+
+def test_one_fails_and_goes_on_while_others_are_over(tmp_path):
+    make = partial(task_of, draws=True)
+    wholes = [make(name=name, epochs=epochs) for name, epochs in (("a", 1), ("b", 2))]
+    expected = orchestra_of(wholes).train_models()
+    cut = [make(name="a", epochs=1), make(name="b", callbacks=[FailsAfter(8)])]
+    first = orchestra_of(cut, tmp_path, every=3).train_models()
+    assert [first.tasks[name].status for name in "ab"] == ["finished", "failed"]
+    again = [make(name="a", epochs=1), make(name="b")]
+    report = orchestra_of(again, tmp_path, every=3).train_models(resume=True)
+    assert list(report.tasks) == ["a", "b"]
+    for name, task, whole in zip("ab", again, wholes, strict=True):
+        assert report.tasks[name].status == "finished"
+        assert report.tasks[name].losses == expected.tasks[name].losses
+        exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
+    assert any("resumed from" in message for message in report.messages)
+
+
+def test_finished_run_is_not_trained_again_and_more_epochs_go_on(tmp_path):
+    expected = orchestra_of([longer := task_of(epochs=3, validation=shuffled())]).train_models().tasks["task"]
+    orchestra_of([task_of(validation=shuffled())], tmp_path).train_models()
+    again = task_of(validation=shuffled())
+    report = orchestra_of([again], tmp_path).train_models(resume=True)
+    assert (report.tasks["task"].status, report.tasks["task"].losses) == ("finished", expected.losses[:NUM_STEPS])
+    assert (report.devices, report.checkpoints.num_saved) == ([], 0)
+    more = task_of(epochs=3, validation=shuffled())
+    found = orchestra_of([more], tmp_path).train_models(resume=True).tasks["task"]
+    assert (found.losses, found.validation_losses) == (expected.losses, expected.validation_losses)
+    exact.assert_same_state(zoo.state(more.model), zoo.state(longer.model))
+
+
+def test_a_stopped_task_stays_stopped(tmp_path):
+    class Stops(Callback):
+        def on_step(self, report):
+            if report.steps == 4:
+                raise StopTask
+
+    first = task_of(callbacks=[Stops()])
+    orchestra_of([first], tmp_path).train_models()
+    again = task_of()
+    report = orchestra_of([again], tmp_path).train_models(resume=True)
+    assert (report.tasks["task"].status, report.tasks["task"].steps) == ("stopped", 4)
+    exact.assert_same_state(zoo.state(again.model), zoo.state(first.model))
+
+
+def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
+    """Also where the task's end is saved before the thread that decides has heard of the failure."""
+    ending, saved = threading.Event(), threading.Event()
+    start_finish, note_failure, save_end = EngineRun._start_finish, EngineRun._note_failure, Saver.save_end
+
+    def starts(run, instruction):
+        told = threading.Event()
+        run._tasks["task"].notifier.when_told(told.set)
+        ending.set()
+        assert told.wait(PATIENCE_S)
+        start_finish(run, instruction)
+
+    def notes(run, event):
+        assert saved.wait(PATIENCE_S)
+        note_failure(run, event)
+
+    def saves(*arguments):
+        save_end(*arguments)
+        saved.set()
+
+    class Fails(Callback):
+        def on_step(self, report):
+            if report.steps == NUM_STEPS:
+                assert ending.wait(PATIENCE_S)
+                raise Boom
+
+    expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineRun, "_start_finish", starts)
+        patched.setattr(EngineRun, "_note_failure", notes)
+        patched.setattr(Saver, "save_end", saves)
+        with pytest.raises(Boom):
+            orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()
+    found = load_newest(tmp_path)
+    assert found.data["tasks"]["task"]["over"] == "failed"
+    assert "Boom" in found.read_nested("task", "state")["error"]
+    again = orchestra_of([task_of()], tmp_path).train_models(resume=True).tasks["task"]
+    assert (again.status, again.losses) == ("finished", expected)
+
+
+def test_resume_begins_where_nothing_is_saved(tmp_path):
+    expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
+    assert orchestra_of([task_of()], tmp_path / "new").train_models(resume=True).tasks["task"].losses == expected
+
+
+def test_plan_made_before_is_made_anew(tmp_path):
+    expected = orchestra_of([task_of("own generator")]).train_models().tasks["task"].losses
+    with pytest.raises(Boom):
+        orchestra_of([task_of("own generator", callbacks=[FailsAfter(5)])], tmp_path).train_models()
+    orchestra = orchestra_of([task_of("own generator")], tmp_path)
+    orchestra.generate()
+    assert orchestra.train_models(resume=True).tasks["task"].losses == expected
+
+
+def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
+    """It was not there as the call began."""
+    begun = []
+
+    class Notes(Callback):
+        def on_step(self, report):
+            begun.append(report.steps)
+
+    expected = orchestra_of([task_of(name="b", draws=True)]).train_models().tasks["b"].losses
+    first = [task_of(name="a"), task_of(name="b", draws=True, callbacks=[FailsAfter(5)])]
+    orchestra_of(first, tmp_path).train_models()
+
+    added = task_of(name="b", draws=True, callbacks=[Notes()])  # in a callback its draws would meet the loader's
+
+    class Adds(Callback):
+        def on_epoch(self, report, epoch):
+            if epoch == 0:
+                orchestra.add_task(added)
+
+    orchestra = orchestra_of([task_of(name="c", callbacks=[Adds()])], tmp_path, keep=1)
+    report = orchestra.train_models(resume=True)
+    assert report.tasks["b"].losses == expected
+    assert begun[0] == 6
+    assert load_newest(tmp_path).data["tasks"].keys() == {"a", "b", "c"}
+
+
+class Gate(Disk):
+    """Holds up the first write until it is opened."""
+
+    def __init__(self):
+        self.is_open, self.is_reached = threading.Event(), threading.Event()
+
+    def write(self, descriptor, data):
+        self.is_reached.set()
+        assert self.is_open.wait(PATIENCE_S)
+        return super().write(descriptor, data)
+
+
+@pytest.mark.parametrize("case", ["plain", "whole task", "early release", "steps on devices", "float16", "averages"])
+def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeypatch, case):
+    gate = Gate()
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: gate)
+
+    class Opens(Callback):
+        """Training goes on for four steps before the disk takes anything."""
+
+        def on_step(self, report):
+            if report.steps == 6:
+                assert gate.is_reached.wait(PATIENCE_S)
+                gate.is_open.set()
+            if report.steps == 7:
+                raise Boom
+
+    orchestra = orchestra_of([of_case(case, callbacks=[Opens()])], tmp_path / "cut", every=2)
+    with pytest.raises(Boom):
+        orchestra.train_models()
+    assert orchestra.report.checkpoints.copied_bytes > 0
+    full = [each for each in (tmp_path / "cut").glob("checkpoint-*") if load_newest_of(each).manifest.is_full]
+    [slow] = [each for each in full if load_newest_of(each).data["tasks"]["task"]["steps"] == 2]
+    with pytest.raises(Boom):
+        orchestra_of([of_case(case, callbacks=[FailsAfter(2)])], tmp_path / "short").train_models()
+    only(slow, tmp_path / "only")
+    expected, found = saved_of(tmp_path / "short"), saved_of(tmp_path / "only")
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+
+
+def only(checkpoint, directory):
+    """A directory that holds one checkpoint."""
+    shutil.copytree(checkpoint, directory / checkpoint.name)
+
+
+def load_newest_of(checkpoint):
+    """A checkpoint by its own folder."""
+    directory = checkpoint.parent / f".of-{checkpoint.name}"
+    if not directory.exists():
+        only(checkpoint, directory)
+    return load_newest(directory)
+
+
+class Full(Disk):
+    """Takes nothing for a while."""
+
+    def __init__(self):
+        self.is_full, self.has_refused = False, threading.Event()
+
+    def write(self, descriptor, data):
+        if self.is_full:
+            self.has_refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(descriptor, data)
+
+
+def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
+    disk = Full()
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: disk)
+
+    class Fills(Callback):
+        def on_step(self, report):
+            if report.steps == NUM_STEPS - 1:  # a save begins at each step, or after the one that is being written
+                assert disk.has_refused.wait(PATIENCE_S)
+            disk.is_full = 3 <= report.steps < NUM_STEPS - 1
+
+    expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
+    report = orchestra_of([task_of(callbacks=[Fills()])], tmp_path).train_models()
+    assert report.tasks["task"].losses == expected
+    assert report.checkpoints.num_failed >= 1
+    assert any("No space left on device" in message for message in report.messages)
+    assert "training goes on without" in capsys.readouterr().err
+    assert load_newest(tmp_path).data["tasks"]["task"] == {"steps": NUM_STEPS, "over": "finished", "loss": expected[-1]}
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, capsys):
+    expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
+    with pytest.raises(Boom):
+        orchestra_of([task_of(callbacks=[FailsAfter(9)])], tmp_path, every=3).train_models()
+    newest = load_newest(tmp_path).path
+    [weights] = newest.glob("*/weights.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    report = orchestra_of([task_of()], tmp_path).train_models(resume=True)
+    assert report.tasks["task"].losses == expected
+    assert any(f"{newest} is damaged, and not used" in message for message in report.messages)
+    assert f"{newest} is damaged, and not used" in capsys.readouterr().err
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="resume: there is no checkpoint_dir"):
+        orchestra_of([task_of()]).train_models(resume=True)
+    with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
+        orchestra_of([task_of()], tmp_path, keep=0)
+    with pytest.raises(ValueError, match="checkpoint_every: 0, limit: at least 1 step"):
+        orchestra_of([task_of()], tmp_path, every=0)
+    with pytest.raises(ValueError, match="checkpoint_every: 'often', limit: a time above 0"):
+        orchestra_of([task_of()], tmp_path, every="often")
+    with pytest.raises(TypeError, match=r"checkpoint_every: 1\.5 is a float"):
+        orchestra_of([task_of()], tmp_path, every=1.5)
+    with pytest.raises(Boom):
+        orchestra_of([task_of(callbacks=[FailsAfter(3)])], tmp_path).train_models()
+    with pytest.raises(CheckpointError, match=r"holds checkpoints of another run.*resume=True"):
+        orchestra_of([task_of()], tmp_path).train_models()
+    with pytest.raises(ValueError, match="the model is not the one that was saved"):
+        orchestra_of([task_of(batch_norm=True)], tmp_path).train_models(resume=True)
+    with pytest.raises(ValueError, match="resume with the loader that was saved"):
+        orchestra_of([task_of("stateful")], tmp_path).train_models(resume=True)
+    other = task_of(optimizer=torch.optim.SGD, lr_scheduler=lambda each: torch.optim.lr_scheduler.StepLR(each, 1))
+    with pytest.raises(ValueError, match="lr_scheduler: the task has one, and was saved with none"):
+        orchestra_of([other], tmp_path).train_models(resume=True)
+
+
+@pytest.mark.parametrize("name", ["runs", "hydra-rescue-7"])
+def test_the_variable_of_the_command_asks_for_a_resume(tmp_path, monkeypatch, name):
+    directory = tmp_path / name
+    with pytest.raises(Boom):
+        orchestra_of([task_of(callbacks=[FailsAfter(5)])], directory).train_models()
+    monkeypatch.setenv(restart.VARIABLE, str(directory))
+    other = orchestra_of([task_of()], tmp_path / "other").train_models()
+    assert other.messages == (), "it has a directory of its own"
+    if name == "runs":  # only what was made for a lost device is nobody's own
+        assert orchestra_of([task_of()]).train_models().messages == ()
+    found = orchestra_of([task_of()], directory if name == "runs" else None).train_models()
+    assert any("resumed from" in message for message in found.messages)
+    assert found.tasks["task"].losses == other.tasks["task"].losses
+    assert load_newest(directory).data["tasks"]["task"]["over"] == "finished"
+    assert orchestra_of([task_of()]).train_models().messages == (), "it was asked for once"
+
+
+def test_a_task_that_cannot_be_saved_is_told_once_and_trains_on(tmp_path):
+    def with_more(params, **options):
+        optimizer = torch.optim.SGD(params, **options)
+        optimizer.param_groups[0]["told"] = threading.Lock()
+        return optimizer
+
+    tasks = [task_of(name="a", optimizer=with_more), task_of(name="b")]
+    report = orchestra_of(tasks, tmp_path, every=2).train_models()
+    assert [report.tasks[name].status for name in "ab"] == ["finished", "finished"]
+    [message] = report.messages
+    assert "task 'a' could not be saved" in message
+    assert "told" in message
+    assert load_newest(tmp_path).task_names == ("b",)
+
+
+def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
+    orchestra = orchestra_of([task_of(name="a")], tmp_path)
+    orchestra.train_models()
+    orchestra.add_task(task_of(name="b"))
+    orchestra.train_models()
+    tasks = load_newest(tmp_path).data["tasks"]
+    assert {name: each["over"] for name, each in tasks.items()} == {"a": "finished", "b": "finished"}
+
+
+def test_what_a_run_saves_is_documented(tmp_path):
+    orchestra_of([task_of(epochs=1)], tmp_path).train_models()
+    found = load_newest(tmp_path)
+    text = (Path(hydra_engine.__file__).parent / "checkpoints" / "checkpoint.md").read_text()
+    assert set(re.findall(r"^\| `data\.(\w+)` \|", text, re.MULTILINE)) == found.data.keys()
+    [row] = re.findall(r"^\| `state` \(nested\) \| (.*) \|", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == found.read_nested("task", "state").keys()
+
+
+def test_last_ones_are_kept_and_what_they_say_of_the_run(tmp_path):
+    orchestra = orchestra_of([task_of(name="a"), task_of(name="b", epochs=1)], tmp_path, keep=2)
+    orchestra.train_models()
+    found = load_newest(tmp_path)
+    assert len(list(tmp_path.glob("checkpoint-*"))) <= 3
+    assert found.data["tasks"]["b"]["steps"] == NUM_STEPS // 2
+    assert found.data["plan"]["tasks"]["a"]["boundaries"] == [2, 4, 5]
+    assert found.data["report"]["devices"][0]["name"] == "emulated:0"
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("hydra")]

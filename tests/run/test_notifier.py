@@ -1,0 +1,220 @@
+"""A task's callbacks are told in order, in a thread of their own, until one ends the task or does not return."""
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from hydra_engine import Callback, CallbackTimeout, StopTask, TaskReport
+from hydra_engine.data.streams import GLOBAL_GENERATORS
+from hydra_engine.run.notifier import Notifier
+from hydra_engine.schedule.events import Failed, TaskStopped
+
+
+class Log(Callback):
+    """Writes down its calls into a list that others share, and acts at one of them."""
+
+    def __init__(self, calls, name="", at=None, action=None):
+        self.calls, self.name, self.at, self.action = calls, name, at, action
+
+    def note(self, call):
+        self.calls.append(self.name + call)
+        if call == self.at:
+            if isinstance(self.action, BaseException):
+                raise self.action
+            self.action()
+
+    def on_step(self, report):
+        self.note(f"step {report.steps}")
+
+    def on_validation(self, report):
+        self.note("validation")
+
+    def on_epoch(self, report, epoch):
+        self.note(f"epoch {epoch}")
+
+    def on_task_end(self, report):
+        self.note("end")
+
+
+PATIENCE_S = 30
+
+
+@pytest.fixture
+def notifier_of():
+    """Makes notifiers, whose threads are joined in the end: tests let go of what they hold up."""
+    made = []
+
+    def make(*callbacks, **options):
+        events = SimpleQueue()
+        made.append(Notifier(callbacks, TaskReport(name="a", seed=0), events.put, **options))
+        return made[-1], events
+
+    yield make
+    for each in made:
+        each.close()
+    join_threads()
+
+
+def join_threads():
+    for thread in threading.enumerate():
+        if thread.name == "a-callbacks":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def wait_for(notifier):
+    told = threading.Event()
+    notifier.when_told(told.set)
+    assert told.wait(PATIENCE_S)
+
+
+def tell_all(notifier):
+    notifier.step()
+    notifier.validation()
+    notifier.epoch(2)
+    notifier.end()
+    wait_for(notifier)
+
+
+def test_every_callback_is_told_everything_in_order(notifier_of):
+    calls = []
+    notifier, events = notifier_of(Log(calls, "x "), Log(calls, "y "))
+    tell_all(notifier)
+    assert calls == [f"{name} {what}" for what in ("step 0", "validation", "epoch 2", "end") for name in "xy"]
+    assert events.empty()
+    assert not notifier.is_stopped
+    assert notifier.close() is None
+
+
+ERRORS = [StopTask(), RuntimeError("boom"), SystemExit(3), KeyboardInterrupt()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_after_an_error_only_the_end_is_told(error, notifier_of):
+    calls = []
+    notifier, events = notifier_of(Log(calls, "x ", "validation", error), Log(calls, "y "))
+    tell_all(notifier)
+    assert calls == ["x step 0", "y step 0", "x validation", "x end", "y end"]
+    event = events.get_nowait()
+    assert event == (TaskStopped("a") if isinstance(error, StopTask) else Failed("a", error, "its callback"))
+    assert events.empty()
+    assert notifier.is_stopped
+    assert notifier.close() is None
+
+
+def test_a_job_waits_for_what_was_told_before(notifier_of):
+    calls, go, done = [], threading.Event(), threading.Event()
+    notifier, _ = notifier_of(Log(calls, at="step 0", action=go.wait))
+    notifier.step()
+    assert not notifier.is_told
+    notifier.when_told(lambda: (calls.append("job"), done.set()))
+    go.set()
+    assert done.wait(PATIENCE_S)
+    assert calls == ["step 0", "job"]
+    assert notifier.is_told
+
+
+def test_what_is_held_is_told_once_updates_are_through(notifier_of):
+    calls = []
+    notifier, _ = notifier_of(Log(calls))
+    notifier.step(is_updated=False)
+    notifier.epoch(1)
+    assert not notifier.is_told
+    assert calls == []
+    notifier.let_go()
+    wait_for(notifier)
+    assert calls == ["step 0", "epoch 1"]
+
+
+def test_without_callbacks_nothing_waits_and_no_thread_is_made(notifier_of):
+    before = threading.active_count()
+    notifier, _ = notifier_of(timeout_s=1.0)
+    tell_all(notifier)
+    calls = []
+    notifier.when_told(lambda: calls.append(threading.current_thread()))
+    assert calls == [threading.current_thread()]
+    assert threading.active_count() == before
+    assert notifier.timeout_s is None
+
+
+def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(notifier_of):
+    calls, inside, go = [], threading.Event(), threading.Event()
+    notifier, events = notifier_of(
+        Log(calls, at="step 0", action=lambda: (inside.set(), go.wait())), Log(calls, "y "), timeout_s=1e-9
+    )
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.when_told(lambda: calls.append("job"))
+    assert notifier.leave_behind() is None
+    assert calls == ["step 0", "job"]
+    failed = events.get_nowait()
+    assert isinstance(failed.error, CallbackTimeout)
+    assert str(failed.error).startswith("a: its callback Log.on_step did not return in 1e-09 s (callback_timeout_s)")
+    assert notifier.failed == failed
+    assert notifier.is_stopped
+    notifier.end()  # nobody is there to be told
+    assert notifier.is_told
+    assert notifier.close() == "Log.on_step"
+    go.set()
+    join_threads()
+    assert calls == ["step 0", "job"]
+    assert events.empty()
+    assert notifier.close() is None
+
+
+def test_a_late_error_is_nobodys(notifier_of):
+    inside, go = threading.Event(), threading.Event()
+
+    def act():
+        inside.set()
+        assert go.wait(PATIENCE_S)
+        raise StopTask
+
+    notifier, events = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.leave_behind()
+    events.get_nowait()
+    go.set()
+    join_threads()
+    assert events.empty()
+
+
+def test_nobody_is_late_between_calls(notifier_of):
+    notifier, _ = notifier_of(Log([]), timeout_s=1e-9)
+    assert notifier.leave_behind() == 1e-9
+    tell_all(notifier)
+    assert notifier.leave_behind() == 1e-9
+    assert notifier.close() is None
+
+
+def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monkeypatch, notifier_of):
+    monkeypatch.setattr("hydra_engine.run.notifier.INTERRUPTED_S", 1e-9)
+    inside, go = threading.Event(), threading.Event()
+    notifier, events = notifier_of(Log([], at="step 0", action=lambda: (inside.set(), go.wait())), timeout_s=None)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    notifier.hurry()
+    assert notifier.leave_behind() is None
+    assert events.empty()
+    assert not notifier.is_stopped
+    assert notifier.close() == "Log.on_step"
+    go.set()
+
+
+def test_a_lock_on_the_generators_that_a_late_thread_holds_is_taken_away(notifier_of):
+    inside, go = threading.Event(), threading.Event()
+
+    def act():
+        with GLOBAL_GENERATORS.held():
+            inside.set()
+            assert go.wait(PATIENCE_S)
+
+    notifier, _ = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
+    notifier.step()
+    assert inside.wait(PATIENCE_S)
+    assert not GLOBAL_GENERATORS.is_free
+    notifier.leave_behind()
+    assert GLOBAL_GENERATORS.is_free
+    go.set()

@@ -1,0 +1,311 @@
+"""The inbox loses no event to Ctrl-C; the first signal is raised where that harms nothing, a second one ends all."""
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+
+import pytest
+
+from hydra_engine.run import signals as interrupt
+from hydra_engine.run.signals import Inbox, Signals
+from hydra_engine.schedule.events import DataEnded, DeviceAdded, StopRequested
+
+# What each is raised as.
+RAISED = {signal.SIGINT: (KeyboardInterrupt, None), signal.SIGTERM: (SystemExit, 143)}
+
+END = os._exit
+
+
+class Exited(BaseException):
+    """In place of the end of the process."""
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in RAISED]
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch):
+    """The exit codes that the process would have ended with; and handlers are put back."""
+    codes, before = [], handlers()
+    usual = [signal.default_int_handler, signal.SIG_DFL]
+    for number, handler in zip(RAISED, usual, strict=True):  # in a job in the background SIGINT is ignored
+        signal.signal(number, handler)
+
+    def end(code):
+        codes.append(code)
+        raise Exited
+
+    monkeypatch.setattr(interrupt.os, "_exit", end)
+    yield codes
+    assert handlers() == usual
+    for number, handler in zip(RAISED, before, strict=True):
+        signal.signal(number, handler)
+
+
+@contextmanager
+def signalled(kind, *, deferred=False):
+    """Within it signals are handled, and `kind` comes of it. Gives the signals, and what holds the error later."""
+    signals = Signals()
+    with pytest.raises(kind) as found, signals, signals.deferred() if deferred else nullcontext():
+        yield signals, found
+
+
+@pytest.fixture
+def prompt(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
+
+def test_events_come_in_order():
+    inbox = Inbox()
+    events = [DeviceAdded(0), DeviceAdded(1), DataEnded("task")]
+    for event in events:
+        inbox.put(event)
+    found = []
+    while not inbox.is_empty:
+        with inbox as event:
+            found.append(event)
+    assert found == events
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_first_signal_is_raised_at_once(number):
+    kind, code = RAISED[number]
+    with signalled(kind) as (_, found):
+        signal.raise_signal(number)
+        pytest.fail("not reached")
+    assert getattr(found.value, "code", None) == code
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_first_signal_waits_for_the_end_of_what_is_not_to_be_cut_off(number):
+    done = []
+    with signalled(RAISED[number][0]) as (signals, _):
+        with signals.deferred():
+            signal.raise_signal(number)
+            done.append("deferred")
+        done.append("after it")
+    assert done == ["deferred", "after it"]
+
+
+@pytest.mark.parametrize("number", RAISED)
+def test_first_signal_is_an_event_of_a_run(number):
+    inbox = Inbox()
+    inbox.put(DeviceAdded(0))
+    with signalled(RAISED[number][0], deferred=True) as (signals, _):
+        signals.tell(inbox)
+        signal.raise_signal(number)
+        with inbox as event:
+            assert event == DeviceAdded(0)
+        with inbox as event:
+            assert event == StopRequested()
+        assert inbox.is_empty
+
+
+def test_run_is_told_of_a_signal_before_it_began():
+    inbox = Inbox()
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
+        ctrl_c()
+        signals.tell(inbox)
+        with inbox as event:
+            assert event == StopRequested()
+
+
+def test_signal_goes_before_another_error_and_names_it():
+    with signalled(KeyboardInterrupt, deferred=True) as (_, found):
+        ctrl_c()
+        raise ValueError("boom")
+    assert repr(found.value.__context__) == "ValueError('boom')"
+
+
+def test_exit_code_of_another_cause_stays():
+    with signalled(SystemExit, deferred=True) as (_, found):
+        ctrl_c()
+        raise SystemExit(75)
+    assert found.value.code == 75
+
+
+def test_signal_that_was_swallowed_is_raised_at_the_end():
+    done = []
+    with signalled(SystemExit):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            done.append("swallowed")
+    assert done == ["swallowed"]
+
+
+def test_block_may_be_entered_again():
+    signals = Signals()
+    with pytest.raises(KeyboardInterrupt), signals:
+        ctrl_c()
+    with signals:
+        pass
+    with pytest.raises(SystemExit), signals:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("second", RAISED)
+@pytest.mark.parametrize("first", RAISED)
+def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
+    inbox = Inbox()
+    inbox.put(DeviceAdded(0))
+    with signalled(RAISED[first][0], deferred=True) as (signals, _):
+        signals.tell(inbox)
+        signal.raise_signal(first)
+        with pytest.raises(Exited), inbox:
+            signal.raise_signal(second)
+    assert exits == [128 + second]
+    assert capfd.readouterr().err.splitlines() == [
+        f"hydra_engine: {signal.Signals(first).name}: what computes is finished, and what is to be saved is saved; "
+        f"another signal cuts that off",
+        f"hydra_engine: {signal.Signals(second).name}: the second signal, so nothing more is finished or saved",
+    ]
+
+
+def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):
+    with signalled(SystemExit):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            with pytest.raises(Exited):
+                ctrl_c()
+    assert exits == [130]
+
+
+@pytest.mark.usefixtures("prompt")
+def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
+    inbox, done = Inbox(), []
+    for device in range(3):
+        inbox.put(DeviceAdded(device))
+
+    def work():
+        ctrl_c()
+        with inbox as event:
+            with inbox as other:
+                ctrl_c()
+                done.append(other)
+            done.append(event)
+        done.append("not reached")
+
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
+        signals.tell(inbox)
+        work()
+    assert done == [DeviceAdded(1), DeviceAdded(0)]
+    with inbox as event:  # nothing is lost
+        assert event == DeviceAdded(2)
+    assert exits == []
+
+
+@pytest.mark.usefixtures("prompt")
+@pytest.mark.parametrize("is_told", [True, False])
+def test_at_a_prompt_a_second_ctrl_c_between_events_strikes_at_once(is_told, exits):
+    inbox = Inbox()
+    with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
+        if is_told:
+            signals.tell(inbox)
+        ctrl_c()
+        ctrl_c()
+        pytest.fail("not reached")
+    assert inbox.is_empty != is_told
+    assert exits == []
+
+
+@pytest.mark.usefixtures("prompt")
+def test_at_a_prompt_a_second_sigterm_ends_the_process(exits):
+    with signalled(KeyboardInterrupt, deferred=True):
+        ctrl_c()
+        with pytest.raises(Exited):
+            signal.raise_signal(signal.SIGTERM)
+    assert exits == [143]
+
+
+@pytest.mark.parametrize("number", RAISED)
+@pytest.mark.parametrize("ignored", [True, False])
+def test_handler_of_the_user_is_left_alone(number, ignored):
+    seen, before, inbox = [], signal.getsignal(number), Inbox()
+    handler = signal.SIG_IGN if ignored else lambda *_: seen.append("mine")
+    signal.signal(number, handler)
+    try:
+        with Signals() as signals, signals.deferred():
+            signals.tell(inbox)
+            signal.raise_signal(number)
+            assert signal.getsignal(number) is handler
+            [other] = RAISED.keys() - {number}
+            assert signal.getsignal(other) == signals._handle
+        assert signal.getsignal(number) is handler
+        assert inbox.is_empty
+    finally:
+        signal.signal(number, before)
+    assert seen == ([] if ignored else ["mine"])
+
+
+def test_other_threads_change_nothing():
+    found = []
+
+    def work():
+        with Signals():
+            found.extend(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == handlers()
+
+
+def status_of_child(work):
+    """How a forked process ends that calls `work`; 0 where it returns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which the child does not use
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except KeyboardInterrupt:
+            code = 2
+        finally:
+            END(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_forked_process_ends_as_ever():
+    """A loader's, say: whoever ends it by SIGTERM waits for it then."""
+
+    def twice():
+        ctrl_c()
+        ctrl_c()
+
+    with Signals() as signals, signals.deferred():
+        assert status_of_child(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
+        assert status_of_child(ctrl_c) == 0
+        assert status_of_child(twice) == 2
+
+
+def test_death_of_a_loaders_worker_is_not_raised_where_it_harms():
+    """DataLoader's handler raises in the main thread, in the middle of whatever that does."""
+    heard = []
+
+    def like_dataloader(number, _):
+        heard.append(number)
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    before = signal.signal(signal.SIGCHLD, like_dataloader)
+    try:
+        with Signals() as signals:
+            with pytest.raises(RuntimeError, match="DataLoader worker"):
+                signal.raise_signal(signal.SIGCHLD)
+            with signals.deferred():
+                signal.raise_signal(signal.SIGCHLD)
+            assert signal.getsignal(signal.SIGCHLD) is like_dataloader
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert heard == [signal.SIGCHLD] * 2

@@ -1,0 +1,90 @@
+"""Queues by key: the lowest first, whatever came and went before, in bounded memory."""
+
+import random
+
+import pytest
+
+from hydra_engine.schedule.state import MAX_STALE, ReadyQueue
+
+
+def test_best_is_the_lowest_key_and_among_equals_the_first():
+    queue = ReadyQueue()
+    for member, key in (("a", 2), ("b", 1), ("c", 1), ("d", 3)):
+        queue.put(member, key)
+    found = []
+    while (member := queue.best()) is not None:
+        found.append(member)
+        queue.discard(member)
+    assert found == ["b", "c", "a", "d"]
+
+
+def test_another_key_takes_the_place_of_the_first():
+    queue = ReadyQueue()
+    queue.put("a", 1)
+    queue.put("b", 2)
+    queue.put("a", 3)
+    assert queue.best() == "b"
+    queue.discard("b")
+    assert queue.best() == "a"
+    assert len(queue) == 1
+
+
+def test_members_need_not_be_ordered_themselves():
+    queue = ReadyQueue()
+    members = [object(), object()]
+    for member in members:
+        queue.put(member, 0)
+    assert queue.best() is members[0]
+
+
+def test_queue_is_a_sorted_list_in_any_order_of_changes():
+    rng = random.Random(0)
+    queue, keys = ReadyQueue(), {}
+    for _ in range(10_000):
+        member = rng.randrange(30)
+        if rng.random() < 0.6:
+            keys.pop(member, None)
+            keys[member] = rng.randrange(10)
+            queue.put(member, keys[member])
+        else:
+            keys.pop(member, None)
+            queue.discard(member)
+        assert len(queue) == len(keys)
+        assert bool(queue) == bool(keys)
+        assert queue.best() == (min(keys, key=lambda each: keys[each]) if keys else None)
+
+
+def test_memory_is_that_of_the_members():
+    queue = ReadyQueue()
+    for k in range(10):
+        queue.put(k, k)
+    for k in range(100_000):
+        queue.put(k % 10, k)
+        assert len(queue._heap) <= 2 * 10 + MAX_STALE
+
+
+def test_keys_that_cannot_be_compared_are_forgotten_with_their_members():
+    queue = ReadyQueue()
+    queue.put("a", 1)
+    queue.put("b", 2)
+    with pytest.raises(TypeError):
+        queue.put("c", None)
+    for member in "abc":
+        queue.discard(member)
+    assert queue.best() is None
+    queue.put("d", 1)
+    assert queue.best() == "d"
+
+
+def test_first_are_the_lowest_in_order():
+    rng = random.Random(1)
+    queue, keys = ReadyQueue(), {}
+    for k in range(200):
+        keys[k] = rng.randrange(1000)
+        queue.put(k, keys[k])
+    for k in rng.sample(range(200), 90):
+        queue.discard(k)
+        del keys[k]
+    for num in (0, 1, 7, 110, 500):
+        assert [keys[k] for k in queue.first(num)] == sorted(keys.values())[:num]
+    assert ReadyQueue().first(3) == []

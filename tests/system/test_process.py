@@ -1,0 +1,108 @@
+"""How a process was started is known where it can be started again, and that process knows what to go on from."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydra_engine.system import process as restart
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "import json; from hydra_engine import restart; print(json.dumps(restart.command()))"
+# The same in a process that multiprocessing has begun.
+IN_CHILD = """
+import multiprocessing
+from hydra_engine import restart
+def work():
+    print("null" if restart.command() is None else "a command", flush=True)
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start()
+child.join()
+"""
+
+
+def command_of(*arguments, **settings):
+    """What a new process says of its own command."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, **settings
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_command_of_a_script(script):
+    found = command_of("-u", "train.py", "--lr", "1e-3", "two words", cwd=script)
+    assert found == {
+        "argv": [sys.executable, "-u", "train.py", "--lr", "1e-3", "two words"],
+        "cwd": str(script.resolve()),
+    }
+
+
+def test_command_is_relative_to_where_the_process_began(script, tmp_path):
+    code = f"import hydra_engine, os; os.chdir('/'); {SCRIPT}"
+    assert command_of("-c", code, cwd=script) == {"argv": [sys.executable, "-c", code], "cwd": str(script.resolve())}
+
+
+def test_command_of_a_module(script):
+    assert command_of("-m", "train", cwd=script)["argv"] == [sys.executable, "-m", "train"]
+
+
+def test_no_command_of_a_script_from_stdin():
+    assert command_of("-", input=SCRIPT, cwd=ROOT) is None
+    assert command_of(input=SCRIPT, cwd=ROOT) is None
+
+
+def test_no_command_of_a_script_with_a_prompt_behind_it(script):
+    assert command_of("-i", "train.py", input="", cwd=script) is None
+
+
+def test_no_command_of_a_process_of_multiprocessing():
+    assert command_of("-c", IN_CHILD, cwd=ROOT) is None
+
+
+def test_no_command_at_a_prompt(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert restart.command() is not None
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert restart.is_interactive()
+    assert restart.command() is None
+
+
+def test_directory_asked_for(monkeypatch, tmp_path):
+    monkeypatch.delenv(restart.VARIABLE, raising=False)
+    assert restart.directory_asked_for() is None
+    monkeypatch.setenv(restart.VARIABLE, "")
+    assert restart.directory_asked_for() is None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(restart.VARIABLE, "runs/7")
+    assert restart.directory_asked_for() == tmp_path / "runs/7"
+
+
+def test_start_again_becomes_the_command(tmp_path):
+    line = f"import os; print(os.getcwd(), os.environ['{restart.VARIABLE}'], os.environ['MINE'], os.getpid())"
+    argv = [sys.executable, "-c", line]
+    code = "from pathlib import Path; from hydra_engine import restart; print('before'); "
+    code += f"restart.start_again({argv!r}, {str(tmp_path)!r}, Path('runs'))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MINE": "kept"}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0
+    assert out == f"before\n{tmp_path.resolve()} {ROOT / 'runs'} kept {process.pid}\n"
+
+
+def test_start_again_needs_the_place_and_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        restart.start_again([sys.executable], tmp_path / "gone", tmp_path)
+    with pytest.raises(FileNotFoundError):
+        restart.start_again(["/no/such/python"], tmp_path, tmp_path)

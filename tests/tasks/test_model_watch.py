@@ -1,0 +1,381 @@
+"""A callback that changes the model is refused by name: devices compute with copies, which would not follow."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine.tasks.model_watch import ModelWatch
+from partitioners import Presharded
+from tests import reference, zoo
+
+STEPS, EPOCHS = 4, 2
+
+
+class Gated(nn.Module):
+    """With all kinds of attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.gate, self.options, self.history, self.names = 1.0, {"slope": 0.1}, [], {"a"}
+        self.extra = None
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("late", None)
+        self.table = torch.ones(3)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)) * self.gate * self.frozen * self.scale
+
+
+def model_of():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), Gated(), nn.Sequential(nn.Tanh(), nn.Linear(8, 3)))
+
+
+class Calls(Callback):
+    """Calls a function after some step, or in another call."""
+
+    def __init__(self, call, step=2, hook="on_step"):
+        self.call, self.step, self.hook = call, step, hook
+
+    def on_step(self, report):
+        if self.hook == "on_step" and report.steps == self.step:
+            self.call()
+
+    def on_validation(self, report):
+        if self.hook == "on_validation":
+            self.call()
+
+    def on_epoch(self, report, epoch):
+        if self.hook == "on_epoch":
+            self.call()
+
+    def on_task_end(self, report):
+        if self.hook == "on_task_end":
+            self.call()
+
+
+class Begins(Callback):
+    def __init__(self, call, epoch):
+        self.call, self.epoch = call, epoch
+
+    def on_epoch_begin(self, report, epoch):
+        if epoch == self.epoch:
+            self.call()
+
+
+def batches(num=STEPS):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(5, 8, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(num)]
+
+
+def task_of(model, *callbacks, name="a", **options):
+    options = {"partitioner": Presharded([1, 3, 4]), "seed": 0, "validation": batches(1), **options}
+    return ModelTask(model, F.cross_entropy, batches(), 0.1, EPOCHS, name=name, callbacks=callbacks, **options)
+
+
+def train(*tasks, num_devices=1):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)])
+    orchestra.verbose = 0
+    return orchestra.train_models().tasks
+
+
+def expected_of(**options):
+    model = model_of()
+    with torch.random.fork_rng():
+        result = reference.train(model, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, **options)
+    return result, zoo.state(model)
+
+
+def set_data(parameter, value):
+    parameter.data = value
+
+
+def no_grad(write):
+    with torch.no_grad():
+        write()
+
+
+# What a callback does to the model, and what is said of it.
+CHANGES = {
+    "dropout": (lambda m: setattr(m[1], "p", 0.5), "set p of layer '1' (Dropout) from 0.2 to 0.5"),
+    "nested": (lambda m: setattr(m[2].norm, "momentum", 0.5), "set momentum of layer '2.norm' (BatchNorm1d)"),
+    "plain": (lambda m: setattr(m[2], "gate", 2.0), "set gate of layer '2' (Gated) from 1.0 to 2.0"),
+    "new": (lambda m: setattr(m[2], "other", 2.0), "set other of layer '2' (Gated) from 'nothing' to 2.0"),
+    "gone": (lambda m: delattr(m[2], "gate"), "set gate of layer '2' (Gated) from 1.0 to 'nothing'"),
+    "none": (lambda m: setattr(m[2], "extra", torch.ones(2)), "set extra of layer '2' (Gated) from None to tensor"),
+    "dict": (lambda m: m[2].options.update(slope=0.2), "set options of layer '2' (Gated) from {'slope': 0.1} to"),
+    "list": (lambda m: m[2].history.append(1), "set history of layer '2' (Gated)"),
+    "set": (lambda m: m[2].names.add("b"), "set names of layer '2' (Gated)"),
+    "tensor": (lambda m: setattr(m[2], "table", torch.zeros(3)), "set table of layer '2' (Gated)"),
+    "eval": (lambda m: m.eval(), "set training of layer"),
+    "eval of one": (lambda m: m[2].norm.eval(), "set training of layer '2.norm' (BatchNorm1d) from True to False"),
+    "freeze": (lambda m: m[0].requires_grad_(False), "set requires_grad of parameter '0.weight' from True to False"),
+    "thaw": (lambda m: m[2].frozen.requires_grad_(True), "set requires_grad of parameter '2.frozen' from False"),
+    "hook": (lambda m: m[1].register_forward_hook(print), "a hook (_forward_hooks) of layer '1' (Dropout)"),
+    "layer": (lambda m: setattr(m[2], "norm", nn.Identity()), "changed which modules layer '2' (Gated) has"),
+    "first layer": (lambda m: m.__setitem__(1, nn.Dropout(0.5)), "changed which modules the model (Sequential) has"),
+    "class": (lambda m: setattr(m[3][0], "__class__", nn.ReLU), "made layer '3.0' (Tanh) a ReLU"),
+    "parameter": (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(8, 8))), "replaced parameter '0.weight'"),
+    "no parameter": (lambda m: setattr(m[0], "bias", None), "took a parameter or buffer away"),
+    "more": (lambda m: m[1].register_parameter("w", nn.Parameter(torch.ones(1))), "which parameters layer '1'"),
+    "buffer": (lambda m: setattr(m[2], "scale", torch.zeros(8)), "replaced buffer '2.scale'"),
+    "late buffer": (lambda m: setattr(m[2], "late", torch.zeros(8)), "replaced buffer '2.late'"),
+    "buffer in place": (lambda m: m[2].scale.zero_(), "wrote to buffer '2.scale'"),
+    "forward in train()": (lambda m: m(torch.ones(5, 8)), "wrote to buffer '2.norm."),
+    "weight": (lambda m: no_grad(lambda: m[0].weight.mul_(0.5)), "wrote to parameter '0.weight'"),
+    "last weight": (lambda m: no_grad(lambda: m[3][1].bias.zero_()), "wrote to parameter '3.1.bias'"),
+    "frozen weight": (lambda m: no_grad(lambda: m[2].frozen.mul_(0.5)), "wrote to parameter '2.frozen'"),
+    "state dict": (lambda m: m.load_state_dict(model_of().state_dict()), "wrote to parameter '0.weight'"),
+    "data": (lambda m: m[0].weight.data.mul_(0.5), "wrote to parameter '0.weight' (.data)"),
+    "data of all": (lambda m: [p.data.clamp_(-0.01, 0.01) for p in m.parameters()], "wrote to parameter"),
+    "new data": (lambda m: set_data(m[0].weight, torch.ones(8, 8)), "gave parameter '0.weight' other memory (.data)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_callback_changes_is_refused_by_name(what):
+    change, text = CHANGES[what]
+    model = model_of()
+    reports = train(task_of(model, Calls(lambda: change(model))), task_of(other := model_of(), name="b"))
+    assert (reports["a"].status, reports["a"].steps) == ("failed", 2)
+    assert "a: its callback Calls, in on_step," in reports["a"].error
+    assert text in reports["a"].error
+    assert "end the task there (raise StopTask) and go on with a new ModelTask" in reports["a"].error
+    assert isinstance(reports["a"].exception, ValueError)
+    expected, state = expected_of()
+    assert reports["b"].losses == expected.losses
+    assert all(torch.equal(value, zoo.state(other)[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("hook", ["on_validation", "on_epoch"])
+def test_in_every_call(hook):
+    model = model_of()
+    change = Calls(lambda: setattr(model[1], "p", 0.5), hook=hook)
+    report = train(task_of(model, change), task_of(model_of(), name="b"))["a"]
+    assert (report.status, report.steps) == ("failed", STEPS)
+    assert f"in {hook}, set p of layer '1' (Dropout) from 0.2 to 0.5" in report.error
+
+
+def test_at_an_epochs_begin():
+    model = model_of()
+    change = Begins(lambda: model[0].requires_grad_(False), 1)
+    report = train(task_of(model, change), task_of(model_of(), name="b"))["a"]
+    assert (report.status, report.steps) == ("failed", STEPS)
+    assert "in on_epoch_begin, set requires_grad of parameter '0.weight'" in report.error
+
+
+def test_at_the_first_epochs_begin_it_is_refused_before_any_work():
+    model = model_of()
+    change = Begins(lambda: model[0].requires_grad_(False), 0)
+    with pytest.raises(
+        ValueError, match=r"its callback, in on_epoch_begin, set requires_grad of parameter '0\.weight'"
+    ):
+        train(task_of(model, change))
+
+
+def test_weights_may_be_written_before_the_first_epoch():
+    model = model_of()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    expected = model_of()
+    train(task_of(model, Begins(lambda: model.load_state_dict(expected.state_dict()), 0)))
+    _, state = expected_of()
+    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in state.items())
+
+
+def test_a_module_that_is_no_sequential_is_watched_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    model = Net()
+    change = Calls(lambda: setattr(model, "b", nn.Linear(8, 3)))
+    task = task_of(model, change, partitioner=Presharded([1, 2]))
+    report = train(task, task_of(model_of(), name="b"))["a"]
+    assert "changed which modules the model (Net) has" in report.error
+
+
+def test_a_loss_is_watched():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = 1.0
+
+        def forward(self, output, target):
+            return self.weight * F.cross_entropy(output, target)
+
+    loss = Weighted()
+    task = task_of(model_of(), Calls(lambda: setattr(loss, "weight", 2.0)))
+    task.loss_fn = loss
+    report = train(task, task_of(model_of(), name="b"))["a"]
+    assert "set weight of the model (Weighted) from 1.0 to 2.0" in report.error
+
+
+@pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=str)
+def test_where_updates_go_on_all_but_writes_to_weights_is_seen(options):
+    model = model_of()
+    report = train(task_of(model, Calls(lambda: setattr(model[1], "p", 0.5)), **options), task_of(model_of(), name="b"))
+    assert "set p of layer '1' (Dropout)" in report["a"].error
+    model = model_of()
+    report = train(task_of(model, Calls(lambda: model[2].scale.zero_()), **options), task_of(model_of(), name="b"))
+    assert "wrote to buffer '2.scale'" in report["a"].error
+
+
+LOOKS = {
+    "nothing": lambda m, x: None,
+    "state dict": lambda m, x: {name: value.clone() for name, value in m.state_dict().items()},
+    "evaluates": lambda m, x: (m.eval(), m(x), m.train()),
+    "norms": lambda m, x: [p.norm().item() for p in m.parameters()],
+    "same again": lambda m, x: (m.requires_grad_(False), m[0].requires_grad_(True), setattr(m[1], "p", 0.2),
+                                [p.requires_grad_(p is not m[2].frozen) for p in m.parameters()]),
+    "zero_grad": lambda m, x: m.zero_grad(),
+}  # fmt: skip
+
+
+WAYS = [
+    {},
+    {"early_release": True},
+    {"optimizer_device": "device"},
+    {"optimizer_scope": "task"},
+    {"accumulation_steps": 2},
+    {"max_retries": 1, "ema_decay": 0.9},
+]
+
+
+@pytest.mark.parametrize("what", LOOKS)
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_what_only_looks_changes_nothing(what, options):
+    model = model_of()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+    class Looks(Callback):
+        def on_step(self, report):
+            LOOKS[what](model, x)
+
+        on_validation = on_step
+
+        def on_epoch(self, report, epoch):
+            LOOKS[what](model, x)
+
+    report = train(task_of(model, Looks(), **options), num_devices=2)["a"]
+    expected, state = expected_of(accumulation_steps=options.get("accumulation_steps", 1))
+    assert (report.status, report.error) == ("finished", None)
+    assert report.losses == expected.losses
+    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in state.items())
+
+
+def test_buffers_in_a_callback_are_those_of_its_step():
+    model, seen = model_of(), []
+
+    class Keeps(Callback):
+        def on_step(self, report):
+            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    train(task_of(model, Keeps()))
+    plain, found = model_of(), []
+
+    def keep():
+        found.append({name: value.clone() for name, value in plain.state_dict().items()})
+
+    with torch.random.fork_rng():
+        reference.train(plain, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, on_step=keep)
+    assert len(seen) == len(found)
+    for mine, expected in zip(seen, found, strict=True):
+        assert all(torch.equal(value, expected[name]) for name, value in mine.items())
+
+
+def test_after_its_end_the_model_is_its_users():
+    model = model_of()
+
+    def change():
+        for act, _ in CHANGES.values():
+            act(model_of())
+        model.eval()
+        with torch.no_grad():
+            model[0].weight.zero_()
+
+    report = train(task_of(model, Calls(change, hook="on_task_end")))["a"]
+    assert report.status == "finished"
+    assert not model[0].weight.any()
+
+
+def test_one_that_stops_the_task_may_change_the_model():
+    model = model_of()
+
+    def stop():
+        model[1].p = 0.5
+        raise StopTask
+
+    report = train(task_of(model, Calls(stop)))["a"]
+    assert (report.status, model[1].p) == ("stopped", 0.5)
+
+
+def test_a_rate_that_a_callback_sets_holds_from_the_next_step_on():
+    """Through the optimizer that the factory made last, as in the plain loop."""
+    made = []
+
+    def factory(params, lr):
+        made.append(torch.optim.SGD(params, lr=lr, momentum=0.9))
+        return made[-1]
+
+    class Sets(Callback):
+        def on_step(self, report):
+            made[-1].param_groups[0]["lr"] *= 0.5
+
+    model, plain = model_of(), model_of()
+    report = train(task_of(model, Sets(), optimizer=factory), num_devices=2)["a"]
+
+    def halve():
+        made[-1].param_groups[0]["lr"] *= 0.5
+
+    with torch.random.fork_rng():
+        expected = reference.train(
+            plain, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, optimizer=factory, on_step=halve
+        )
+    assert report.losses == expected.losses
+    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in zoo.state(plain).items())
+
+
+class TestModelWatch:
+    def test_what_is_as_it_was_is_not_refused(self):
+        model = model_of()
+        watch = ModelWatch(model)
+        watch.begin()
+        model[2].options = {"slope": 0.1}
+        model[2].names = {"a"}
+        watch.check("a")
+
+    def test_large_containers_are_taken_as_they_are(self):
+        model = model_of()
+        model[2].vocabulary = list(range(1000))
+        watch = ModelWatch(model)
+        watch.begin()
+        model[2].vocabulary.append(1)
+        watch.check("a")
+
+    def test_elements_of_every_weight_are_looked_at(self):
+        memory = torch.zeros(100).untyped_storage()
+        places = [(0, (1,), (1,)), (1, (4, 3), (1, 4)), (20, (7, 5), (10, 1)), (95, (0,), (1,))]
+        weights = [torch.empty(0).set_(memory, *place) for place in places]
+        model = nn.Module()
+        model._parameters = OrderedDict((str(k), nn.Parameter(torch.empty(0))) for k in range(len(weights)))
+        for each, weight in zip(model._parameters.values(), weights, strict=True):
+            each.data = weight
+        watch = ModelWatch(model)
+        watch.follow(list(model._parameters.values()))
+        for k, weight in enumerate(weights[:3]):
+            watch.begin()
+            watch.check("a")
+            weight.add_(1)
+            with pytest.raises(ValueError, match=f"a wrote to parameter '{k}'"):
+                watch.check("a")

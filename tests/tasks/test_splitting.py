@@ -1,0 +1,121 @@
+"""A batch is split into the sizes of the table, and nothing of it is lost or shared."""
+
+import pytest
+import torch
+
+from hydra_engine import split
+from hydra_engine.tasks.splitting import batch_size, unpack_pair
+
+# Global batch, number of micro-batches, their sizes.
+SIZES = [
+    (256, 1, [256]),
+    (256, 4, [64, 64, 64, 64]),
+    (256, 6, [43, 43, 43, 43, 42, 42]),
+    (100, 4, [25, 25, 25, 25]),
+    (7, 4, [2, 2, 2, 1]),
+    (3, 8, [1, 1, 1]),
+    (1, 4, [1]),
+    (5, 5, [1, 1, 1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("size", "num", "expected"), SIZES)
+def test_sizes_are_the_tables(size, num, expected):
+    inputs, target = torch.arange(size * 2).view(size, 2), torch.arange(size)
+    pieces = split(inputs, target, num)
+    assert [len(x) for x, _, _ in pieces] == expected
+    assert [len(y) for _, y, _ in pieces] == expected
+    assert torch.equal(torch.cat([x for x, _, _ in pieces]), inputs)
+    assert torch.equal(torch.cat([y for _, y, _ in pieces]), target)
+
+
+@pytest.mark.parametrize(("size", "num", "expected"), SIZES)
+def test_weights_of_a_mean_are_shares_of_the_samples(size, num, expected):
+    weights = [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num)]
+    assert weights == [each / size for each in expected]
+    assert weights == [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num, "mean")]
+
+
+@pytest.mark.parametrize(("size", "num", "expected"), SIZES)
+def test_weights_of_a_sum_are_one(size, num, expected):
+    assert [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num, "sum")] == [1.0] * len(expected)
+
+
+def test_weights_of_a_function_are_shares_of_its_sum():
+    target = torch.tensor([1, -100, -100, 4, 5, 6, 7, 8])
+    pieces = split(torch.zeros(8), target, 4, lambda y: (y != -100).sum())
+    assert [weight for _, _, weight in pieces] == [1 / 6, 1 / 6, 2 / 6, 2 / 6]
+
+
+def test_function_that_counts_nothing_gives_no_weight():
+    pieces = split(torch.zeros(4), torch.zeros(4), 2, lambda y: 0)
+    assert [weight for _, _, weight in pieces] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum", lambda y: 0, lambda y: 3])
+@pytest.mark.parametrize(("size", "num"), [(5, 1), (1, 3)])
+def test_single_micro_batch_has_weight_one(loss_reduction, size, num):
+    [(_, _, weight)] = split(torch.zeros(size), torch.zeros(size), num, loss_reduction)
+    assert weight == 1.0
+
+
+def test_nested_inputs_are_split_leaf_by_leaf():
+    tokens, mask, scale = torch.arange(10).view(5, 2), torch.rand(5, 1, 3) > 0.5, torch.tensor(0.5)
+    inputs = {"tokens": tokens, "more": (mask, [tokens + 1]), "scale": scale, "name": "text", "none": None}
+    pieces = split(inputs, (torch.arange(5), {"weights": torch.ones(5)}), 2)
+    assert [len(x["tokens"]) for x, _, _ in pieces] == [3, 2]
+    for x, y, _ in pieces:
+        assert list(x) == ["tokens", "more", "scale", "name", "none"]
+        assert len(x["more"][0]) == len(x["more"][1][0]) == len(x["tokens"]) == len(y[0]) == len(y[1]["weights"])
+        assert x["scale"] is scale
+        assert x["name"] == "text"
+        assert x["none"] is None
+    assert torch.equal(torch.cat([x["more"][1][0] for x, _, _ in pieces]), tokens + 1)
+
+
+def test_tuple_inputs_stay_tuples():
+    pieces = split((torch.zeros(4, 2), torch.ones(4)), torch.zeros(4), 2)
+    assert all(type(x) is tuple for x, _, _ in pieces)
+
+
+def test_tensor_of_another_length_is_passed_whole():
+    table = torch.rand(9, 2)
+    pieces = split((torch.zeros(6), table), torch.zeros(6), 3)
+    assert all(x[1] is table for x, _, _ in pieces)
+
+
+def test_target_that_is_no_tensor_is_passed_whole():
+    assert [y for _, y, _ in split(torch.zeros(4), ["a", "b"], 2)] == [["a", "b"], ["a", "b"]]
+
+
+def test_micro_batches_have_storage_of_their_own():
+    # Kernels choose by alignment: where in the batch a sample lay must not decide the bits of its result.
+    inputs = torch.rand(7, 3)
+    for x, _, _ in split(inputs, torch.zeros(7), 3):
+        assert x.untyped_storage().nbytes() == x.nbytes
+        assert x.data_ptr() % 64 == 0
+
+
+def test_single_micro_batch_is_the_batch_itself():
+    inputs, target = torch.rand(4), torch.rand(4)
+    [(x, y, _)] = split(inputs, target, 1)
+    assert x is inputs
+    assert y is target
+
+
+def test_batch_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
+    assert batch_size(torch.zeros(3, 2)) == 3
+    assert batch_size({"scale": torch.tensor(1.0), "x": [torch.zeros(4), torch.zeros(9)]}) == 4
+    assert batch_size("no tensor") == 1
+    assert batch_size(torch.tensor(1.0)) == 1
+
+
+def test_pair_is_unpacked():
+    assert unpack_pair(("x", "y")) == unpack_pair(["x", "y"]) == ("x", "y")
+
+
+@pytest.mark.parametrize("batch", [("x",), ("x", "y", "z"), "xy", {"x": 1, "y": 2}, torch.zeros(2, 3), None])
+def test_batch_that_is_not_a_pair_is_refused(batch):
+    with pytest.raises(ValueError, match=r"pair \(inputs, target\)") as refusal:
+        unpack_pair(batch)
+    assert type(batch).__name__ in str(refusal.value)

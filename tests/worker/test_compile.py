@@ -1,0 +1,320 @@
+"""`ModelTask(compile=True)`: one graph for layers that are built alike, and results within rounding."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, Skips
+from hydra_engine.worker import compiled
+from partitioners import Presharded
+from tests.reference import train as train_plain
+
+# What torch says while it traces on an input that is no leaf: it hides that itself, but for warnings that are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+WIDTH, WORDS = 16, 20
+# Of losses, relative: float32 sums in another order, and bfloat16 values that are not rounded between operations.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+class Counting:
+    """A backend that compiles for autograd and runs operations as they are, and counts graphs."""
+
+    def __init__(self, fails=False):
+        self.num_graphs = 0
+        self._compile = torch._dynamo.lookup_backend("aot_eager")
+        self._fails = fails
+
+    def __call__(self, graph, inputs):
+        if self._fails:
+            raise NotImplementedError("no kernel for this")
+        self.num_graphs += 1
+        return self._compile(graph, inputs)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Forms are kept by backend: a new one has none."""
+    backend = Counting()
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    return backend
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(dropout))
+
+    def forward(self, x):
+        q, k, v = self.mix(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+def words(num_batches=4, sizes=(4,)):
+    torch.manual_seed(1)
+    return [torch.randint(0, WORDS, (2, sizes[k % len(sizes)], 6)) for k in range(num_batches)]
+
+
+def loss_of(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def language_model(blocks):
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
+
+
+def task_of(make=Block, num_blocks=4, data=None, **options):
+    torch.manual_seed(0)
+    model = language_model([make() for _ in range(num_blocks)])
+    cut = Presharded([2, 4, num_blocks + 2] if num_blocks > 2 else [2, 4])
+    options = {"seed": 3, "partitioner": cut, "compile": True, **options}
+    data = words() if data is None else data
+    return ModelTask(model, loss_of, [(x, y) for x, y in data], 0.1, **options)
+
+
+def train(*tasks, devices=None):
+    orchestra = ModelOrchestrator(list(tasks), devices=devices or [EmulatedDevice("4MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    report.raise_failures()
+    return orchestra, report
+
+
+def losses_of(*tasks, devices=None):
+    found = [each.losses for each in train(*tasks, devices=devices)[1].tasks.values()]
+    return found[0] if len(tasks) == 1 else found
+
+
+def close(losses, expected, precision="float32"):
+    return losses == pytest.approx(expected, rel=TOLERANCE[precision])
+
+
+def test_off_by_default_and_then_as_plain_pytorch(backend):
+    task = task_of(compile=False)
+    assert ModelTask([nn.Linear(2, 2)], F.mse_loss, []).compile is False
+    model = language_model([Block() for _ in range(4)])
+    model.load_state_dict(task.model.state_dict())
+    data = [(x, y) for x, y in words()]
+    expected = train_plain(model, loss_of, data, seed=3, lr=0.1)
+    assert losses_of(task) == expected.losses
+    assert backend.num_graphs == 0
+
+
+@pytest.mark.parametrize("value", [1, "inductor", None])
+def test_anything_but_a_bool_is_refused(value):
+    with pytest.raises(TypeError, match=r"compile: .* is not a bool; give True"):
+        task_of(compile=value)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"precision": "bfloat16"}], ids=str)
+def test_losses_are_those_of_the_uncompiled_task(backend, options):
+    expected = losses_of(task_of(compile=False, **options))
+    assert close(losses_of(task_of(**options)), expected, options.get("precision", "float32"))
+    assert backend.num_graphs == 3  # an embedding, a block, a linear layer
+
+
+def test_kept_graphs_and_recomputed_forwards_give_the_same_bits(backend):
+    data = words(num_batches=3)
+    roomy, report = train(task_of(data=data), devices=[EmulatedDevice("4MiB")])
+    assert any(roomy.plan.tasks["task-0"].graph_bytes)
+    tight, other = train(task_of(data=data), devices=[EmulatedDevice("44KiB")])
+    assert not any(tight.plan.tasks["task-0"].graph_bytes)
+    assert report.tasks["task-0"].losses == other.tasks["task-0"].losses
+
+
+@pytest.mark.parametrize("num_blocks", [3, 6])
+def test_equal_layers_share_one_graph(backend, num_blocks):
+    train(task_of(num_blocks=num_blocks))
+    assert backend.num_graphs == 3
+
+
+def test_tasks_and_devices_share_graphs(backend):
+    tasks = [task_of(data=words(num_batches=6), name=name) for name in ("a", "b")]
+    a, b = losses_of(*tasks, devices=[EmulatedDevice("4MiB"), EmulatedDevice("4MiB")])
+    assert a == b
+    assert close(a, losses_of(task_of(data=words(num_batches=6), compile=False)))
+    assert backend.num_graphs == 3
+
+
+def test_tasks_of_other_layers_compile_and_train_at_the_same_time(backend):
+    def tasks(compiles):
+        data = words(num_batches=9, sizes=(4, 3, 2))
+        return [
+            task_of(data=data, compile=compiles, name="a"),
+            task_of(lambda: nn.Sequential(Block(), nn.Tanh()), data=data, compile=compiles, name="b"),
+        ]
+
+    devices = [EmulatedDevice("4MiB", chaos=1), EmulatedDevice("4MiB", chaos=2)]
+    for found, expected in zip(losses_of(*tasks(True), devices=devices), losses_of(*tasks(False)), strict=True):
+        assert close(found, expected)
+    assert backend.num_graphs == 3 * 4  # of batches of 4, 3 and 2: the other block, too
+
+
+class Kinds(nn.Module):
+    """Equal in all but a plain attribute."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.factor * self.linear(x)
+
+
+def test_layers_that_differ_in_an_attribute_have_graphs_of_their_own(backend):
+    def task(compiles):
+        factors = iter((0.5, 0.25, 0.5, 0.25))
+        return task_of(lambda: Kinds(next(factors)), compile=compiles)
+
+    assert close(losses_of(task(True)), losses_of(task(False)))
+    assert backend.num_graphs == 4
+
+
+def test_layers_that_draw_run_uncompiled_and_repeat(backend):
+    with pytest.warns(UserWarning, match="compile: layer 1 runs uncompiled: it draws random numbers"):
+        first = losses_of(task_of(lambda: Block(0.5)))
+    assert backend.num_graphs == 2  # an embedding and a linear layer
+    assert losses_of(task_of(lambda: Block(0.5)), devices=[EmulatedDevice("44KiB")]) == first
+    assert close(first, losses_of(task_of(lambda: Block(0.5), compile=False)))
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 6)))
+
+
+@pytest.mark.parametrize("memory", ["4MiB", "44KiB"])
+def test_buffers_are_those_of_the_uncompiled_task(backend, memory):
+    tasks = [task_of(Normed, compile=compiles) for compiles in (True, False)]
+    for task in tasks:
+        train(task, devices=[EmulatedDevice(memory)])
+    for (name, found), expected in zip(tasks[0].model.named_buffers(), tasks[1].model.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+    assert backend.num_graphs == 3
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_calls = 0
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.num_calls += 1
+        return self.linear(x)
+
+
+class Printing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() else x
+
+
+class LeftOut(Printing):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_layer_that_dynamo_cannot_trace_is_refused_before_training(backend):
+    orchestra = ModelOrchestrator([task_of(Printing)], devices=[EmulatedDevice("4MiB")])
+    orchestra.verbose = 0
+    with pytest.raises(ValueError, match=r"compile: layer 1 cannot be compiled as one graph(.|\n)*compiler.disable"):
+        orchestra.generate()
+
+
+def test_what_the_backend_raises_is_told_with_the_layer(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", Counting(fails=True))
+    orchestra = ModelOrchestrator([task_of()], devices=[EmulatedDevice("4MiB")])
+    orchestra.verbose = 0
+    with pytest.raises(ValueError, match=r"compile: layer 0 cannot be compiled(.|\n)*no kernel for this"):
+        orchestra.generate()
+
+
+def test_a_layer_that_is_left_out_runs_uncompiled(backend):
+    assert close(losses_of(task_of(LeftOut)), losses_of(task_of(LeftOut, compile=False)))
+    assert backend.num_graphs == 2
+
+
+class Put(nn.Linear):
+    def __init__(self, skips):
+        super().__init__(WIDTH, WIDTH)
+        self.skips = skips
+
+    def forward(self, x):
+        self.skips.put("x", x)
+        return super().forward(x)
+
+
+class Get(Put):
+    def forward(self, x):
+        return nn.Linear.forward(self, x) + self.skips.get("x")
+
+
+def test_layers_with_skips_run_uncompiled(backend):
+    def task(compiles):
+        skips = Skips()
+        makes = iter((Put, Block, Get, Block))
+
+        def make():
+            kind = next(makes)
+            return Block() if kind is Block else kind(skips)
+
+        return task_of(make, compile=compiles)
+
+    assert close(losses_of(task(True)), losses_of(task(False)))
+    assert backend.num_graphs == 3
+
+
+def test_past_the_limit_of_forms_a_layer_runs_uncompiled(backend):
+    data = words(num_batches=24, sizes=tuple(range(2, 2 + compiled.MAX_FORMS + 2)))
+    with pytest.warns(UserWarning, match="compile: layer .* runs uncompiled: it was called in 8 other ways before"):
+        found = losses_of(task_of(data=data))
+    assert close(found, losses_of(task_of(data=data, compile=False)))
+    assert backend.num_graphs <= 3 * compiled.MAX_FORMS
+
+
+def test_evaluation_and_validation_run_uncompiled(backend):
+    data = [(x, y) for x, y in words()]
+    tasks = [task_of(compile=compiles, validation=data) for compiles in (True, False)]
+    (orchestra, report), (_, expected) = map(train, tasks)
+    losses = report.tasks["task-0"].validation_losses
+    assert close(losses, expected.tasks["task-0"].validation_losses)
+    orchestra.evaluate(tasks[0], data)
+    assert backend.num_graphs == 3  # those of training
+
+
+def test_metered_units_run_uncompiled_and_have_the_same_bits(backend):
+    metered = [EmulatedDevice("4MiB", meter_every_unit=True)]
+    assert losses_of(task_of(), devices=metered) == losses_of(task_of(compile=False))
+
+
+def test_a_compilation_runs_alone():
+    turns, log = compiled.Turns(), []
+    calling, compiling = threading.Event(), threading.Event()
+
+    def compilation():
+        calling.wait()
+        compiling.set()
+        with turns.compilation():
+            log.append("compiled")
+
+    thread = threading.Thread(target=compilation)
+    thread.start()
+    with turns.call(), turns.call():  # calls run beside each other
+        calling.set()
+        compiling.wait()
+        log.append("called")
+    thread.join()
+    with turns.call():
+        log.append("called")
+    assert log == ["called", "compiled", "called"]
