@@ -4,8 +4,8 @@
     python -m tests.exact --only lstm-adamw          # the cases with this in their name
     python -m tests.exact --sample 500 --seed 1      # a random part
 
-`tests/promises/test_exact.py` runs the covering. A case trains one model of the zoo with the engine and in plain PyTorch
-(`tests/reference.py`) and compares losses, parameters and buffers, and the peak of every device with its budget.
+`tests/promises/test_exact.py` runs the covering. A case trains one model of the zoo with the engine and in plain
+PyTorch (`tests/reference.py`) and compares losses, parameters, buffers, and the peak of every device with its budget.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA that runs on the CPU and judges how it is used: hydra_engine/devices/cuda.py works on it as it is.
+"""A stand-in for CUDA that runs on the CPU and judges how it is used by hydra_engine/devices/cuda.py as it is.
 
     cuda = FakeCuda(num_devices=2)
     with cuda.installed():
@@ -111,7 +111,7 @@ class FakeCuda:
 
     @contextmanager
     def installed(self, **constants):
-        """Let hydra_engine/devices/cuda.py work on it; `constants` of that module are replaced, some are made smaller."""
+        """Let hydra_engine/devices/cuda.py work on it; its `constants` are replaced, some are made smaller."""
         small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
         small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
@@ -762,7 +762,7 @@ class _Torch:
 
 
 class _TorchOfArena:
-    """torch for hydra_engine/devices/arena.py: its storages are the device's, whose number the CPU's own do not tell."""
+    """torch for hydra_engine/devices/arena.py: its storages are the device's, unlike the CPU's own."""
 
     def __init__(self, cuda):
         self._cuda = cuda

@@ -1,4 +1,4 @@
-"""Trains one task and prints how far the process's resident set grew, beside the plan: run by tests/host/test_resident_set.py.
+"""Trains one task and prints how far the process's resident set grew, and the plan (tests/host/test_resident_set.py).
 
 python -m tests.resident_set adamw        # or bfloat16, sgd-early
 """

@@ -3,21 +3,10 @@
 from hydra_engine.devices import rates
 from hydra_engine.devices.arena import Slab
 from hydra_engine.devices.budget import SLABS, Ledger, Residents, Ticket
-from hydra_engine.devices.cuda import (
-    COMPUTE,
-    INPUT,
-    LOAD,
-    STORE,
-    CudaDevice,
-    DeviceSpec,
-    EmulatedDevice,
-    OpenDevice,
-    active_autocast,
-    host_memory,
-    resolve_devices,
-)
-from hydra_engine.devices.device import DeviceGenerator, Timer
-from hydra_engine.devices.lanes import Promise
+from hydra_engine.devices.cuda import CudaDevice, DeviceSpec, active_autocast, host_memory, resolve_devices
+from hydra_engine.devices.device import DeviceGenerator, OpenDevice, Timer
+from hydra_engine.devices.emulated import EmulatedDevice
+from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, STORE, Promise
 from hydra_engine.devices.probe import probe
 from hydra_engine.devices.rates import STATED, Ceilings
 

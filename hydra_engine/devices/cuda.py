@@ -38,30 +38,14 @@ from hydra_engine.data import extent_bytes, with_bits_of
 from hydra_engine.devices.arena import Arena, Places
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.device import OpenDevice
-from hydra_engine.devices.emulated import EmulatedDevice, OpenEmulatedDevice
-from hydra_engine.devices.lanes import COMPUTE, INPUT, LANES, LOAD, QUEUES, STORE, open_lanes
+from hydra_engine.devices.emulated import EmulatedDevice
+from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.rates import MEASURED_NOW, Ceilings, stored
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.system import HostMemory, discard
 from hydra_engine.trace import Timing, Trace
 from partitioners import format_bytes, parse_bytes
-
-__all__ = [
-    "COMPUTE",
-    "INPUT",
-    "LANES",
-    "LOAD",
-    "STORE",
-    "CudaDevice",
-    "DeviceSpec",
-    "EmulatedDevice",
-    "OpenDevice",
-    "OpenEmulatedDevice",
-    "active_autocast",
-    "host_memory",
-    "resolve_devices",
-]
 
 # Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management

@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hydra_engine.devices.cuda import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice, host_memory
-from hydra_engine.devices.lanes import Promise
+from hydra_engine.devices.cuda import DeviceSpec, host_memory
+from hydra_engine.devices.device import OpenDevice
+from hydra_engine.devices.lanes import COMPUTE, LOAD, STORE, Promise
 from hydra_engine.devices.rates import Ceilings
 from hydra_engine.system import dram
 from hydra_engine.trace import Trace

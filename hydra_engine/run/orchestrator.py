@@ -51,8 +51,8 @@ class ModelOrchestrator:
         policy: one of `hydra_engine.policies.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
             "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
-        checkpoint_dir: where `train_models` saves, made if it is not there: see hydra_engine/checkpoints/checkpoint.md for what
-            is in it. One run at a time writes to a directory. None: nothing is saved, unless a device is lost.
+        checkpoint_dir: where `train_models` saves, made if it is not there: hydra_engine/checkpoints/checkpoint.md says
+            what is in it. One run at a time writes to a directory. None: nothing is saved, unless a device is lost.
         checkpoint_every: "10min", "30s", "2h" and the like, or a number of steps: after so many of any task, all that
             train are saved, each at the end of its step in progress; while they train on, in the background. A save
             that falls due while another is written begins after it. Tasks are saved at their ends as well.

@@ -1,7 +1,7 @@
-"""What hydra_engine/devices/cuda.py does with CUDA, on a stand-in that judges it (tests/fake_cuda.py): no GPU is needed.
+"""CUDA as hydra_engine/devices/cuda.py uses it, on a stand-in that judges it (tests/fake_cuda.py): no GPU is needed.
 
-tests/devices/test_gpu.py is what a GPU is asked. Here every copy that nobody waits for comes too late, and every rule of use is
-checked; nothing here says that CUDA itself does what is expected of it.
+tests/devices/test_gpu.py is what a GPU is asked. Here every copy that nobody waits for comes too late, and every rule
+of use is checked; nothing here says that CUDA itself does what is expected of it.
 """
 
 import errno
@@ -19,8 +19,8 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.data import boundary
 from hydra_engine.data.streams import TaskGenerator
-from hydra_engine.devices.cuda import COMPUTE, INPUT, LOAD, STORE, host_memory
-from hydra_engine.devices.lanes import QUEUES
+from hydra_engine.devices.cuda import host_memory
+from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
 from hydra_engine.errors import DeviceLost
 from hydra_engine.system.files import Disk
 from hydra_engine.tasks.callback import Callback

@@ -10,8 +10,8 @@ import torch
 
 from hydra_engine.devices.arena import Arena
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Ticket
-from hydra_engine.devices.cuda import COMPUTE, LANES, LOAD, STORE, EmulatedDevice
-from hydra_engine.devices.lanes import Lane
+from hydra_engine.devices.emulated import EmulatedDevice
+from hydra_engine.devices.lanes import COMPUTE, LANES, LOAD, STORE, Lane
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.trace import Trace
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.devices import probe as probing
 from hydra_engine.devices import rates as stored_ceilings
-from hydra_engine.devices.cuda import LOAD, STORE
+from hydra_engine.devices.lanes import LOAD, STORE
 from hydra_engine.devices.probe import dram_bytes_per_s, measure, plain_host_bytes, probe
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, STORED, Ceilings, load, path, save, stored
 from hydra_engine.planning.planner import PlannedTask

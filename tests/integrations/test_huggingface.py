@@ -16,7 +16,7 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from hydra_engine import ModelTask, split
+from hydra_engine import ModelTask, split  # noqa: E402
 from hydra_engine.integrations import huggingface_loading  # noqa: E402
 from hydra_engine.integrations.huggingface import (  # noqa: E402
     MODELS,
