@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -151,7 +150,7 @@ class CompiledLayers:
             # The backward's graph too: later, it would be compiled beside other threads' calls.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 found = form.function(self._structure.layers[index], value)
-        except FailOnRecompileLimitHit:
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # loaded by then; importing it takes as long as all of torch
             form.obstacle = "torch's limit of graphs for one function is reached: equal layers differ in what they use"
             self._tell(index, form, form.obstacle)
             return None

@@ -10,8 +10,9 @@ import pytest
 import hydra_engine
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import bound_s, predict_spreads, simulate
+from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.policies import POLICIES
-from hydra_engine.schedule.units import Unit, validate
+from hydra_engine.schedule.units import Unit
 
 
 def task(name="a", *unit_s, num_steps=1, **options):

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.display.drawing import draw_text
-from hydra_engine.schedule.units import training_chain, validate
+from hydra_engine.schedule.graph import validate
+from hydra_engine.schedule.units import training_chain
 from partitioners import Presharded
 
 STEPS, EPOCHS = 4, 3

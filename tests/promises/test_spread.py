@@ -13,7 +13,8 @@ from hydra_engine.host.staging import StepParts
 from hydra_engine.host.state import TaskState
 from hydra_engine.planning.simulate import NEVER
 from hydra_engine.schedule.events import Spread
-from hydra_engine.schedule.units import BACKWARD, FUSED, training_chain, validate
+from hydra_engine.schedule.graph import validate
+from hydra_engine.schedule.units import BACKWARD, FUSED, training_chain
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.promises.test_exact import assert_engine_equals_plain

@@ -3,19 +3,15 @@
 import networkx as nx
 import pytest
 
+from hydra_engine.schedule.graph import critical_path, critical_path_s, schedule_graph, step_graph, validate
 from hydra_engine.schedule.units import (
     KINDS,
     Placed,
     Unit,
-    critical_path,
-    critical_path_s,
     evaluation_chain,
     format_schedule,
     parse_schedule,
-    schedule_graph,
-    step_graph,
     training_chain,
-    validate,
 )
 
 
