@@ -1,7 +1,5 @@
 """The command `hydra-engine`."""
 
-from hydra_engine.cli.main import main
+from hydra_engine.cli.command import main
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]

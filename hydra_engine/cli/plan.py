@@ -1,15 +1,110 @@
-"""A plan ahead, as a terminal shows it."""
+"""``hydra-engine plan``: the shards of a model, their bytes and a step's predicted time, by arithmetic alone."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import Any
 
-from hydra_engine.planning import AheadPlan, Shard
+from torch import nn
+
+from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.sample import here_importable, refusal, sample_of
+from hydra_engine.planning import AheadPlan, Machine, Shard, plan_ahead
 from hydra_engine.tasks import table
-from partitioners import format_bytes
+from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
+
+DEVICES = {"gpu": GPU, "cpu": "cpu"}
+RESERVES = {"gpu": "1GiB", "cpu": "0"}
+
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
 
 # More rows than this, and equal shards share one.
 MOST_ROWS = 12
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the plan of a user's function."""
+    machine = _machine(options)
+    num_samples = None if options.batch is None else _count(options.batch, "--batch")
+    number = None if options.micro_batches == "auto" else _count(options.micro_batches, "--micro-batches")
+    partitioner = _partitioner(options.partitioner)
+    with here_importable():
+        sample = sample_of(options.function)
+        try:
+            plan = plan_ahead(*sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
+        except Exception as error:
+            mistake = refusal(error)
+            if mistake is None:
+                raise
+            raise mistake from error
+    model = sample.model
+    is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
+    print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    memory_bytes = _size(options.memory, "--memory")
+    reserve = RESERVES[options.device] if options.reserve is None else options.reserve
+    reserve_bytes = 0 if reserve.strip() == "0" else _size(reserve, "--reserve")
+    if reserve_bytes >= memory_bytes:
+        raise Mistake(
+            f"--reserve: {format_bytes(reserve_bytes)}, limit: less than --memory, {format_bytes(memory_bytes)}; raise "
+            f"--memory, or reserve less (--reserve 0)"
+        )
+    kind, precision = DEVICES[options.device], options.precision
+    stated = STATED_RATES[kind, precision]
+    bandwidth = options.memory_bandwidth
+    return Machine(
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
+        device=kind,
+        precision=precision,
+        rates=Rates(
+            flops_per_s=stated.flops_per_s if options.flops is None else _flops(options.flops),
+            memory_bytes_per_s=(
+                stated.memory_bytes_per_s if bandwidth is None else _bytes_per_s(bandwidth, "--memory-bandwidth")
+            ),
+        ),
+        link_bytes_per_s=_bytes_per_s(options.link, "--link"),
+        dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
+        optimizer=options.optimizer,
+        num_devices=_count(options.devices, "--devices"),
+    )
+
+
+def _size(text: str, field: str) -> int:
+    try:
+        return parse_bytes(text, field)
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+
+
+def _bytes_per_s(text: str, field: str) -> int:
+    return _size(text.strip().removesuffix("/s"), field)
+
+
+def _flops(text: str) -> float:
+    match = _RATE.fullmatch(text)
+    value = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
+    if not 0 < value < float("inf"):
+        raise Mistake(f"--flops: {text!r}, limit: operations per second, above 0; write 80e12, 80T or 80TFLOP/s")
+    return value
+
+
+def _count(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
+    return int(text)
+
+
+def _partitioner(text: str) -> Partitioner:
+    name, colon, number = text.partition(":")
+    settings = {"num_shards": _count(number, f"--partitioner {name}")} if colon else {}
+    try:
+        return make_partitioner(name, **settings)
+    except ValueError as error:
+        raise Mistake(f"{error}; the command takes optimal, pilot and balanced:N") from error
 
 
 def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra_engine.checkpoints import load_newest
-from hydra_engine.cli.sample import Mistake
+from hydra_engine.cli.mistake import Mistake
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import table
 
 _OTHERWISE = "start your program with train_models(resume=True), or give a command: resume DIR -- COMMAND..."
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command again that made the checkpoints of a directory."""
+    resume(Path(options.directory).absolute(), options.argv)
 
 
 def resume(directory: Path, command: Sequence[str] | None) -> NoReturn:

@@ -17,17 +17,14 @@ import torch
 from torch import nn
 
 import partitioners
+from hydra_engine.cli.mistake import Mistake
 from partitioners import LayerTooLarge
 
-_OURS = (Path(__file__).parent, Path(partitioners.__file__).parent)
+_OURS = (Path(__file__).parents[1], Path(partitioners.__file__).parent)
 _LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 # How torch says that a tensor on the meta device has no values.
 _META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)
 _INSTALLED = ("site-packages", "dist-packages")
-
-
-class Mistake(Exception):
-    """What the user can correct, in words."""
 
 
 class Sample(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine.cli import main as cli
-from hydra_engine.cli.main import main
-from hydra_engine.cli.plan import MOST_ROWS
-from hydra_engine.devices import probe as probing
+from hydra_engine.cli import command, main
+from hydra_engine.cli.plan import DEVICES, MOST_ROWS
 from hydra_engine.devices.rates import load
+from hydra_engine.planning import OPTIMIZERS
+from partitioners.precision import DTYPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -301,8 +301,8 @@ def refused(capsys):
 
 FUNCTIONS = {
     "reads_values": ("Tensor.item() cannot be called on meta tensors", "the function reads values", "shapes alone"),
-    "prints_values": ("(tests/cli/test_main.py:", "in prints_values)", "the function reads values"),
-    "raises": ("KeyError: 'no such dataset' (tests/cli/test_main.py:", "in raises)", "correct it"),
+    "prints_values": ("(test_main.py:", "in prints_values)", "the function reads values"),
+    "raises": ("KeyError: 'no such dataset' (test_main.py:", "in raises)", "correct it"),
     "takes_arguments": ("missing 1 required positional argument: 'width'", "without arguments"),
     "a_pair": ("returned a tuple of 2, limit: (model, (inputs, target), loss_fn)", "return these three"),
     "nothing": ("returned a NoneType",),
@@ -313,7 +313,7 @@ FUNCTIONS = {
     "no_loss": ("its loss_fn is a str, limit: callable",),
     "wrong_width": ("RuntimeError: ", "in layer 3 (Linear), while it was profiled", "correct the layer"),
     "failing_layer": (
-        "LookupError: a layer's own trouble (tests/cli/test_main.py:",
+        "LookupError: a layer's own trouble (test_main.py:",
         "in layer 1 (Fails) or loss_fn, while it was profiled",
     ),
     "branching_layer": ("depends on values", "in layer 1 (Branch) or loss_fn, while it was profiled"),
@@ -413,7 +413,8 @@ def test_bugs_keep_their_traceback(monkeypatch):
 def file(tmp_path, monkeypatch):
     """Where `probe` stores in this test; little is measured."""
     monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "ceilings.json"))
-    monkeypatch.setattr(cli, "EMULATED_BYTES", 2**20)
+    monkeypatch.setattr(import_module("hydra_engine.cli.probe"), "EMULATED_BYTES", 2**20)
+    probing = import_module("hydra_engine.devices.probe")
     monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
     monkeypatch.setattr(probing, "MATMUL_S", 1e-5)
     return tmp_path / "ceilings.json"
@@ -455,7 +456,7 @@ def test_probe_refuses_what_it_cannot_measure(refused, file):
 
 def test_probe_leaves_a_file_alone_that_is_not_its_own(refused, file, monkeypatch):
     file.write_text("my thesis")
-    monkeypatch.setattr(cli, "probe", None)  # before any work
+    monkeypatch.setattr(import_module("hydra_engine.cli.probe"), "probe", None)  # before any work
     line = refused("probe")
     assert f"{file} is not a file of ceilings" in line
     assert "run `hydra-engine probe` again" in line
@@ -490,7 +491,7 @@ def test_entry_point_names_a_function():
 MEASURED = """
 import os, resource, sys, time
 from pathlib import Path
-from hydra_engine.cli import main
+from hydra_engine.cli import command, main
 begin_s = time.perf_counter()
 code = main(sys.argv[1:])
 wall_s = time.perf_counter() - begin_s
@@ -517,3 +518,14 @@ def test_70_billion_parameters_are_planned_for_24_gib_within_a_minute_and_2_gib(
     assert "(16 bytes per parameter)" in line_of(lines, "DRAM: ")
     shown = (ROOT / "README.md").read_text().partition(f"{lines[0]}\n")[2].partition("```")[0].splitlines()
     assert rows_of(shown) == rows_of(lines)
+
+
+def test_the_parser_offers_what_plans_take():
+    assert set(command.DEVICES) == set(DEVICES)
+    assert set(command.PRECISIONS) == set(DTYPES)
+    assert set(command.OPTIMIZERS) == set(OPTIMIZERS)
+
+
+def test_help_needs_no_torch():
+    script = "import sys; from hydra_engine.cli import command; command._parser(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydra_engine.checkpoints.directory import CheckpointDirectory
-from hydra_engine.cli.main import main
+from hydra_engine.cli import main
 from hydra_engine.system import process as restart
 from tests.checkpoints.support import TaskContent, save_tasks
 

@@ -1,0 +1,79 @@
+"""``hydra-engine probe``: measures this machine's ceilings, prints them and stores them for plans."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from hydra_engine.cli.mistake import Mistake
+from hydra_engine.devices import Ceilings, DeviceSpec, EmulatedDevice, probe, resolve_devices
+from hydra_engine.devices import rates as ceilings
+from hydra_engine.system import host_threads
+from hydra_engine.tasks import table
+from partitioners.precision import DTYPES
+
+T = TypeVar("T")
+
+# The CPU as a device: its memory, and its name here.
+EMULATED_BYTES, EMULATED = 2**28, "emulated"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure each kind of device once."""
+    specs = _specs(options.device)
+    kinds: dict[str, DeviceSpec] = {}
+    for spec in specs:
+        kinds.setdefault(spec.ceilings_name, spec)
+    host = host_threads(
+        intra_op_threads=torch.get_num_threads(),
+        device_nodes=[spec.numa_node() for spec in specs],
+        computes_here=any(spec.torch_device.type == "cpu" for spec in specs),
+    )
+    num_workers, num_threads = host.optimizer_threads, host.optimizer_intra_op_threads
+    _stored(ceilings.load_all)  # whatever is wrong with the file, before any work
+    found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
+    print(*table(_columns(found)), sep="\n")
+    print(f"stored in {_stored(partial(ceilings.save, *found))}")
+
+
+def _stored(access: Callable[[], T]) -> T:
+    """Read or write what is stored; what hinders that is the user's to correct."""
+    try:
+        return access()
+    except ValueError as error:
+        raise Mistake(str(error)) from error
+    except OSError as error:
+        raise Mistake(f"ceilings: cannot be stored: {error}; name another place in {ceilings.VARIABLE}") from error
+
+
+def _specs(names: Sequence[str] | None) -> list[DeviceSpec]:
+    emulated = EmulatedDevice(EMULATED_BYTES)
+    try:
+        devices = None if names is None else [emulated if name == EMULATED else name for name in names]
+        return resolve_devices(devices, EMULATED_BYTES)
+    except (ValueError, RuntimeError) as error:
+        raise Mistake(f"--device: {error}; the command takes {EMULATED!r} for the CPU") from error
+
+
+def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:
+    """A row for each rate, a column for each kind of device."""
+
+    def row(label: str, rates: Sequence[float | None], scale: float, unit: str) -> tuple[str, ...]:
+        return (label, *("-" if rate is None else f"{rate / scale:.4g} {unit}" for rate in rates))
+
+    return [
+        ("at most", *(each.name for each in found)),
+        row("load", [each.up_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("store", [each.down_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("load during stores", [each.both_up_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("store during loads", [each.both_down_bytes_per_s for each in found], 1e9, "GB/s"),
+        row("DRAM read and written", [each.dram_bytes_per_s for each in found], 1e9, "GB/s"),
+        *(
+            row(f"products in {dtype}", [each.matmul_flops.get(dtype) for each in found], 1e12, "TFLOP/s")
+            for dtype in DTYPES
+        ),
+    ]
