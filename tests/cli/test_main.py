@@ -516,7 +516,7 @@ def test_70_billion_parameters_are_planned_for_24_gib_within_a_minute_and_2_gib(
     assert int(peak_bytes) < 2 * 2**30
     assert lines[0] == "examples.llama_70b:llama_70b: 82 layers, 70,553,706,496 parameters"
     assert "(16 bytes per parameter)" in line_of(lines, "DRAM: ")
-    shown = (ROOT / "README.md").read_text().partition(f"{lines[0]}\n")[2].partition("```")[0].splitlines()
+    shown = (ROOT / "docs" / "planning.md").read_text().partition(f"{lines[0]}\n")[2].partition("```")[0].splitlines()
     assert rows_of(shown) == rows_of(lines)
 
 
