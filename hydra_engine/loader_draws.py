@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.randomness import (
     GLOBAL_GENERATORS,
@@ -157,7 +158,8 @@ def drawing_as_usual() -> Iterator[None]:
     _HERE.stand_in = None
     include(key, False)
     try:
-        yield
+        with _disable_current_modes():  # of who watches the callback
+            yield
     finally:
         include(key, True)
         _HERE.stand_in = outer

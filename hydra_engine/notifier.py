@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -218,11 +219,11 @@ class Notifier:
             with self._draws.calling():
                 if watch is not None:
                     watch[1]()
-                    watch[0].begin()
-                for callback in self._callbacks:
-                    if not self._begins(f"{type(callback).__name__}.{call.hook}"):
-                        return
-                    getattr(callback, call.hook)(self._report, *call.arguments)
+                with nullcontext() if watch is None else watch[0].begin():
+                    for callback in self._callbacks:
+                        if not self._begins(f"{type(callback).__name__}.{call.hook}"):
+                            return
+                        getattr(callback, call.hook)(self._report, *call.arguments)
                 if watch is not None and not self._is_left:
                     who = " or ".join(type(callback).__name__ for callback in self._callbacks)
                     watch[0].check(f"{name}: its callback {who}, in {call.hook},")

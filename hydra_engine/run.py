@@ -352,7 +352,7 @@ class EngineRun:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
         for worker in self._workers:
             worker.admit(state)  # copies layers, which is user code too
-        training.watch()
+        training.watch(optimizer)
         return _SetUp(planned.name, optimizer, num_steps)
 
     def _was_set_up(self, event: _SetUp) -> None:
