@@ -285,6 +285,8 @@ class EngineRun:
             self._events.put,
             timeout_s=planned.task.callback_timeout_s,
             num_threads=self._num_threads,
+            drawn=planned.callbacks_drew,
+            drawn_by_task=lambda: planned.drawn,
         )
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
@@ -929,6 +931,7 @@ class EngineRun:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
             training.notifier.look_away()
+            training.planned.doubts += training.notifier.messages
             with self._opening:  # its set-up may be at it
                 training.state.close()
             training.planned.leave()
