@@ -23,7 +23,7 @@ from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.events import Spread
 from hydra_engine.frozen import FrozenBlocks
 from hydra_engine.keeping import choose_kept, kept_bytes, least_step_s
-from hydra_engine.loader_draws import beside_loaders
+from hydra_engine.loader_draws import beside_loaders, noting
 from hydra_engine.memory import HostPool
 from hydra_engine.model_watch import ModelWatch
 from hydra_engine.optimizer import check_no_hooks, has_hooks
@@ -112,13 +112,15 @@ class PlannedTask:
         self.saves = keeps_positions
         self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
         self._stopping: list[StopTask] = []  # what a callback raised before it is begun
+        self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
+        self.doubts: list[str] = []  # about what they drew
         self.reader = Reader(
             task,
             name,
             keeps_positions=keeps_positions,
             start=None if saved is None else saved.position,
             # Not a method: the two would hold each other.
-            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
             if begin_epochs(task.callbacks)
             else None,
         )
@@ -140,6 +142,11 @@ class PlannedTask:
     def is_stopped(self) -> bool:
         """True if a callback has ended the task before it is begun."""
         return bool(self._stopping)
+
+    @property
+    def drawn(self) -> set[str]:
+        """Which of `random` and `numpy.random` its loader and its layers were seen to draw from."""
+        return self.reader.drawn | ({"`random`", "`numpy.random`"} if self.state.locked else set())
 
     def make_plan(
         self,
@@ -554,13 +561,13 @@ class PlannedTask:
         )
 
 
-def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], drawn: set[str], epoch: int) -> None:
     """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
     if stopping:
         return
     watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        with beside_loaders():
+        with beside_loaders() as turn, noting(drawn, set(), turn):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except StopTask as stop:
