@@ -337,6 +337,8 @@ class FakeCuda:
                 return INVALID_CODE
             if self._locked_in(address, num_bytes):
                 self.here.pending = REGISTERED_CODE
+                if any(card.lost is not None for card in self.cards):
+                    return REGISTERED_CODE  # memory of a lost card stays locked, and what is mapped next may lie there
                 self.misuse(f"cudaHostRegister: a page of {num_bytes} bytes from {address:#x} on is registered already")
             self.registered[address] = (num_bytes, self.here.device)
             self.num_registered_bytes += num_bytes
