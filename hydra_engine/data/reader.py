@@ -449,6 +449,11 @@ class Reader:
             yield
 
     @property
+    def drawn(self) -> set[str]:
+        """Which of `random` and `numpy.random` its user code was seen to draw from."""
+        return self._training_draws.drawn | self._validation_draws.drawn | self._split_draws.drawn
+
+    @property
     def messages(self) -> list[str]:
         """Why batches, or what others drew, may be other than they should."""
         doubts = (each.message for each in (self._training_draws, self._validation_draws, self._split_draws))

@@ -119,6 +119,11 @@ class TaskOptimizer:
         """What the next step's loss is multiplied by; None: by nothing."""
         return None if self._loss_scale is None else self._loss_scale.scale
 
+    @property
+    def steps_in_place(self) -> bool:
+        """True if no update gives weights other memory, not even for a moment."""
+        return self._is_torchs and not has_hooks(self._layout)
+
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
         self.secure(None if self._task.optimizer_scope == "task" else ())

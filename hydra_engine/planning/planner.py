@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed, noting
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -107,13 +107,15 @@ class PlannedTask:
         self.saves = keeps_positions
         self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
         self._stopping: list[StopTask] = []  # what a callback raised before it is begun
+        self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
+        self.doubts: list[str] = []  # about what they drew
         self.reader = Reader(
             task,
             name,
             keeps_positions=keeps_positions,
             start=None if saved is None else saved.position,
             # Not a method: the two would hold each other.
-            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping)
+            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
             if begin_epochs(task.callbacks)
             else None,
         )
@@ -135,6 +137,11 @@ class PlannedTask:
     def is_stopped(self) -> bool:
         """True if a callback has ended the task before it is begun."""
         return bool(self._stopping)
+
+    @property
+    def drawn(self) -> set[str]:
+        """Which of `random` and `numpy.random` its loader and its layers were seen to draw from."""
+        return self.reader.drawn | ({"`random`", "`numpy.random`"} if self.state.locked else set())
 
     def make_plan(
         self,
@@ -549,13 +556,13 @@ class PlannedTask:
         )
 
 
-def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], epoch: int) -> None:
+def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], drawn: set[str], epoch: int) -> None:
     """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
     if stopping:
         return
     watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        with beside_loaders():
+        with beside_loaders() as turn, noting(drawn, set(), turn):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except StopTask as stop:

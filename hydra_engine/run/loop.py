@@ -281,6 +281,8 @@ class EngineRun:
             self._events.put,
             timeout_s=planned.task.callback_timeout_s,
             num_threads=self._num_threads,
+            drawn=planned.callbacks_drew,
+            drawn_by_task=lambda: planned.drawn,
         )
         retries = Retries(planned.task.max_retries, report)
         training = RunningTask(planned=planned, report=report, notifier=notifier, retries=retries)
@@ -348,7 +350,7 @@ class EngineRun:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
         for worker in self._workers:
             worker.admit(state)  # copies layers, which is user code too
-        training.watch()
+        training.watch(optimizer)
         return _SetUp(planned.name, optimizer, num_steps)
 
     def _was_set_up(self, event: _SetUp) -> None:
@@ -925,6 +927,7 @@ class EngineRun:
                 worker.settle(name)  # a claim that was revoked may still be loading
                 worker.dismiss(name)
             training.notifier.look_away()
+            training.planned.doubts += training.notifier.messages
             with self._opening:  # its set-up may be at it
                 training.state.close()
             training.planned.leave()

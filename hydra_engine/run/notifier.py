@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -42,11 +43,16 @@ class Notifier:
         *,
         timeout_s: float | None = None,
         num_threads: int = 1,
+        drawn: set[str] | None = None,
+        drawn_by_task: Callable[[], set[str]] = set,
     ) -> None:
-        """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread."""
+        """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread.
+
+        drawn: which of `random` and `numpy.random` the callbacks drew from before; drawn_by_task: the loader, layers.
+        """
         self._callbacks = callbacks
         self._report = report
-        self._draws = CallbackDraws(report.seed)
+        self._draws = CallbackDraws(report.name, report.seed, drawn or set(), drawn_by_task)
         self._put = put
         self._timeout_s = timeout_s
         self._num_threads = num_threads
@@ -105,6 +111,11 @@ class Notifier:
             held, self._held = self._held or [], None
             for call in held:
                 self._enter(call)
+
+    @property
+    def messages(self) -> list[str]:
+        """Doubts about what callbacks drew."""
+        return list(filter(None, [self._draws.message]))
 
     @property
     def is_told(self) -> bool:
@@ -215,14 +226,16 @@ class Notifier:
             with self._draws.calling():
                 if watch is not None:
                     watch[1]()
-                    watch[0].begin()
-                for callback in self._callbacks:
-                    if not self._begins(f"{type(callback).__name__}.{call.hook}"):
-                        return
-                    getattr(callback, call.hook)(self._report, *call.arguments)
+                with nullcontext() if watch is None else watch[0].begin():
+                    for callback in self._callbacks:
+                        if not self._begins(f"{type(callback).__name__}.{call.hook}"):
+                            return
+                        getattr(callback, call.hook)(self._report, *call.arguments)
+                who = " or ".join(type(callback).__name__ for callback in self._callbacks)
                 if watch is not None and not self._is_left:
-                    who = " or ".join(type(callback).__name__ for callback in self._callbacks)
                     watch[0].check(f"{name}: its callback {who}, in {call.hook},")
+            if not (call.always or self._is_left):
+                self._draws.check(f"{name}: its callback {who}, in {call.hook},")
         except StopTask:
             self._stop(TaskStopped(name))
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's

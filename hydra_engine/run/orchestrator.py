@@ -493,7 +493,7 @@ class ModelOrchestrator:
                     self._pending += [] if run is None else run.left_over
                 nothing = Report(makespan_s=0.0, tasks={}, devices=[], host=host, checkpoints=self._store.nothing_saved)
                 report = nothing if run is None else run.report()
-                messages += [text for each in self._training for text in each.reader.messages]
+                messages += [text for each in self._training for text in (*each.reader.messages, *each.doubts)]
                 self.report = self._joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):

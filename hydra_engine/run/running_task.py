@@ -71,13 +71,15 @@ class RunningTask:
         """Its units' state."""
         return self.planned.state
 
-    def watch(self) -> None:
+    def watch(self, optimizer: TaskOptimizer | None) -> None:
         """From now on see what callbacks do to the model: devices have their copies of it."""
         task, pool = self.planned.task, self.state.pool
         if task.callbacks:
             watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
-            if not pool.early_release:  # else weights change at any time
-                watch.follow([slot.parameter for slot in self.state.layout.trainable_slots()])
+            is_steady = not pool.early_release  # else weights change at any time
+            stays = is_steady or self.state.steps_on_device or (optimizer is not None and optimizer.steps_in_place)
+            weights = [slot.parameter for slot in self.state.layout.trainable_slots()]
+            watch.follow(weights, is_steady=is_steady, stays=stays)
             self.notifier.watch(watch, self.show_buffers)
 
     def show_buffers(self) -> None:

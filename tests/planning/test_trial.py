@@ -572,10 +572,11 @@ MIXED = {
     "double first": (torch.float64, torch.float32),
     "half and single": (torch.float16, torch.float32, torch.float64),
     "double alone": (torch.float64,),
+    "single and bfloat16": (torch.float32, torch.bfloat16),
 }
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.05, 1e3])
+@pytest.mark.parametrize("max_grad_norm", [0.05, 0.5, 1e3])
 @pytest.mark.parametrize("ends", [(11,), (3, 6, 11), tuple(range(1, 12))])
 @pytest.mark.parametrize("dtypes", MIXED)
 def test_gradients_of_several_types_are_clipped_as_torch_does_it(dtypes, ends, max_grad_norm):

@@ -46,6 +46,7 @@ def trained(tasks, memory="16MiB", keeps_from=None):
 def assert_as_plain(build, memory="16MiB", keeps_from=None, **options):
     model, same = build(), build()
     report, [state] = trained([task_of(model, **options)], memory, keeps_from)
+    options.pop("partitioner", None)
     expected = reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1, **options)
     assert report.tasks["task-0"].losses == expected.losses
     assert all(map(torch.equal, model.parameters(), same.parameters()))
@@ -368,3 +369,35 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra.train_models()
     after = dict(planned.state.known.items())
     assert {unit: after[unit] for unit in known} == known
+
+
+# -- layers that work in place on what they get
+
+
+class AddsInput(nn.Module):
+    """As ResNet's: adds its input to what it made, and cuts that off, all in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        out = self.norm(self.linear(x))
+        out += x
+        return F.relu_(out)
+
+
+def works_in_place():
+    torch.manual_seed(0)
+    blocks = [AddsInput(), nn.Linear(WIDTH, WIDTH), nn.Hardswish(inplace=True), AddsInput()]
+    convolution = [nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4, momentum=3e-4)]
+    middle = [nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, WIDTH), nn.SiLU(inplace=True)]
+    end = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2, inplace=True), nn.Linear(WIDTH, 5)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, *convolution, *middle, *end)
+
+
+@pytest.mark.parametrize("cut", range(1, len(works_in_place())))
+def test_layers_that_work_in_place_at_every_cut(cut):
+    """Graphs that are kept hold what the layers above change: nobody but autograd's own checks would tell."""
+    shards = Presharded([cut, len(works_in_place())])
+    assert_as_plain(works_in_place, keeps_from=0, partitioner=shards, accumulation_steps=2)
