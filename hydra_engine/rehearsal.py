@@ -289,7 +289,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of torch.func, which holds no memory itself
+        return 0
 
 
 class _Inspector:
@@ -301,6 +304,7 @@ class _Inspector:
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
         self.changed: dict[Changed, None] = {}  # in the order in which they were found
+        self._buffers: dict[int, Tensor] = {}  # as they were before a backward
         self._state = state
         self._guard = guard
 
@@ -334,6 +338,15 @@ class _Inspector:
             "or those beside it draw random numbers in their backward, which the engine runs at another place of the "
             "stream than plain PyTorch; draw in the forward and save what was drawn"
         )
+
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
+        self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
+
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
+        before, self._buffers = self._buffers, {}
+        written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
+        self._state.written_buffers |= written
+        return written
 
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self._guard.end()

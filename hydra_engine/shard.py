@@ -422,6 +422,21 @@ class Structure:
                     found.setdefault(index, self.buffers[index].data)
         return found
 
+    def current_buffers(self, first: int, end: int) -> dict[int, Tensor]:
+        """The buffers of layers `[first, end)` as they are bound now."""
+        found: dict[int, Tensor] = {}
+        for places in self._buffer_places[first:end]:
+            for module, name, index in places:
+                value = module._buffers.get(name)
+                if value is not None and (index not in found or value is not self.buffers[index]):
+                    found[index] = value
+        return found
+
+    def buffer_versions(self, first: int, end: int) -> dict[int, tuple[int, int, int]]:
+        """Numbers that change when one of them is written to, or another tensor takes its place."""
+        found = self.current_buffers(first, end)
+        return {index: (id(value), value.data_ptr(), value._version) for index, value in found.items()}
+
     def release(self, shard: Shard) -> None:
         """Let go of the slab: nothing here keeps device memory alive between units."""
         for index in shard.slots:

@@ -1175,6 +1175,152 @@ def empty_tensors_share_no_memory():
     return {"layers": around(Empties(), DoublesFirst()), "expect": "exact"}
 
 
+# -- Backwards and hooks that reach for buffers
+
+
+class Scaled(Base):
+    """Divides by a buffer, which something changes in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def odd(self, x):
+        return x / self.scale.clone()
+
+
+@recipe
+def batch_norm_in_a_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(Base):
+        def __init__(self):
+            super().__init__(0.2)
+            self.norm = nn.BatchNorm1d(8)
+
+        def odd(self, x):
+            return self.norm(x)
+
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "validation": batches(2), "expect": "exact"}
+
+
+def gather(module, _, leaving):
+    module.scale.mul_(0.9).add_(leaving[0].abs().sum(0))
+
+
+def gather_beside_autograd(module, _, leaving):
+    module.scale.data.mul_(0.9).add_(leaving[0].abs().sum(0))
+
+
+def gather_in_another(module, _, leaving):
+    module.scale = module.scale * 0.9 + leaving[0].abs().sum(0)
+
+
+for _hook in (gather, gather_beside_autograd, gather_in_another):
+
+    def _build(hook=_hook):
+        layer = Scaled()
+        layer.register_full_backward_hook(hook)
+        return {"layers": around(layer, nn.Linear(8, 8)), "expect": "exact"}
+
+    RECIPES[f"backward_hook_{_hook.__name__}"] = _build
+
+
+@recipe
+def backward_of_a_shared_buffer():
+    layers = [Scaled(), Scaled()]
+    layers[1].scale = layers[0].scale
+    for layer in layers:
+        layer.register_full_backward_hook(gather)
+    return {"layers": around(*layers, nn.Linear(8, 8))}
+
+
+@recipe
+def function_changes_a_buffer_in_its_backward():
+    class Divide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x / scale
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found = gradient / ctx.scale
+            ctx.scale.add_(gradient.abs().mean(0))
+            return found, None
+
+    class Layer(Scaled):
+        def odd(self, x):
+            return Divide.apply(x, self.scale)
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+
+
+@recipe
+def parameter_hook_writes_a_buffer():
+    layer = Scaled()
+    layer.linear.weight.register_hook(lambda gradient: (layer.scale.add_(gradient.abs().mean(0)), None)[1])
+    return {"layers": around(layer), "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_a_buffer_that_changes():
+    class Layer(Scaled):
+        def odd(self, x):
+            self.scale += x.detach().abs().mean(0)
+            return x
+
+    layer = Layer()
+    layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
+    return {"layers": around(layer), "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_a_buffer_that_stays():
+    layer = Scaled()
+    layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
+    return {"layers": around(layer, nn.BatchNorm1d(8)), "expect": "exact"}
+
+
+@recipe
+def parameter_hook_reads_another_gradient():
+    layers = around(nn.Linear(8, 8))
+    other = layers[1].weight
+    layers[0].weight.register_hook(lambda gradient: gradient if other.grad is None else gradient + other.grad)
+    return {"layers": layers, "expect": "refused"}
+
+
+@recipe
+def parameter_hook_writes_another_parameter():
+    layers = around(nn.Linear(8, 8))
+    layers[0].weight.register_hook(lambda _: (layers[1].weight.data.mul_(0.9), None)[1])
+    return {"layers": layers, "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_another_weight():
+    layers = around(nn.Linear(8, 8))
+    layers[0].weight.register_hook(lambda gradient: gradient + 0.1 * layers[1].weight.detach())
+    return {"layers": layers, "expect": "exact"}
+
+
+@recipe
+def parameter_hook_reads_another_weight_early():
+    return {**parameter_hook_reads_another_weight(), "early_release": True, "expect": "refused"}
+
+
+@recipe
+def directional_derivative():
+    class Layer(Base):
+        def odd(self, x):
+            return x + torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+
+
 # -- The harness
 
 
@@ -1224,6 +1370,7 @@ def plain(name):
     """Losses and state of the plain loop; None where it raises, so that refusing is right."""
     model, loss_fn, loader, options = parts(build(name))
     options.pop("optimizer_scope", None)
+    options.pop("early_release", None)
     seed()
     try:
         losses = reference.train(model, loss_fn, loader, seed=SEED, lr=LR, epochs=EPOCHS, **options).losses
