@@ -50,8 +50,8 @@ class Inspector(Protocol):
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         """See what a micro-batch starts from."""
 
-    def enters_layer(self, value: Any, frame: Frame) -> None:
-        """See the value that a layer starts from."""
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
+        """See the value that a layer, or the loss, starts from."""
 
     def drew_in_backward(self) -> None:
         """A backward left the generators otherwise than it found them."""
@@ -184,6 +184,7 @@ class Executor:
                     for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
                         if structure.parameters[index].data_ptr() != views[index].data_ptr():
                             views[index].copy_(structure.parameters[index].data)
+            structure.check_shared()
             taken = structure.take_buffers(shard.first, self._end(shard))
             self._settle_attributes(shard)
             if kind == BACKWARD:  # the rest is what the forward left
@@ -434,9 +435,10 @@ class Executor:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self.current = "loss_fn"
+        target = micro.target.build(micro.target.tensors)
         if self.inspector is not None:
-            self.inspector.enters_layer(value, Frame({}))
-        loss = self.loss_fn(value, micro.target.build(micro.target.tensors))
+            self.inspector.enters_layer(value, Frame({}), target)
+        loss = self.loss_fn(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
