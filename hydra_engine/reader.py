@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hydra_engine.batches import MicroBatch, batch_size
-from hydra_engine.boundary import Boundary, copy_in_dram
+from hydra_engine.boundary import Boundary, copy_in_dram, copy_of_array
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.events import BatchReady, DataEnded, DataFailed, EpochAhead, Event
 from hydra_engine.loader_draws import LoaderDraws, beside_loaders
@@ -555,9 +555,14 @@ def _own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
 
 
 def _own(value: Any, where: str) -> Boundary:
-    """Taken apart, with copies of its tensors: a loader may read the next batch into the same memory."""
+    """Taken apart, with copies of tensors and arrays: a loader may read the next batch into the same memory."""
     boundary = Boundary.of(value, where)
-    return boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
+    own = boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
+    if not any(isinstance(leaf, np.ndarray) for leaf in own.leaves):
+        return own
+    return replace(
+        own, leaves=tuple(copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
+    )
 
 
 def _triple(micro_batch: Any) -> MicroBatch:

@@ -457,6 +457,7 @@ class Worker:
                     is_last=work.end == work.state.staging.num_micro_batches,
                     saved=work.saved,
                     graphs=work.graphs,
+                    written=work.state.written_buffers,
                 )
             if timer is not None:
                 timer.launched()
