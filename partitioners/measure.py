@@ -363,7 +363,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Operations of both products. Several heads of queries may share one of keys, which torch 2.11's formula refuses."""
+    """Operations of both products. Heads of queries may share one of keys, which torch 2.11 would refuse to count."""
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
