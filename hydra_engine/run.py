@@ -442,7 +442,7 @@ class EngineRun:
                     self._events.put(event)
                     return task
                 self._handle(event)
-            if self._num_setting_up < len(self._tasks):
+            if self._progress.is_on and self._num_setting_up < len(self._tasks):
                 set_up = (task.progress for task in self._tasks.values() if task.is_set_up)
                 self._progress.show(set_up, self._trace.now_s())
         return None
