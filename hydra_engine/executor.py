@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -27,7 +26,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.shard import Shard, Structure
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import cast
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
@@ -292,7 +291,7 @@ class Executor:
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
             gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
-            with self._hooks(), drawing.forward(), framed(arriving) as frame:
+            with self._hooks(), drawing.forward(), Frame(arriving) as frame:
                 value = self._layers(shard, micro.value.build(tensors), frame)
                 gotten = [tensor for _, found in skips.values() for tensor in found]
                 if gotten_versions != [tensor._version for tensor in gotten]:
@@ -319,7 +318,7 @@ class Executor:
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
                 skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
                 if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
-                    out = replace(out, shares_memory=True)  # crossing takes it apart from what skips layers
+                    out = out._replace(shares_memory=True)  # crossing takes it apart from what skips layers
                 return MicroOutput(
                     random=drawing.state,
                     value=self._around(out),

@@ -91,6 +91,8 @@ class Spiller:
 
         `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
+        if not shard.buffers:
+            return {}
         sources = self._buffers(state, shard, part, after=after)
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 

@@ -24,7 +24,7 @@ from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
@@ -96,7 +96,7 @@ class Work:
         return {name: boundary.copied().value() for name, boundary in self._arriving.items()}
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
-        with framed(arriving) as self._frame:
+        with Frame(arriving) as self._frame:
             output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
