@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -560,9 +560,8 @@ def _own(value: Any, where: str) -> Boundary:
     own = boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
     if not any(isinstance(leaf, np.ndarray) for leaf in own.leaves):
         return own
-    return replace(
-        own, leaves=tuple(copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
-    )
+    leaves = (copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
+    return own._replace(leaves=tuple(leaves))
 
 
 def _triple(micro_batch: Any) -> MicroBatch:
