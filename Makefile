@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Without a GPU this shows that the script runs; with one: make bench STREAMING=
-STREAMING ?= --emulated --minutes 4
+# Without a GPU this shows that the script runs; with one: make bench GPU_DAY=
+GPU_DAY ?= --emulated --minutes 4
 
 .PHONY: demo test exact lint bench clean
 
@@ -29,7 +29,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/scheduler/main.py
 	$(BIN)/python benchmarks/simulator/main.py
 	$(BIN)/python benchmarks/durability/main.py
-	$(BIN)/python benchmarks/streaming/main.py $(STREAMING)
+	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 
 $(STAMP): setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -122,13 +122,13 @@ def test_durability_counts_kills_and_judges(is_good, durability, monkeypatch, ca
 
 
 @pytest.fixture
-def streaming(monkeypatch):
+def gpu_day(monkeypatch):
     """The benchmark's modules by name, as its own folder has them."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(main_of("streaming").parent)
-    names = ("bounds", "scales", "tables", "ceilings", "contestants")
+    monkeypatch.syspath_prepend(main_of("gpu_day").parent)
+    names = ("bounds", "scales", "tables", "ceilings", "models", "row", "contestants")
     modules = {name: importlib.import_module(name) for name in names}
-    spec = importlib.util.spec_from_file_location("benchmarks_streaming", main_of("streaming"))
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu_day", main_of("gpu_day"))
     modules["main"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(modules["main"])
     yield SimpleNamespace(**modules)
@@ -136,24 +136,24 @@ def streaming(monkeypatch):
         del sys.modules[name]
 
 
-def in_this_process(streaming, refusing=()):
+def in_this_process(gpu_day, refusing=()):
     """What measures a group, without a process of its own; some methods raise out-of-memory instead."""
 
     def run(scale_name, group, add, until_s, row_s):
         if group.method in refusing:
             for key in group.rows():
-                with streaming.contestants.measured(add, torch.device("cpu"), key):
+                with gpu_day.row.measured(add, torch.device("cpu"), key):
                     raise torch.OutOfMemoryError("no room\nfor it")
         elif group.method != "fsdp2":
-            streaming.contestants.run_group(streaming.scales.SCALES[scale_name], group, add)
+            gpu_day.contestants.run_group(gpu_day.scales.SCALES[scale_name], group, add)
 
     return run
 
 
-def test_streaming_writes_every_row_and_names_what_was_not_run(streaming, tmp_path, capsys):
+def test_gpu_day_writes_every_row_and_names_what_was_not_run(gpu_day, tmp_path, capsys):
     path = tmp_path / "results.json"
     arguments = ["--emulated", "--quick", "--json", str(path)]
-    assert streaming.main.main(arguments, in_this_process(streaming, refusing=("interleaved",))) == 0
+    assert gpu_day.main.main(arguments, in_this_process(gpu_day, refusing=("interleaved",))) == 0
     rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
     found = {name: row["status"] for name, row in rows.items()}
     measured = dict.fromkeys(("machine", "kernels", "resident", "engine"), "ok")
@@ -171,28 +171,28 @@ def test_streaming_writes_every_row_and_names_what_was_not_run(streaming, tmp_pa
     assert "emulated: the script runs; its figures say nothing of a GPU" in printed
 
 
-def test_streaming_measures_fsdp2_in_a_process_of_its_own(streaming, monkeypatch):
+def test_gpu_day_measures_fsdp2_in_a_process_of_its_own(gpu_day, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests keep the cores busy
-    group = streaming.scales.Group(method="fsdp2", size="0.3M", memory="4MiB", tokens=(256,))
+    group = gpu_day.scales.Group(method="fsdp2", size="0.3M", memory="4MiB", tokens=(256,))
     rows = []
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    gpu_day.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
     [row] = rows
     assert row["status"] == "ok", row
     assert row["tokens_per_s"] == 256 / row["step_s"]
 
 
-def test_streaming_reports_what_ends_a_process_and_what_there_is_no_time_for(streaming):
-    group = streaming.scales.Group(method="engine", size="unknown", memory="4MiB", tokens=(256,))
+def test_gpu_day_reports_what_ends_a_process_and_what_there_is_no_time_for(gpu_day):
+    group = gpu_day.scales.Group(method="engine", size="unknown", memory="4MiB", tokens=(256,))
     rows = []
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    gpu_day.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
     [row] = rows
     assert (row["status"], row["reason"]) == ("failed", "its process ended with 1: KeyError: 'unknown'")
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic(), 60)
+    gpu_day.main.run_child("emulated-quick", group, rows.append, time.monotonic(), 60)
     assert len(rows) == 1
 
 
-def test_streaming_adds_up_kernels_as_the_plan_runs_them(streaming):
-    bounds = streaming.bounds
+def test_gpu_day_adds_up_kernels_as_the_plan_runs_them(gpu_day):
+    bounds = gpu_day.bounds
     layers = [bounds.LayerSeconds(forward=1.0, recompute=2.0, backward=4.0)] * 4
     assert bounds.compute_s(layers, [4], [], 3) == 3 * 4 * 6  # one shard: no forward twice
     assert bounds.compute_s(layers, [1, 2, 4], [0, 0, 0], 1) == 7 + 7 + 2 * 6
@@ -200,18 +200,18 @@ def test_streaming_adds_up_kernels_as_the_plan_runs_them(streaming):
     assert bounds.linear_flops([10, 20], [1, 2], [0, 0], 3) == (8 * 10 + 6 * 20) * 3
 
 
-def test_streaming_bounds_a_step_by_its_slowest_resource(streaming):
+def test_gpu_day_bounds_a_step_by_its_slowest_resource(gpu_day):
     ceilings = {"up_bytes_per_s": 2.0, "down_bytes_per_s": 4.0, "dram_bytes_per_s": 7.0}
     options = {"num_parameters": 100, "num_shards": 4, "boundary_bytes": 10}
-    found = streaming.bounds.bound(5.0, ceilings, moved=(1000, 1000), **options)
+    found = gpu_day.bounds.bound(5.0, ceilings, moved=(1000, 1000), **options)
     # Up 1.75 times 200 bytes, down 200 and three boundaries with their gradients, 28 bytes in DRAM.
     assert (found.compute, found.up, found.down, found.host) == (5.0, 175.0, 65.0, 400.0)
     assert (found.seconds, found.binding) == (400.0, "host")
-    resident = streaming.bounds.bound(5.0, ceilings, moved=(220, 210), num_tasks=2, **options)
+    resident = gpu_day.bounds.bound(5.0, ceilings, moved=(220, 210), num_tasks=2, **options)
     assert (resident.compute, resident.up, resident.down, resident.host) == (10.0, 110.0, 52.5, 800.0)
 
 
-def test_streaming_tells_exposed_updates_from_hidden_ones(streaming):
+def test_gpu_day_tells_exposed_updates_from_hidden_ones(gpu_day):
     spans = [
         Span("cuda:0", "compute", "a.f0@1", 0.0, 4.0),
         Span("host", "update", "a.0", 3.0, 6.0),  # exposed from 4 to 6
@@ -219,19 +219,19 @@ def test_streaming_tells_exposed_updates_from_hidden_ones(streaming):
         Span("cuda:0", "compute", "b.f0@1", 7.0, 10.0),
         Span("host", "commit", "a", 9.0, 12.0),  # past the window from 10 on
     ]
-    assert streaming.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
-    assert streaming.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
-    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
-    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
+    assert gpu_day.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
+    assert gpu_day.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
+    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
+    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
 
 
-def test_streaming_plans_every_row_once_the_most_important_first(streaming):
-    planned = streaming.scales.groups(streaming.scales.GPU)
+def test_gpu_day_plans_every_row_once_the_most_important_first(gpu_day):
+    planned = gpu_day.scales.groups(gpu_day.scales.GPU)
     keys = [key for group in planned for key in group.rows()]
     assert len(keys) == len(set(keys))
-    assert [sum(key[0] == method for key in keys) for method in streaming.scales.METHODS] == [20, 10, 20, 10]
+    assert [sum(key[0] == method for key in keys) for method in gpu_day.scales.METHODS] == [20, 10, 20, 10]
     assert keys[:3] == [("machine", "", "", 0), ("kernels", "1.5B", "", 0), ("resident", "1.5B", "", 16384)]
-    some = streaming.scales.groups(streaming.scales.GPU, sizes=["3B"], tokens=[4096], methods=["fsdp2"])
+    some = gpu_day.scales.groups(gpu_day.scales.GPU, sizes=["3B"], tokens=[4096], methods=["fsdp2"])
     assert [key for group in some for key in group.rows()] == [
         ("machine", "", "", 0),
         ("kernels", "3B", "", 0),

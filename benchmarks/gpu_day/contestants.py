@@ -2,135 +2,20 @@
 
 import gc
 import os
-import sys
 import tempfile
-import threading
 import time
-import traceback
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-import psutil
 import torch
+from bounds import busy_share, commit_times, exposed_share, rounds_s
+from ceilings import layer_seconds, linear_parameters, machine
+from models import ADAMW, LR, NARROW, batches, loss_fn, make_model, narrowed, num_steps
+from row import filled, in_short, measured, timed_steps
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import parse_bytes
-from partitioners.precision import compute_norms_in_float32, kept_parameters
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bounds import busy_share, commit_times, exposed_share, rounds_s, spread
-from ceilings import layer_seconds, linear_parameters, machine, synchronize
-from gpt import gpt, token_batches
-
-LR = 1e-4
-NARROW = torch.bfloat16
-NOISE = 2**22  # elements drawn; weights are cut from them, since drawing billions takes minutes
-SAMPLE_S = 0.02  # between looks at the process's memory
-# The same for all: one pass over parameters, gradients and moments, on the CPU and on a GPU.
-ADAMW = partial(torch.optim.AdamW, fused=True)
-
-
-def loss_fn(output, target):
-    """Cross-entropy of all tokens."""
-    return F.cross_entropy(output, target.flatten())
-
-
-def make_model(scale, size, device):
-    """A GPT with float32 weights on a device."""
-    shape = scale.sizes[size]
-    with torch.device("meta"):
-        model = gpt(shape.width, shape.num_blocks, shape.num_heads, scale.length, scale.vocabulary)
-    model.to_empty(device=device)
-    noise = torch.empty(NOISE + 2**16, device=device).normal_(0, 0.02)
-    with torch.no_grad():
-        for k, parameter in enumerate(model.parameters()):
-            if parameter.dim() == 1:
-                parameter.zero_()
-                continue
-            for piece in parameter.view(-1).split(NOISE):
-                start = 4097 * k % 2**16
-                piece.copy_(noise[start : start + piece.numel()])
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-    return model
-
-
-def narrowed(model):
-    """The model as a device computes it: weights in bfloat16, norms kept and computed in float32."""
-    kept = kept_parameters(model)
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.data = parameter.data.to(NARROW)
-    compute_norms_in_float32(model, NARROW)
-    return model
-
-
-def batches(scale, num_batches, tokens):
-    """Batches of so many tokens: inputs and targets are sequences, so that micro-batches can be cut from both."""
-    num_sequences = tokens // scale.length
-    found = token_batches(num_batches, num_sequences, scale.length, scale.vocabulary)
-    return [(inputs, target.view(num_sequences, scale.length)) for inputs, target in found]
-
-
-def num_steps(scale, tokens):
-    """Steps that a row measures: fewer of long ones."""
-    return scale.num_steps if tokens <= 16384 else max(2, scale.num_steps - 2)
-
-
-class HostPeak:
-    """The most resident memory of this process while it is open, looked at every 20 ms."""
-
-    def __enter__(self):
-        self._process, self._over = psutil.Process(), threading.Event()
-        self.num_bytes = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._over.wait(SAMPLE_S):
-            self.num_bytes = max(self.num_bytes, self._process.memory_info().rss)
-
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join()
-
-
-@contextmanager
-def measured(emit, device, key):
-    """One row: what the body fills in, the peaks, or why it failed."""
-    method, size, memory, tokens = key
-    row = {"method": method, "size": size, "memory": memory, "tokens": tokens, "status": "failed"}
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    start_s = time.perf_counter()
-    with HostPeak() as host:
-        try:
-            yield row
-            row["status"] = "ok"
-        except Exception as error:
-            traceback.print_exc()
-            row["reason"] = in_short(error)
-    row["host_peak_bytes"] = host.num_bytes
-    if device.type == "cuda":
-        row["device_peak_bytes"] = torch.cuda.max_memory_reserved(device)
-        row["device_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-    row["row_s"] = time.perf_counter() - start_s
-    emit(row)
-
-
-def in_short(error):
-    """An error in a line."""
-    lines = str(error).strip().splitlines() or [""]
-    is_memory = isinstance(error, torch.OutOfMemoryError)
-    return ("out of memory: " if is_memory else f"{type(error).__name__}: ") + lines[0][:200]
 
 
 def run_group(scale, group, emit):
@@ -146,23 +31,6 @@ def measure_machine(scale, group, device, emit):
     """The environment and its ceilings."""
     with measured(emit, device, group.rows()[0]) as row:
         row.update(machine(scale, device))
-
-
-def timed_steps(step, data, device, num_warm):
-    """Seconds of each step after the warm ones."""
-    found = []
-    for batch in data:
-        start_s = time.perf_counter()
-        step(*batch)
-        synchronize(device)
-        found.append(time.perf_counter() - start_s)
-    return found[num_warm:]
-
-
-def filled(row, seconds, tokens):
-    """A row with its figures: tokens are those of what `seconds` were taken of."""
-    row.update(spread(seconds), num_steps=len(seconds))
-    row["tokens_per_s"] = tokens / row["step_s"]
 
 
 # The engine

@@ -1,8 +1,8 @@
 """How near a streamed step comes to what the machine can do, beside PyTorch without and with offload. See README.md.
 
-python benchmarks/streaming/main.py                              # on a GPU: what fits into 9 minutes
-python benchmarks/streaming/main.py --sizes 3B --memories 24GiB  # some of it
-python benchmarks/streaming/main.py --emulated --quick           # no figures: shows that the script runs
+python benchmarks/gpu_day/main.py                              # on a GPU: what fits into 9 minutes
+python benchmarks/gpu_day/main.py --sizes 3B --memories 24GiB  # some of it
+python benchmarks/gpu_day/main.py --emulated --quick           # no figures: shows that the script runs
 """
 
 import argparse
