@@ -132,7 +132,7 @@ def gpu_day(monkeypatch):
     modules["main"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(modules["main"])
     yield SimpleNamespace(**modules)
-    for name in names:
+    for name in [name for name in sys.modules if name.split(".")[0] in (*names, "peers")]:
         del sys.modules[name]
 
 

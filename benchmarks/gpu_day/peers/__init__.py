@@ -1,0 +1,74 @@
+"""Those whom people use instead of the engine, each behind the same three calls (`trainer.Trainer`)."""
+
+from dataclasses import dataclass
+from importlib import import_module, metadata
+
+
+class Missing(Exception):
+    """A peer that is not installed here or does not run here: names it and tells how to get it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A peer by the name of its rows."""
+
+    name: str
+    module: str
+    trainer: str = "Trainer"
+    is_exact: bool = True  # each step computes with the weights of the step before
+    has_large_micro_batches: bool = False  # each one costs it weights or gradients on the link: as few as fit
+    num_warm: int = 0  # steps at least before the first that is timed: those in which it tunes itself
+
+    def load(self):
+        """The Trainer class; raises Missing."""
+        module = self._module()
+        missing = [need for need in module.NEEDS if not is_installed(need)]
+        if missing:
+            raise Missing(f"{self.name}: not installed; pip install --no-deps {' '.join(missing)}")
+        if module.NEEDS:
+            try:
+                import_module(module.IMPORTS)
+            except Exception as error:  # without a GPU, some end in errors that say nothing of it
+                raise Missing(f"{self.name}: {module.IMPORTS} cannot be imported: {error!r}") from error
+        return getattr(module, self.trainer)
+
+    def prepare(self):
+        """Begin to build what it compiles at first use: a process, or None where there is nothing to build."""
+        module = self._module()
+        is_built = hasattr(module, "prepare") and all(map(is_installed, module.NEEDS))
+        return module.prepare() if is_built else None
+
+    def version(self):
+        """The version that is installed, or None for what belongs to torch."""
+        needs = self._module().NEEDS
+        return metadata.version(name_of(needs[0])) if needs else None
+
+    def _module(self):
+        return import_module(f".{self.module}", __name__)
+
+
+def name_of(need):
+    """The name of a package in a line like `name==version`."""
+    return need.split("==")[0]
+
+
+def is_installed(need):
+    """Whether there is any version of a package: another than the named one may do, and rows tell which it was."""
+    try:
+        metadata.version(name_of(need))
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(name="resident", module="resident"),
+        Peer(name="fsdp2", module="fsdp2", has_large_micro_batches=True),
+        Peer(name="deepspeed", module="deepspeed", has_large_micro_batches=True),
+        Peer(name="roundpipe", module="roundpipe", num_warm=4),
+        Peer(name="roundpipe_stale", module="roundpipe", trainer="StaleTrainer", is_exact=False, num_warm=4),
+        Peer(name="trainstream", module="trainstream", has_large_micro_batches=True, num_warm=8),
+    )
+}
