@@ -21,7 +21,7 @@ def gpu_day(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.syspath_prepend(BENCHMARKS / "gpu_day")
     before = set(sys.modules)
-    names = ("scales", "models", "peers", "peers.rows")
+    names = ("bounds", "scales", "models", "peers", "peers.rows")
     yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
@@ -30,11 +30,11 @@ def gpu_day(monkeypatch):
 
 @pytest.fixture
 def scale(gpu_day):
-    return gpu_day.scales.QUICK_EMULATED
+    return gpu_day.scales.EMULATED
 
 
 def losses_of(gpu_day, scale, name, tokens, num_steps):
-    [size] = scale.sizes
+    size = scale.size
     options = {"device": CPU, "cap_bytes": None, "micro_tokens": scale.micro_tokens}
     trainer = gpu_day.peers.PEERS[name].load()(scale, size, **options)
     try:
@@ -64,7 +64,7 @@ def test_a_peer_that_does_not_run_here_says_why(gpu_day, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of views in place, of which there are none
 def test_resident_fsdp2_and_the_engine_train_the_same(gpu_day, scale):
-    [size], tokens, num_steps = scale.sizes, scale.tokens[0], 4
+    size, tokens, num_steps = scale.size, scale.tokens[0], 4
     ours = gpu_day.models.make_model(scale, size, "cpu")
     task = ModelTask(
         ours,
@@ -77,7 +77,7 @@ def test_resident_fsdp2_and_the_engine_train_the_same(gpu_day, scale):
         accumulation_steps=tokens // scale.micro_tokens,
         seed=0,
     )
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(scale.memories[0])])
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(scale.memory)])
     orchestra.verbose = 0
     report = orchestra.train_models()
     report.raise_failures()
@@ -85,13 +85,13 @@ def test_resident_fsdp2_and_the_engine_train_the_same(gpu_day, scale):
     assert losses[0] - losses[-1] > 0.05  # so that agreement means something
     for name in ("resident", "fsdp2"):
         found = losses_of(gpu_day, scale, name, tokens, num_steps)
-        assert gpu_day.rows.difference(found, losses) < 0.03, (name, found, losses)
+        assert gpu_day.bounds.difference(found, losses) < 0.03, (name, found, losses)
 
 
 def test_a_difference_is_a_share_of_the_fall(gpu_day):
-    assert gpu_day.rows.difference([5.0, 4.5, 4.0], [5.0, 4.6, 4.0]) == pytest.approx(0.1)
-    assert gpu_day.rows.difference([5.0, 5.0, 5.0], [5.0, 4.6, 4.0]) == pytest.approx(1.0)
-    assert gpu_day.rows.difference([5.0, 4.0], [5.0, 5.0]) == float("inf")
+    assert gpu_day.bounds.difference([5.0, 4.5, 4.0], [5.0, 4.6, 4.0]) == pytest.approx(0.1)
+    assert gpu_day.bounds.difference([5.0, 5.0, 5.0], [5.0, 4.6, 4.0]) == pytest.approx(1.0)
+    assert gpu_day.bounds.difference([5.0, 4.0], [5.0, 5.0]) == float("inf")
 
 
 class FakeTrainer:

@@ -163,7 +163,11 @@ def locking(scale):
     host.let_go(storage)
     let_go_s = time.perf_counter() - start_s
     per_gb = 1e9 / scale.locked_bytes
-    return {"touch_s_per_gb": touched_s * per_gb, "lock_s_per_gb": locked_s * per_gb, "let_go_s_per_gb": let_go_s * per_gb}
+    return {
+        "touch_s_per_gb": touched_s * per_gb,
+        "lock_s_per_gb": locked_s * per_gb,
+        "let_go_s_per_gb": let_go_s * per_gb,
+    }
 
 
 def wake_up(scale):

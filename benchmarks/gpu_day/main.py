@@ -16,19 +16,19 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
 import wheels
+from peers import PEERS
 from report import report
 from rows import Results, failed
 from scales import SCALES
 from stages import stages
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 END_S = 8  # kept for ending a process and printing
 
 
@@ -46,7 +46,7 @@ def run_child(scale_name, group, add, until_s, row_s, folder):
 
 def run_rest(scale_name, group, add, until_s, row_s, folder):
     """One process's rows; the tokens of those that it did not come to, though there is time."""
-    left, is_fresh = list(group.rows()), True
+    left = list(group.rows())
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, HERE / "child.py", scale_name, json.dumps(asdict(group)), folder],
@@ -76,13 +76,13 @@ def run_rest(scale_name, group, add, until_s, row_s, folder):
                 if row is None:
                     continue
                 left = [key for key in left if key != (row["method"], row["size"], row["memory"], row["tokens"])]
-                # Losses of a row count from the weights of `make_model` where no other row came before it.
-                add({**row, "is_fresh": is_fresh} | ({"stderr": tail(errors)} if row["status"] != "ok" else {}))
-                is_fresh = False
+                add(row if row["status"] == "ok" else {**row, "stderr": tail(errors)})
         finally:
             end(process)
         if left:
-            reason = reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
+            reason = (
+                reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
+            )
             add({**failed(left[0], reason), "stderr": tail(errors)})
         return tuple(key[3] for key in left[1:])
 
@@ -128,8 +128,10 @@ def tail(errors):
 
 def measure(scale_name, names, folder, until_s, run):
     """Measure what the folder does not have yet: first rows that nobody tried, then those that failed."""
-    planned = stages(SCALES[scale_name])
+    planned, built = stages(SCALES[scale_name]), []
     for name in names:
+        if name == "right":  # beside checks, where nothing is timed
+            built = [process for peer in PEERS.values() if (process := peer.prepare()) is not None]
         stage, results = planned[name], Results(folder, name, scale_name)
 
         def add(row, results=results, name=name):
@@ -143,6 +145,11 @@ def measure(scale_name, names, folder, until_s, run):
                 tokens = tuple(key[3] for key in group.rows() if key in wanted)
                 if tokens and time.monotonic() < until_s:
                     run(scale_name, replace(group, tokens=tokens), add, until_s, stage.row_s, folder)
+        for process in built:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until_s - time.monotonic()))
+            process.kill()
+        built = []
 
 
 def said(row):
@@ -163,6 +170,7 @@ def main(arguments=None, run=run_child):
     arguments.out.mkdir(parents=True, exist_ok=True)
     installed = wheels.install()
     if installed is not None:
+        sys.path.append(str(installed))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
 
     def stop(*_):
