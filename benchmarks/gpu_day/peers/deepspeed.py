@@ -6,7 +6,7 @@ import sys
 import torch
 from models import loss_fn, make_model
 
-from .process_group import open_group
+from .process_group import keep_group
 from .trainer import adamw_settings, checkpointed, micro_batches
 
 NEEDS = (
@@ -43,7 +43,7 @@ class Trainer:
         from deepspeed.utils import safe_set_full_fp32_param
 
         self._device, self._micro_tokens = device, micro_tokens
-        self._close_group = open_group(device)
+        keep_group(device)
         model = make_model(scale, size, "cpu")
         masters = [parameter.detach().clone() for parameter in model.parameters()]
         # With the other kind of checkpoint, a recompute sees weights whose shapes ZeRO-3 has already taken away.
@@ -69,7 +69,6 @@ class Trainer:
     def close(self):
         self._engine.destroy()
         self._engine = None
-        self._close_group()
 
 
 def config(num_sequences):

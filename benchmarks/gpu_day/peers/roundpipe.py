@@ -29,10 +29,6 @@ def prepare():
     return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-class WorkerError(Exception):
-    """A thread of RoundPipe's failed."""
-
-
 class Trainer:
     """bfloat16 weights and gradients in page-locked DRAM, float32 masters and moments there, its own Adam in C++."""
 
@@ -57,16 +53,13 @@ class Trainer:
 
     def step(self, inputs, target):
         parts = micro_batches(inputs, target, self._micro_tokens)
-        try:
-            loss = self._model.forward_backward(
-                input_args=(inputs,),
-                label=target,
-                loss_fn=lambda output, y: loss_fn(output.float(), y) * (len(y) / len(target)),
-                run_config=self._run_config(len(parts)),
-            )
-            self._model.step(self._update, is_async=self.is_stale)
-        except WorkerError:
-            raise self._worker_error from None
+        loss = self._model.forward_backward(
+            input_args=(inputs,),
+            label=target,
+            loss_fn=lambda output, y: loss_fn(output.float(), y) * (len(y) / len(target)),
+            run_config=self._run_config(len(parts)),
+        )
+        self._model.step(self._update, is_async=self.is_stale)
         return loss  # the sum of all micro-batches'
 
     def _run_config(self, num_micro_batches):
@@ -92,7 +85,8 @@ class Trainer:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     def _raise_worker_error(self, *_):
-        raise WorkerError
+        """In the main thread, wherever it waits."""
+        raise self._worker_error
 
     def close(self):
         """Wait for the last update; after an error, forget the package, whose threads and queues are spoilt."""
