@@ -1,8 +1,9 @@
-"""How near a streamed step comes to what the machine can do, beside PyTorch without and with offload. See README.md.
+"""A session on a machine with one GPU: is it right, how fast is it, and beside whom. See README.md.
 
-python benchmarks/gpu_day/main.py                              # on a GPU: what fits into 9 minutes
-python benchmarks/gpu_day/main.py --sizes 3B --memories 24GiB  # some of it
-python benchmarks/gpu_day/main.py --emulated --quick           # no figures: shows that the script runs
+python benchmarks/gpu_day/main.py                       # every stage, as far as 9 minutes go; again goes on
+python benchmarks/gpu_day/main.py facts right           # some of them
+python benchmarks/gpu_day/main.py --emulated            # without a GPU: shows that the script runs
+python benchmarks/gpu_day/main.py report                # the tables of what was measured
 """
 
 import argparse
@@ -18,129 +19,42 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bounds import LayerSeconds, bound, compute_s, linear_flops
-from scales import METHODS, PARTITIONERS, RELEASES, SCALES, Group, groups
-from tables import cells, summary
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
 
-ROW_SHARE = 0.25  # of the minutes that one row may take: what hangs must not take them all
-END_S = 5  # kept for ending a process and printing
+import wheels
+from report import report
+from rows import Results, failed
+from scales import SCALES
+from stages import stages
+
+END_S = 8  # kept for ending a process and printing
 
 
 class Stopped(BaseException):
     """SIGTERM came."""
 
 
-class Results:
-    """Rows as they come, written to a file after each; bounds are worked out once all they need is there."""
-
-    def __init__(self, scale, planned, path):
-        self.scale, self.path = scale, path
-        self._start_s = time.perf_counter()
-        self.rows = {key: not_run(key) for group in planned for key in group.rows()}
-
-    def add(self, row):
-        """Take a row, finish every figure that it makes possible, and write all."""
-        key = (row["method"], row["size"], row["memory"], row["tokens"])
-        self.rows[key] = row
-        self.write()
-        return self.rows[key]
-
-    def write(self):
-        """All rows so far, whole or not at all."""
-        for key, row in self.rows.items():
-            if row["status"] == "ok" and row["method"] in ("engine", "interleaved") and "share_of_bound" not in row:
-                self._bound(key, row)
-            if row["status"] == "ok" and row["method"] == "engine":
-                self._compare(key, row)
-        if self.path is not None:
-            content = {"emulated": self.scale.is_emulated, "seconds": time.perf_counter() - self._start_s}
-            content |= {"scale": asdict(self.scale), "rows": list(self.rows.values())}
-            beside = self.path.with_name(self.path.name + ".part")
-            beside.write_text(json.dumps(content, indent=1))
-            os.replace(beside, self.path)
-
-    def get(self, method, size="", memory="", tokens=0):
-        """A row that was measured, or None."""
-        row = self.rows.get((method, size, memory, tokens))
-        return row if row is not None and row["status"] == "ok" else None
-
-    def _bound(self, key, row):
-        ceilings, kernels = self.get("machine"), self.get("kernels", key[1])
-        if ceilings is None or kernels is None:
-            return
-        layers = [LayerSeconds(**layer) for layer in kernels["layers"]]
-        cut = (row["boundaries"], row["graph_bytes"])
-        least = bound(
-            compute_s(layers, *cut, row["micro_batches"]),
-            ceilings,
-            num_parameters=row["num_parameters"],
-            num_shards=len(row["boundaries"]),
-            boundary_bytes=row["boundary_bytes"],
-            moved=(row["loaded_bytes"], row["stored_bytes"]),
-            num_tasks=row["num_tasks"],
-        )
-        flops = row["num_tasks"] * linear_flops(kernels["linear_parameters"], *cut, key[3])
-        row.update(
-            terms_s=asdict(least),
-            bound_s=least.seconds,
-            binding=least.binding,
-            share_of_bound=least.seconds / row["step_s"],
-            kernels_of_matmul_peak=flops / least.compute / ceilings["matmul_flops_per_s"],
-        )
-
-    def _compare(self, key, row):
-        _, size, memory, tokens = key
-        for name, other in (("resident", ""), ("fsdp2", memory)):
-            beside = self.get(name, size, other, tokens)
-            if beside is not None:
-                row[f"times_{name}"] = row["tokens_per_s"] / beside["tokens_per_s"]
-
-
-def not_run(key):
-    """The row of what nobody got to."""
-    return {**dict(zip(("method", "size", "memory", "tokens"), key, strict=True)), "status": "not run"}
-
-
-def failed(key, reason):
-    """The row of what ended its process."""
-    return {**not_run(key), "status": "failed", "reason": reason}
-
-
-# Processes
-
-
-def child(scale_name, group):
-    """Measure a group in this process and print each row as a line."""
-    from contestants import run_group
-
-    def emit(row):
-        print(json.dumps(row), flush=True)
-
-    run_group(SCALES[scale_name], Group(**{**group, "tokens": tuple(group["tokens"])}), emit)
-
-
-def run_child(scale_name, group, add, until_s, row_s):
+def run_child(scale_name, group, add, until_s, row_s, folder):
     """Measure a group in a process of its own; a row that ends it is marked, and the rest goes on in another one."""
-    left = group.rows()
+    left = group.tokens
     while left and time.monotonic() < until_s:
-        left = run_rest(scale_name, only(group, left), add, until_s, row_s)
+        group = replace(group, tokens=left)
+        left = run_rest(scale_name, group, add, until_s, row_s, folder)
 
 
-def only(group, keys):
-    """A group of what is left of it."""
-    tokens = tuple(key[3] for key in keys if key[0] == group.method and key[3])
-    return replace(group, tokens=tokens, kernels=any(key[0] == "kernels" for key in keys))
-
-
-def run_rest(scale_name, group, add, until_s, row_s):
-    """One process's rows; the keys of those that it did not come to, though there is time."""
-    left = group.rows()
+def run_rest(scale_name, group, add, until_s, row_s, folder):
+    """One process's rows; the tokens of those that it did not come to, though there is time."""
+    left, is_fresh = list(group.rows()), True
     with tempfile.TemporaryFile("w+") as errors:
-        arguments = ["child", scale_name, json.dumps(asdict(group))]
-        # Segments that grow keep a competitor, whose allocator has a hard cap, from failing for fragmentation.
-        environment = os.environ if group.method in ("engine", "interleaved") else expandable()
         process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            [sys.executable, HERE / "child.py", scale_name, json.dumps(asdict(group)), folder],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment_of(group, is_emulated=SCALES[scale_name].is_emulated),
+            start_new_session=True,  # what it starts ends with it
         )
         lines = queue.Queue()
         reader = threading.Thread(target=lambda: [lines.put(line) for line in (*process.stdout, None)], daemon=True)
@@ -158,116 +72,134 @@ def run_rest(scale_name, group, add, until_s, row_s):
                     break
                 if line is None:
                     break
-                if not line.startswith("{"):  # a library that prints
+                row = parsed(line)
+                if row is None:
                     continue
-                row = json.loads(line)
                 left = [key for key in left if key != (row["method"], row["size"], row["memory"], row["tokens"])]
-                add(row)
+                # Losses of a row count from the weights of `make_model` where no other row came before it.
+                add({**row, "is_fresh": is_fresh} | ({"stderr": tail(errors)} if row["status"] != "ok" else {}))
+                is_fresh = False
         finally:
             end(process)
         if left:
-            add(failed(left[0], reason or f"its process ended with {process.returncode}: {last_line(errors)}"))
-        return left[1:]
+            reason = reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
+            add({**failed(left[0], reason), "stderr": tail(errors)})
+        return tuple(key[3] for key in left[1:])
 
 
-def expandable():
-    """An environment in which torch's device allocator grows its segments."""
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    return {**os.environ, name: os.environ.get(name, "expandable_segments:True")}
+def parsed(line):
+    """A row, or None where a library printed something."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "method" in row else None
+
+
+def environment_of(group, *, is_emulated):
+    """The environment of a child: this folder's modules, the wheels, and what the method needs."""
+    path = [str(HERE), str(ROOT), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    if is_emulated:
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    if group.module == "peers":
+        # Segments that grow keep a peer, whose allocator has a hard cap, from failing for fragmentation.
+        found.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return found
 
 
 def end(process):
-    """End a process of ours."""
-    if process.poll() is None:
-        process.terminate()
+    """End a process of ours, and what it has started."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
+            os.killpg(process.pid, kind)
             process.wait(timeout=END_S / 2)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
     process.wait()
     process.stdout.close()
 
 
-def last_line(errors):
+def tail(errors):
     """What a process said at last."""
     errors.seek(0)
-    lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return "\n".join(line for line in errors.read().splitlines() if line.strip())[-3000:]
 
 
-# The call
+def measure(scale_name, names, folder, until_s, run):
+    """Measure what the folder does not have yet: first rows that nobody tried, then those that failed."""
+    planned = stages(SCALES[scale_name])
+    for name in names:
+        stage, results = planned[name], Results(folder, name, scale_name)
+
+        def add(row, results=results, name=name):
+            results.add(row)
+            print(f"{name}: {row['method']} {row['size']} {row['tokens'] or ''}: {said(row)}", flush=True)
+
+        untried = {key for key in stage.rows() if results.status(key) is None}
+        tried = {key for key in stage.rows() if results.status(key) not in (None, "ok")}
+        for wanted in (untried, tried):
+            for group in stage.groups:
+                tokens = tuple(key[3] for key in group.rows() if key in wanted)
+                if tokens and time.monotonic() < until_s:
+                    run(scale_name, replace(group, tokens=tokens), add, until_s, stage.row_s, folder)
+
+
+def said(row):
+    """What a row has to say, in short."""
+    if row["status"] != "ok":
+        return f"{row['status']}: {row.get('reason', '')}"
+    return f"{row['step_s']:.3f} s per step" if "step_s" in row else f"ok, {row.get('row_s', 0):.0f} s"
 
 
 def main(arguments=None, run=run_child):
     """`run`: measures one group, as `run_child`."""
     arguments = parse(arguments)
-    name = ("emulated" if arguments.emulated else "gpu") + ("-quick" if arguments.quick else "")
-    scale = SCALES[name]
-    planned = groups(
-        scale,
-        sizes=chosen("sizes", arguments.sizes, scale.sizes),
-        memories=chosen("memories", arguments.memories, scale.memories),
-        tokens=chosen("tokens", arguments.tokens, scale.tokens),
-        methods=chosen("methods", arguments.methods, METHODS),
-        release=arguments.release,
-        partitioner=arguments.partitioner,
-    )
+    if arguments.stages == ["report"]:
+        print(report(arguments.out))
+        return 0
+    scale_name = "emulated" if arguments.emulated else "gpu"
     until_s = time.monotonic() + 60 * arguments.minutes - END_S
-    results = Results(scale, planned, arguments.json)
-
-    def add(row):
-        print("  ".join(cells(results.add(row))), flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    installed = wheels.install()
+    if installed is not None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
 
     def stop(*_):
         raise Stopped
 
     before = signal.signal(signal.SIGTERM, stop)
+    code = 0
     try:
-        results.write()
-        for group in planned:
-            if time.monotonic() >= until_s:
-                break
-            run(name, group, add, until_s, 60 * arguments.minutes * ROW_SHARE)
-            if group.method == "machine" and results.get("machine") is None:
-                print("no ceilings, so nothing else is run; without a GPU, --emulated shows that the script runs")
-                return 1
-        code = 0
+        measure(scale_name, arguments.stages or list(stages(SCALES[scale_name])), arguments.out, until_s, run)
     except Stopped:
         code = 143
     except KeyboardInterrupt:
         code = 130
     finally:
         signal.signal(signal.SIGTERM, before)
-        results.write()
-        print("", *summary(list(results.rows.values()), scale.is_emulated), sep="\n", flush=True)
+        text = report(arguments.out)
+        (arguments.out / "report.md").write_text(text + "\n")
+        print(f"\n{text}", flush=True)
     return code
-
-
-def chosen(option, values, known):
-    """The values of an option, in their own types; refuses what is not known."""
-    names = {str(each): each for each in known}
-    unknown = [value for value in values if value not in names]
-    if unknown:
-        raise SystemExit(f"--{option}: {', '.join(unknown)}, known: {', '.join(names)}")
-    return [names[value] for value in values]
 
 
 def parse(arguments):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it (default 9)")
-    parser.add_argument("--json", type=Path, help="file of the results, written anew after each row")
-    parser.add_argument("--quick", action="store_true", help="one small model, one cap, one length of step")
+    known = [*stages(SCALES["gpu"]), "report"]
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(known)} (default: all but the last)")
     parser.add_argument("--emulated", action="store_true", help="on the CPU: shows that the script runs")
-    for option in ("sizes", "memories", "tokens", "methods"):
-        parser.add_argument(f"--{option}", nargs="+", default=[], help="only these")
-    parser.add_argument("--release", choices=RELEASES, default="auto", help="when the engine updates (default auto)")
-    parser.add_argument("--partitioner", choices=PARTITIONERS, default="pilot", help="the engine's (default pilot)")
-    return parser.parse_args(arguments)
+    parser.add_argument("--minutes", type=float, default=9.0, help="in which this call ends (default 9)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: results beside this file)")
+    found = parser.parse_args(arguments)
+    unknown = [each for each in found.stages if each not in known]
+    if unknown or ("report" in found.stages and len(found.stages) > 1):
+        parser.error(f"STAGE: {' '.join(found.stages)}, known: {', '.join(known)}; the last stands alone")
+    if found.out is None:
+        found.out = Path(tempfile.mkdtemp()) if found.emulated else HERE / "results"
+    return found
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        child(sys.argv[2], json.loads(sys.argv[3]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -31,7 +31,7 @@ def make_model(scale, size, device):
     with torch.device("meta"):
         model = gpt(shape.width, shape.num_blocks, shape.num_heads, scale.length, scale.vocabulary)
     model.to_empty(device=device)
-    noise = torch.empty(NOISE + 2**16, device=device).normal_(0, 0.02)
+    noise = torch.empty(NOISE + 2**16).normal_(0, 0.02).to(device)  # the same on every device
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:

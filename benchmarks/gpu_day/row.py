@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 from bounds import spread
-from ceilings import synchronize
+from kernels import synchronize
 
 SAMPLE_S = 0.02  # between looks at the process's memory
 
