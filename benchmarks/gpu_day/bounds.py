@@ -134,3 +134,13 @@ def busy_share(spans, start_s, end_s):
 def spread(seconds):
     """Median and range, as a row holds them."""
     return {"step_s": median(seconds), "step_s_least": min(seconds), "step_s_most": max(seconds)}
+
+
+def difference(losses, others):
+    """The largest difference of two runs' losses, as a share of the other run's fall.
+
+    The fall, not the loss: what does not train at all has losses that hardly differ either.
+    """
+    pairs = list(zip(losses, others, strict=False))
+    fall = abs(pairs[0][1] - pairs[-1][1])
+    return max(abs(loss - other) for loss, other in pairs) / fall if fall else float("inf")

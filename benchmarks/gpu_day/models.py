@@ -64,8 +64,3 @@ def batches(scale, num_batches, tokens):
     num_sequences = tokens // scale.length
     [(inputs, target)] = token_batches(1, num_sequences, scale.length, scale.vocabulary)
     return [(inputs, target.view(num_sequences, scale.length))] * num_batches
-
-
-def num_steps(scale, tokens):
-    """Steps that a row measures: fewer of long ones."""
-    return scale.num_steps if tokens <= 16384 else max(2, scale.num_steps - 2)

@@ -66,7 +66,7 @@ EMULATED = Scale(
         "0.3M": Shape(width=64, num_blocks=6, num_heads=4),
         "0.6M": Shape(width=96, num_blocks=6, num_heads=4),
     },
-    memory="4MiB",
+    memory="1MiB",
     tokens=(256, 128, 64),
     length=32,
     micro_tokens=64,

@@ -2,7 +2,6 @@
 
 import gc
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ NEEDS = (
     "py-cpuinfo==9.0.0",
     "tqdm",
 )
-IMPORTS = "roundpipe"
-BUILD = "from roundpipe.optim.optim_builder import load_optim_function; load_optim_function('adam')"
 MODEL_SHARE = 0.6  # of the device's memory, for weights and gradients: RoundPipe's own default
 
 
-def prepare():
-    """Begin to build the CPU Adam; the process that does it."""
-    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def build():
+    """Compile the CPU Adam, or load what was compiled."""
+    from roundpipe.optim.optim_builder import load_optim_function
+
+    load_optim_function("adam")
 
 
 class Trainer:
@@ -97,7 +96,7 @@ class Trainer:
             for attribute in self._model.layer_attrs:  # let the optimizer's thread go, or it waits for ever
                 attribute.grad_download_started.set()
                 attribute.param_upload_started.set()
-            for name in [name for name in sys.modules if name.split(".")[0] == IMPORTS]:
+            for name in [name for name in sys.modules if name.split(".")[0] == "roundpipe"]:
                 del sys.modules[name]
         signal.signal(signal.SIGUSR1, self._handler_before)
         self._model = self._optimizer = self._package = self._worker_error = None

@@ -4,8 +4,8 @@ import gc
 from contextlib import suppress
 
 import torch
-from ceilings import synchronize
-from models import batches, num_steps
+from kernels import synchronize
+from models import batches
 from row import filled, in_short, measured, timed_steps
 
 from partitioners import parse_bytes
@@ -68,7 +68,7 @@ class Contestant:
             self._trainer = trainer(scale, self._size, **options)
             synchronize(self._device)
         losses = []
-        data = batches(scale, num_warm + num_steps(scale, tokens), tokens)
+        data = batches(scale, num_warm + scale.num_steps, tokens)
         seconds = timed_steps(lambda *batch: losses.append(self._trainer.step(*batch)), data, self._device, num_warm)
         filled(row, seconds, tokens)
         row.update(
@@ -92,13 +92,3 @@ class Contestant:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
-
-
-def difference(losses, others):
-    """The largest difference of two runs' losses, as a share of the other run's fall.
-
-    The fall, not the loss: what does not train at all has losses that hardly differ either.
-    """
-    pairs = list(zip(losses, others, strict=False))
-    fall = abs(pairs[0][1] - pairs[-1][1])
-    return max(abs(loss - other) for loss, other in pairs) / fall if fall else float("inf")
