@@ -1,7 +1,9 @@
 """Peers of the benchmark on a GPU: those that belong to torch train here, the others say that they are missing."""
 
 import importlib
+import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ def gpu_day(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.syspath_prepend(BENCHMARKS / "gpu_day")
     before = set(sys.modules)
-    names = ("bounds", "scales", "models", "peers", "peers.rows")
+    names = ("scales", "bounds", "models", "peers", "peers.rows")
     yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
     for name in set(sys.modules) - before:
         if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
@@ -30,7 +32,16 @@ def gpu_day(monkeypatch):
 
 @pytest.fixture
 def scale(gpu_day):
-    return gpu_day.scales.EMULATED
+    return replace(gpu_day.scales.EMULATED, length=32, micro_tokens=128)
+
+
+@pytest.fixture
+def own_folder(gpu_day, monkeypatch, tmp_path):
+    """Nothing is compiled, and the environment is left as it was."""
+    for name in ("TORCH_EXTENSIONS_DIR", "TRAINSTREAM_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(gpu_day.peers.tempfile, "tempdir", str(tmp_path))
 
 
 def losses_of(gpu_day, scale, name, tokens, num_steps):
@@ -55,11 +66,20 @@ def test_a_peer_that_is_missing_says_so_by_name(name, gpu_day, monkeypatch):
     assert peer.prepare() is None
 
 
-def test_a_peer_that_does_not_run_here_says_why(gpu_day, monkeypatch):
+def test_a_peer_that_does_not_run_here_says_why(gpu_day, own_folder, monkeypatch):
     monkeypatch.setattr(gpu_day.peers.metadata, "version", lambda _: "0")
     monkeypatch.setitem(sys.modules, "roundpipe", None)
-    with pytest.raises(gpu_day.peers.Missing, match="roundpipe: roundpipe cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(gpu_day.peers.Missing, match="roundpipe: does not run here: ModuleNotFoundError"):
         gpu_day.peers.PEERS["roundpipe"].load()
+
+
+def test_a_lock_that_a_killed_builder_left_is_forgotten(gpu_day, own_folder):
+    with gpu_day.peers.sole_builder("deepspeed"):
+        built = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "cpu_adam"
+        built.mkdir()
+        (built / "lock").touch()
+    with gpu_day.peers.sole_builder("deepspeed"):
+        assert list(built.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of views in place, of which there are none
@@ -117,7 +137,7 @@ def run_fake(gpu_day, scale, log, tokens=(256,), **options):
     peers = {"fake": gpu_day.peers.Peer(name="fake", module="resident", num_warm=3)}
     trainer = partial(FakeTrainer, log=log, **options)
     object.__setattr__(peers["fake"], "load", lambda: trainer)
-    group = gpu_day.scales.Group(method="fake", size=next(iter(scale.sizes)), memory="4MiB", tokens=tokens)
+    group = gpu_day.scales.Group(method="fake", size=scale.size, memory="4MiB", tokens=tokens)
     rows = []
     gpu_day.rows.run_peer(scale, group, CPU, rows.append, peers)
     return rows

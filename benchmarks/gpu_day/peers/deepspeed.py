@@ -1,12 +1,9 @@
 """DeepSpeed's ZeRO-3 with weights and optimizer offloaded to DRAM, in one process of world size 1."""
 
-import subprocess
-import sys
-
 import torch
 from models import loss_fn, make_model
 
-from .process_group import open_group
+from .process_group import keep_group
 from .trainer import adamw_settings, checkpointed, micro_batches
 
 NEEDS = (
@@ -22,13 +19,13 @@ NEEDS = (
     "pydantic",
     "tqdm",
 )
-IMPORTS = "deepspeed"
-BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
 
 
-def prepare():
-    """Begin to build the CPU Adam, a minute of a compiler's work; the process that does it."""
-    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def build():
+    """Compile the CPU Adam, a minute's work, or load what was compiled."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load()
 
 
 class Trainer:
@@ -43,7 +40,7 @@ class Trainer:
         from deepspeed.utils import safe_set_full_fp32_param
 
         self._device, self._micro_tokens = device, micro_tokens
-        self._close_group = open_group(device)
+        keep_group(device)
         model = make_model(scale, size, "cpu")
         masters = [parameter.detach().clone() for parameter in model.parameters()]
         # With the other kind of checkpoint, a recompute sees weights whose shapes ZeRO-3 has already taken away.
@@ -69,7 +66,6 @@ class Trainer:
     def close(self):
         self._engine.destroy()
         self._engine = None
-        self._close_group()
 
 
 def config(num_sequences):

@@ -1,5 +1,6 @@
 """A process group of one process, for peers that do not go without."""
 
+import atexit
 import os
 import tempfile
 
@@ -20,3 +21,11 @@ def open_group(device):
         folder.cleanup()
 
     return close
+
+
+def keep_group(device):
+    """Make the group unless there is one, until the process ends: for a peer that keeps the first that it saw."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        atexit.register(open_group(device))

@@ -2,7 +2,6 @@
 
 import gc
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -19,18 +18,14 @@ NEEDS = (
     "py-cpuinfo==9.0.0",
     "tqdm",
 )
-IMPORTS = "roundpipe"
-BUILD = "from roundpipe.optim.optim_builder import load_optim_function; load_optim_function('adam')"
 MODEL_SHARE = 0.6  # of the device's memory, for weights and gradients: RoundPipe's own default
 
 
-def prepare():
-    """Begin to build the CPU Adam; the process that does it."""
-    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def build():
+    """Compile the CPU Adam, or load what was compiled."""
+    from roundpipe.optim.optim_builder import load_optim_function
 
-
-class WorkerError(Exception):
-    """A thread of RoundPipe's failed."""
+    load_optim_function("adam")
 
 
 class Trainer:
@@ -57,16 +52,13 @@ class Trainer:
 
     def step(self, inputs, target):
         parts = micro_batches(inputs, target, self._micro_tokens)
-        try:
-            loss = self._model.forward_backward(
-                input_args=(inputs,),
-                label=target,
-                loss_fn=lambda output, y: loss_fn(output.float(), y) * (len(y) / len(target)),
-                run_config=self._run_config(len(parts)),
-            )
-            self._model.step(self._update, is_async=self.is_stale)
-        except WorkerError:
-            raise self._worker_error from None
+        loss = self._model.forward_backward(
+            input_args=(inputs,),
+            label=target,
+            loss_fn=lambda output, y: loss_fn(output.float(), y) * (len(y) / len(target)),
+            run_config=self._run_config(len(parts)),
+        )
+        self._model.step(self._update, is_async=self.is_stale)
         return loss  # the sum of all micro-batches'
 
     def _run_config(self, num_micro_batches):
@@ -92,7 +84,8 @@ class Trainer:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     def _raise_worker_error(self, *_):
-        raise WorkerError
+        """In the main thread, wherever it waits."""
+        raise self._worker_error
 
     def close(self):
         """Wait for the last update; after an error, forget the package, whose threads and queues are spoilt."""
@@ -103,7 +96,7 @@ class Trainer:
             for attribute in self._model.layer_attrs:  # let the optimizer's thread go, or it waits for ever
                 attribute.grad_download_started.set()
                 attribute.param_upload_started.set()
-            for name in [name for name in sys.modules if name.split(".")[0] == IMPORTS]:
+            for name in [name for name in sys.modules if name.split(".")[0] == "roundpipe"]:
                 del sys.modules[name]
         signal.signal(signal.SIGUSR1, self._handler_before)
         self._model = self._optimizer = self._package = self._worker_error = None
