@@ -177,6 +177,23 @@ def test_gpu_day_goes_on_with_what_is_not_there_and_then_with_what_failed(gpu_da
     assert (tmp_path / "report.md").read_text().startswith(gpu_day.report.report(tmp_path / "nothing"))
 
 
+def test_gpu_day_measures_the_peers_that_four_models_are_compared_with(gpu_day, tmp_path):
+    asked, first_two = [], gpu_day.scales.EMULATED.tokens[:2]
+
+    def run(scale_name, group, add, until_s, row_s, folder):
+        asked.append((group.method, group.tokens))
+        for key in group.rows():
+            add(gpu_day.rows.failed(key, "no room"))
+
+    arguments = ["four", "--emulated", "--out", str(tmp_path)]
+    gpu_day.main.main(arguments, run)
+    peers = importlib.import_module("peers").PEERS
+    assert asked == [("interleaved", first_two[::-1]), *((name, first_two) for name in peers)]
+    del asked[:]
+    gpu_day.main.main(arguments, run)
+    assert asked == [("interleaved", first_two[::-1])]  # peers that failed are tried again in their own stage
+
+
 def test_gpu_day_readme_has_the_tables_that_are_printed_of_its_results(gpu_day):
     folder = main_of("gpu_day").parent
     assert gpu_day.report.report(folder / "results") in (folder / "README.md").read_text()

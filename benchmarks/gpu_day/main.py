@@ -127,29 +127,39 @@ def tail(errors):
 
 
 def measure(scale_name, names, folder, until_s, run):
-    """Measure what the folder does not have yet: first rows that nobody tried, then those that failed."""
+    """Measure what the folder does not have yet: in each stage first rows that nobody tried, then those that failed."""
     planned, built = stages(SCALES[scale_name]), []
     for name in names:
+        stage = planned[name]
         if name == "right":  # beside checks, where nothing is timed
             built = [process for peer in PEERS.values() if (process := peer.prepare()) is not None]
-        stage, results = planned[name], Results(folder, name, scale_name)
-
-        def add(row, results=results, name=name):
-            results.add(row)
-            print(f"{name}: {row['method']} {row['size']} {row['tokens'] or ''}: {said(row)}", flush=True)
-
-        untried = {key for key in stage.rows() if results.status(key) is None}
-        tried = {key for key in stage.rows() if results.status(key) not in (None, "ok")}
-        for wanted in (untried, tried):
-            for group in stage.groups:
-                tokens = tuple(key[3] for key in group.rows() if key in wanted)
-                if tokens and time.monotonic() < until_s:
-                    run(scale_name, replace(group, tokens=tokens), add, until_s, stage.row_s, folder)
+        go_on(scale_name, name, stage.groups, stage.row_s, folder, until_s, run)
+        if name == "four":  # is compared with rows of another stage
+            peers = [replace(each, tokens=each.tokens[:2]) for each in planned["one"].groups if each.module == "peers"]
+            go_on(scale_name, "one", peers, planned["one"].row_s, folder, until_s, run, retries=False)
         for process in built:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, until_s - time.monotonic()))
             process.kill()
         built = []
+
+
+def go_on(scale_name, name, groups, row_s, folder, until_s, run, *, retries=True):
+    """Measure rows of a stage."""
+    results = Results(folder, name, scale_name)
+
+    def add(row):
+        results.add(row)
+        print(f"{name}: {row['method']} {row['size']} {row['tokens'] or ''}: {said(row)}", flush=True)
+
+    keys = [key for group in groups for key in group.rows()]
+    untried = {key for key in keys if results.status(key) is None}
+    failed_before = {key for key in keys if results.status(key) == "failed"}
+    for wanted in (untried, failed_before if retries else set()):
+        for group in groups:
+            tokens = tuple(key[3] for key in group.rows() if key in wanted)
+            if tokens and time.monotonic() < until_s:
+                run(scale_name, replace(group, tokens=tokens), add, until_s, row_s, folder)
 
 
 def said(row):
