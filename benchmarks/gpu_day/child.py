@@ -27,7 +27,7 @@ def run_group(scale, group, emit, folder):
 def main(scale_name, group, folder):
     """`group`: as JSON."""
     found = json.loads(group)
-    group = Group(**{**found, "tokens": tuple(found["tokens"])})
+    group = Group(**{name: tuple(each) if isinstance(each, list) else each for name, each in found.items()})
     # Libraries that print do not cut a row in two.
     run_group(SCALES[scale_name], group, lambda row: print(f"\n{json.dumps(row)}", flush=True), Path(folder))
 

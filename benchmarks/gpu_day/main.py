@@ -38,15 +38,14 @@ class Stopped(BaseException):
 
 def run_child(scale_name, group, add, until_s, row_s, folder):
     """Measure a group in a process of its own; a row that ends it is marked, and the rest goes on in another one."""
-    left = group.tokens
+    left = group.rows()
     while left and time.monotonic() < until_s:
-        group = replace(group, tokens=left)
-        left = run_rest(scale_name, group, add, until_s, row_s, folder)
+        left = run_rest(scale_name, group.only(left), add, until_s, row_s, folder)
 
 
 def run_rest(scale_name, group, add, until_s, row_s, folder):
-    """One process's rows; the tokens of those that it did not come to, though there is time."""
-    left = list(group.rows())
+    """One process's rows; the keys of those that it did not come to, though there is time."""
+    left = group.rows()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, HERE / "child.py", scale_name, json.dumps(asdict(group)), folder],
@@ -84,7 +83,7 @@ def run_rest(scale_name, group, add, until_s, row_s, folder):
                 reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
             )
             add({**failed(left[0], reason), "stderr": tail(errors)})
-        return tuple(key[3] for key in left[1:])
+        return left[1:]
 
 
 def parsed(line):
@@ -157,9 +156,8 @@ def go_on(scale_name, name, groups, row_s, folder, until_s, run, *, retries=True
     failed_before = {key for key in keys if results.status(key) == "failed"}
     for wanted in (untried, failed_before if retries else set()):
         for group in groups:
-            tokens = tuple(key[3] for key in group.rows() if key in wanted)
-            if tokens and time.monotonic() < until_s:
-                run(scale_name, replace(group, tokens=tokens), add, until_s, row_s, folder)
+            if wanted.intersection(group.rows()) and time.monotonic() < until_s:
+                run(scale_name, group.only(wanted), add, until_s, row_s, folder)
 
 
 def said(row):
