@@ -27,12 +27,10 @@ from tests.fake_cuda import FakeCuda
 from tests.test_keeping import everything_kept
 
 ROOT = Path(__file__).resolve().parents[2]
-CHILD_S = 120
 SLEEP_CYCLES = (20_000, 400_000)  # at least and at most, of the kernel before each other: 0.01 to 0.2 ms
 # The lanes that are held back in turn, so that each is once the one that the others run away from.
 HOLDS = {"nothing": (), **{lane: (lane,) for lane in QUEUES}, "everything": tuple(QUEUES)}
 NUM_MICRO_BATCHES = 4
-TIGHT = {}  # by scale: bytes of the smallest device, once it was found
 STRUCK_STEP, NUM_STEPS = 3, 8
 DEVICE_LOST = 75  # the exit code
 
@@ -104,8 +102,12 @@ def held_back(lanes, sleep):
         yield modes
 
 
-def raced(scale, is_kept, lanes=()):
-    """Train with some lanes held back: a digest of every loss and weight, and how many kernels were held back."""
+def raced(scale, is_kept, lanes=(), budget_bytes=None):
+    """Train with some lanes held back.
+
+    Returns a digest of every loss and weight, how many kernels were held back, and the device's bytes, which are found
+    where none are given.
+    """
     with device_of(scale) as fake:
         sleep = (lambda _: None) if fake else torch.cuda._sleep
         task, model = test_gpu.task_of(
@@ -115,13 +117,16 @@ def raced(scale, is_kept, lanes=()):
             accumulation_steps=NUM_MICRO_BATCHES,
         )
         with everything_kept() if is_kept else nullcontext():
-            orchestra = planned(task, scale.race_bytes) if is_kept else tightly_planned(scale, task, model)
+            if budget_bytes is None:
+                budget_bytes = scale.race_bytes if is_kept else smallest_bytes(scale, task, model)
+            orchestra = planned(task, budget_bytes)
         with held_back(lanes, sleep) as modes:
             report = orchestra.train_models()
         report.raise_failures()
         if fake and fake.misuses:
             raise RuntimeError(fake.misuses[0])
-        return digest(report.tasks["gpt"].losses, model), sum(getattr(mode, "num_held", 0) for mode in modes)
+        num_held = sum(getattr(mode, "num_held", 0) for mode in modes)
+        return digest(report.tasks["gpt"].losses, model), num_held, budget_bytes
 
 
 def planned(task, budget_bytes):
@@ -130,19 +135,17 @@ def planned(task, budget_bytes):
     return orchestra
 
 
-def tightly_planned(scale, task, model):
-    """A run on the smallest device that holds the task, to an eighth: boundaries find no room there."""
+def smallest_bytes(scale, task, model):
+    """Bytes of the smallest device that holds the task, to an eighth: boundaries find no room there."""
     page_bytes = 2**12 if scale.is_emulated else 2**21
     model_bytes = sum(each.nbytes for each in model.parameters())
-    budget_bytes = TIGHT.get(scale) or page_bytes * (model_bytes // len(model) // page_bytes)
+    budget_bytes = page_bytes * (model_bytes // len(model) // page_bytes)
     while budget_bytes < 100 * model_bytes:
         try:
-            found = planned(task, budget_bytes)
+            planned(task, budget_bytes)
+            return budget_bytes
         except (ValueError, RuntimeError):  # too small
             budget_bytes = page_bytes * -(-budget_bytes * 9 // (8 * page_bytes))
-            continue
-        TIGHT[scale] = budget_bytes
-        return found
     raise RuntimeError(f"does not fit {budget_bytes} bytes")
 
 
@@ -156,12 +159,13 @@ def digest(losses, model):
 
 def race(is_kept, scale, row):
     """Compare runs whose lanes are held back with one in which nothing is asynchronous."""
-    call = f"print(right.raced(scales.SCALES[{scale_name(scale)!r}], {is_kept})[0])"
-    expected = printed(run(["-c", f"import right, scales; {call}"], {"CUDA_LAUNCH_BLOCKING": "1"}))
-    row["held_back"] = {}
+    call = f"print(*right.raced(scales.SCALES[{scale_name(scale)!r}], {is_kept}))"
+    ended = run(["-c", f"import right, scales; {call}"], {"CUDA_LAUNCH_BLOCKING": "1"})
+    expected, _, budget_bytes = printed(ended).split()
+    row.update(budget_bytes=int(budget_bytes), held_back={})
     for name, lanes in HOLDS.items():
         print(f"races: {name} held back", file=sys.stderr, flush=True)
-        found, num_held = raced(scale, is_kept, lanes)
+        found, num_held, _ = raced(scale, is_kept, lanes, int(budget_bytes))
         row["held_back"][name] = {"same_bits": found == expected, "num_held": num_held}
     different = [name for name, each in row["held_back"].items() if not each["same_bits"]]
     if different:
@@ -176,7 +180,7 @@ def printed(ended):
     """The last line that a process printed; raises what it said where it failed."""
     if ended.returncode:
         raise RuntimeError(f"exit code {ended.returncode}: {ended.stderr.strip()[-300:]}")
-    return ended.stdout.split()[-1]
+    return ended.stdout.splitlines()[-1]
 
 
 # A device that is lost
