@@ -1,7 +1,9 @@
 """Measures one group of rows in this process and prints each as a line of JSON."""
 
+import ctypes
 import importlib
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -25,10 +27,12 @@ def run_group(scale, group, emit, folder):
 def main(scale_name, group, folder):
     """`group`: as JSON."""
     found = json.loads(group)
-    group = Group(**{**found, "tokens": tuple(found["tokens"])})
+    group = Group(**{name: tuple(each) if isinstance(each, list) else each for name, each in found.items()})
     # Libraries that print do not cut a row in two.
     run_group(SCALES[scale_name], group, lambda row: print(f"\n{json.dumps(row)}", flush=True), Path(folder))
 
 
 if __name__ == "__main__":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves nobody on the device
     main(*sys.argv[1:])

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from bounds import busy_share, commit_times, exposed_share, rounds_s
-from kernels import layer_seconds, linear_parameters
+from kernels import layer_seconds
 from models import ADAMW, LR, NARROW, batches, loss_fn, make_model, narrowed
 from peers import PEERS
 from row import filled, measured
@@ -21,7 +21,6 @@ from partitioners import Balanced
 BYTES_PER_PARAMETER = 4 + 8 + 2 + 2
 DRAM_SHARE = 0.9  # of what is available; boundaries, data and what a process takes are in the rest
 MOST_TRACE_BYTES = 10 * 2**20
-NUM_REPEATED = 4  # batches that a long run goes over again and again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,11 @@ def engine(scale, group, device, emit, _, variant):
     """Models streamed under a cap; the first row's process goes on with the same weights."""
     num_models = num_that_fit(scale, group.size) if variant.is_many else 1
     models = [make_model(scale, group.size, "cpu") for _ in range(num_models)]
+    num_before = 0
     for key in group.rows():
         with measured(emit, device, key) as row:
+            row["steps_before"] = num_before  # of rows before this one: losses compare where it is equal
+            num_before += scale.num_warm + scale.num_steps
             train_streamed(scale, group, key[3], models, variant, row)
 
 
@@ -96,9 +98,7 @@ def orchestra_of(scale, group, tasks):
 def train_streamed(scale, group, tokens, models, variant, row):
     """One row of the engine."""
     total = scale.num_warm + scale.num_steps
-    orchestra = orchestra_of(
-        scale, group, make_tasks(scale, tokens, models, variant, batches(scale, total, tokens))
-    )
+    orchestra = orchestra_of(scale, group, make_tasks(scale, tokens, models, variant, batches(scale, total, tokens)))
     start_s = time.perf_counter()
     plan = orchestra.generate().tasks["model-0"]
     row["plan_s"] = time.perf_counter() - start_s
@@ -134,12 +134,17 @@ class Profiled(Callback):
 
     def __init__(self, num_warm, path):
         self._num_warm, self._path, self._profile = num_warm, path, None
+        with self._new():  # the profiler wants its first start in the process's main thread
+            pass
+
+    def _new(self):
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        return profile(activities=activities, experimental_config=everywhere)
 
     def on_step(self, report):
         if report.steps == self._num_warm:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-            self._profile = profile(activities=activities, experimental_config=everywhere)
+            self._profile = self._new()
             self._profile.start()
         elif report.steps == self._num_warm + 2:
             self._profile.stop()
@@ -168,16 +173,10 @@ def kernels(scale, group, device, emit, _):
         model = narrowed(make_model(scale, group.size, "cpu")).to(device)
         [(inputs, target)] = batches(scale, 1, scale.micro_tokens)
         layers = layer_seconds(model, inputs.to(device), target.to(device), loss_fn, device)
-        row.update(layers=[vars(layer) for layer in layers], linear_parameters=linear_parameters(model))
+        row.update(layers=[vars(layer) for layer in layers])
 
 
 # Losses over many steps
-
-
-def repeated(scale, tokens):
-    """Few batches over and over, so that there is something to learn."""
-    few = batches(scale, NUM_REPEATED, tokens)
-    return [few[k % NUM_REPEATED] for k in range(scale.num_loss_steps)]
 
 
 def engine_losses(scale, group, device, emit, _):
@@ -185,7 +184,7 @@ def engine_losses(scale, group, device, emit, _):
     tokens = group.tokens[0]
     with measured(emit, device, group.rows()[0]) as row:
         models = [make_model(scale, group.size, "cpu")]
-        tasks = make_tasks(scale, tokens, models, VARIANTS["engine"], repeated(scale, tokens))
+        tasks = make_tasks(scale, tokens, models, VARIANTS["engine"], batches(scale, scale.num_loss_steps, tokens))
         report = orchestra_of(scale, group, tasks).train_models()
         report.raise_failures()
         row["losses"] = report.tasks["model-0"].losses
@@ -197,7 +196,7 @@ def resident_losses(scale, group, device, emit, _):
     with measured(emit, device, group.rows()[0]) as row:
         make = PEERS["resident"].load()
         trainer = make(scale, group.size, device=device, cap_bytes=None, micro_tokens=scale.micro_tokens)
-        row["losses"] = [float(trainer.step(*batch)) for batch in repeated(scale, tokens)]
+        row["losses"] = [float(trainer.step(*batch)) for batch in batches(scale, scale.num_loss_steps, tokens)]
         trainer.close()
 
 

@@ -6,7 +6,6 @@ from statistics import median
 
 import torch
 from bounds import LayerSeconds
-from torch import nn
 
 
 def synchronize(device):
@@ -84,8 +83,3 @@ def one_round(layers, inputs, target, loss_fn, device):
     # Back to front, three marks each: the lap before the first of them is the host's own.
     back = {num - 1 - i: found[num + 3 * i + 1 : num + 3 * i + 3] for i in range(num)}
     return [LayerSeconds(forward=found[k], recompute=back[k][0], backward=back[k][1]) for k in range(num)]
-
-
-def linear_parameters(model):
-    """By layer, the elements of its linear weights."""
-    return [sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear)) for layer in model]

@@ -16,19 +16,19 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
 import wheels
+from peers import PEERS
 from report import report
 from rows import Results, failed
 from scales import SCALES
 from stages import stages
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 END_S = 8  # kept for ending a process and printing
 
 
@@ -38,15 +38,14 @@ class Stopped(BaseException):
 
 def run_child(scale_name, group, add, until_s, row_s, folder):
     """Measure a group in a process of its own; a row that ends it is marked, and the rest goes on in another one."""
-    left = group.tokens
+    left = group.rows()
     while left and time.monotonic() < until_s:
-        group = replace(group, tokens=left)
-        left = run_rest(scale_name, group, add, until_s, row_s, folder)
+        left = run_rest(scale_name, group.only(left), add, until_s, row_s, folder)
 
 
 def run_rest(scale_name, group, add, until_s, row_s, folder):
-    """One process's rows; the tokens of those that it did not come to, though there is time."""
-    left, is_fresh = list(group.rows()), True
+    """One process's rows; the keys of those that it did not come to, though there is time."""
+    left = group.rows()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, HERE / "child.py", scale_name, json.dumps(asdict(group)), folder],
@@ -76,15 +75,15 @@ def run_rest(scale_name, group, add, until_s, row_s, folder):
                 if row is None:
                     continue
                 left = [key for key in left if key != (row["method"], row["size"], row["memory"], row["tokens"])]
-                # Losses of a row count from the weights of `make_model` where no other row came before it.
-                add({**row, "is_fresh": is_fresh} | ({"stderr": tail(errors)} if row["status"] != "ok" else {}))
-                is_fresh = False
+                add(row if row["status"] == "ok" else {**row, "stderr": tail(errors)})
         finally:
             end(process)
         if left:
-            reason = reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
+            reason = (
+                reason or f"its process ended with {process.returncode}: {(tail(errors).splitlines() or ['-'])[-1]}"
+            )
             add({**failed(left[0], reason), "stderr": tail(errors)})
-        return tuple(key[3] for key in left[1:])
+        return left[1:]
 
 
 def parsed(line):
@@ -127,22 +126,38 @@ def tail(errors):
 
 
 def measure(scale_name, names, folder, until_s, run):
-    """Measure what the folder does not have yet: first rows that nobody tried, then those that failed."""
-    planned = stages(SCALES[scale_name])
+    """Measure what the folder does not have yet: in each stage first rows that nobody tried, then those that failed."""
+    planned, built = stages(SCALES[scale_name]), []
     for name in names:
-        stage, results = planned[name], Results(folder, name, scale_name)
+        stage = planned[name]
+        if name == "right":  # beside checks, where nothing is timed
+            built = [process for peer in PEERS.values() if (process := peer.prepare()) is not None]
+        go_on(scale_name, name, stage.groups, stage.row_s, folder, until_s, run)
+        if name == "four":  # is compared with rows of another stage
+            peers = [replace(each, tokens=each.tokens[:2]) for each in planned["one"].groups if each.module == "peers"]
+            go_on(scale_name, "one", peers, planned["one"].row_s, folder, until_s, run, retries=False)
+        for process in built:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until_s - time.monotonic()))
+            process.kill()
+        built = []
 
-        def add(row, results=results, name=name):
-            results.add(row)
-            print(f"{name}: {row['method']} {row['size']} {row['tokens'] or ''}: {said(row)}", flush=True)
 
-        untried = {key for key in stage.rows() if results.status(key) is None}
-        tried = {key for key in stage.rows() if results.status(key) not in (None, "ok")}
-        for wanted in (untried, tried):
-            for group in stage.groups:
-                tokens = tuple(key[3] for key in group.rows() if key in wanted)
-                if tokens and time.monotonic() < until_s:
-                    run(scale_name, replace(group, tokens=tokens), add, until_s, stage.row_s, folder)
+def go_on(scale_name, name, groups, row_s, folder, until_s, run, *, retries=True):
+    """Measure rows of a stage."""
+    results = Results(folder, name, scale_name)
+
+    def add(row):
+        results.add(row)
+        print(f"{name}: {row['method']} {row['size']} {row['tokens'] or ''}: {said(row)}", flush=True)
+
+    keys = [key for group in groups for key in group.rows()]
+    untried = {key for key in keys if results.status(key) is None}
+    failed_before = {key for key in keys if results.status(key) == "failed"}
+    for wanted in (untried, failed_before if retries else set()):
+        for group in groups:
+            if wanted.intersection(group.rows()) and time.monotonic() < until_s:
+                run(scale_name, group.only(wanted), add, until_s, row_s, folder)
 
 
 def said(row):
@@ -163,6 +178,7 @@ def main(arguments=None, run=run_child):
     arguments.out.mkdir(parents=True, exist_ok=True)
     installed = wheels.install()
     if installed is not None:
+        sys.path.append(str(installed))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(installed), os.environ.get("PYTHONPATH"))))
 
     def stop(*_):

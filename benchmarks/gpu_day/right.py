@@ -32,6 +32,7 @@ SLEEP_CYCLES = (20_000, 400_000)  # at least and at most, of the kernel before e
 # The lanes that are held back in turn, so that each is once the one that the others run away from.
 HOLDS = {"nothing": (), **{lane: (lane,) for lane in QUEUES}, "everything": tuple(QUEUES)}
 NUM_MICRO_BATCHES = 4
+TIGHT = {}  # by scale: bytes of the smallest device, once it was found
 STRUCK_STEP, NUM_STEPS = 3, 8
 DEVICE_LOST = 75  # the exit code
 
@@ -185,7 +186,9 @@ def sticky_run(scale, folder, *, is_struck, resume=False):
     """Train a task beside one that strikes the device, or alone; a digest of its losses and weights."""
     with device_of(scale) as fake:
         model, loss_fn, loader = test_gpu.gpt()
-        tasks = [ModelTask(model, loss_fn, loader, test_gpu.LR, 6, name="other", seed=1, partitioner=Presharded([3, 7]))]
+        tasks = [
+            ModelTask(model, loss_fn, loader, test_gpu.LR, 6, name="other", seed=1, partitioner=Presharded([3, 7]))
+        ]
         if is_struck:
             torch.manual_seed(3)
             batches = [(torch.randn(4, 12), torch.randn(4, 5)) for _ in range(NUM_STEPS)]

@@ -31,7 +31,7 @@ class Results:
             lines.write(f"{json.dumps(row)}\n")
 
     def status(self, key):
-        """Return "ok", "failed" or "missing"; None: nobody tried."""
+        """Return "ok" or "failed"; None: nobody tried."""
         return self.rows[key]["status"] if key in self.rows else None
 
     def get(self, *key):

@@ -1,6 +1,6 @@
 """The models, caps and batches of a session: on a GPU, and small ones to try every stage without one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ EMULATED = Scale(
     },
     memory="1MiB",
     tokens=(256, 128, 64),
-    length=32,
+    length=16,
     micro_tokens=64,
     vocabulary=256,
     num_steps=2,
@@ -91,7 +91,16 @@ class Group:
     memory: str = ""
     tokens: tuple[int, ...] = (0,)  # per step; 0: the method has no steps
     module: str = "peers"  # that has the method
+    parts: tuple[str, ...] = ()  # of the method, each a row by that name
 
     def rows(self):
         """Return the key of each row."""
-        return [(self.method, self.size, self.memory, tokens) for tokens in self.tokens]
+        names = self.parts or (self.method,)
+        return [(name, self.size, self.memory, tokens) for name in names for tokens in self.tokens]
+
+    def only(self, keys):
+        """Return the group with those of its rows alone."""
+        kept = [key for key in self.rows() if key in keys]
+        if self.parts:
+            return replace(self, parts=tuple(key[0] for key in kept))
+        return replace(self, tokens=tuple(key[3] for key in kept))
