@@ -6,9 +6,11 @@ import tempfile
 
 
 def open_group(device):
-    """Make the group; returns what ends it."""
+    """Make the group, in place of one that a trainer left which failed as it was made; returns what ends it."""
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        dist.destroy_process_group()
     folder = tempfile.TemporaryDirectory()
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # there may be no other network, and nobody to talk to
