@@ -64,7 +64,7 @@ GPU = Scale(
 EMULATED = Scale(
     sizes={
         "0.3M": Shape(width=64, num_blocks=6, num_heads=4),
-        "0.6M": Shape(width=96, num_blocks=6, num_heads=4),
+        "0.5M": Shape(width=80, num_blocks=6, num_heads=4),
     },
     memory="1MiB",
     tokens=(256, 128, 64),
