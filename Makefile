@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
 # The oldest torch that setup.cfg allows, and the newest setuptools that it allows. All else is as in constraints.txt.
 OLDEST_PINS := -e 's/^torch==.*/torch==2.11.0/' -e 's/^setuptools==.*/setuptools==81.0.0/'
-# Without a GPU this shows that the script runs; with one: make bench STREAMING=
-STREAMING ?= --emulated --minutes 4
+# Without a GPU this shows that the script runs; with one: make bench GPU_DAY=
+GPU_DAY ?= --emulated --minutes 4
 
 .PHONY: demo test test-oldest exact lint bench gpu-wheels clean
 
@@ -38,7 +38,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/scheduler/main.py
 	$(BIN)/python benchmarks/simulator/main.py
 	$(BIN)/python benchmarks/durability/main.py
-	$(BIN)/python benchmarks/streaming/main.py $(STREAMING)
+	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 
 # What the machine of benchmarks/gpu_day lacks, gathered where there is a network. Needs only pip.
 gpu-wheels:
