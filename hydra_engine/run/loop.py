@@ -34,6 +34,7 @@ from hydra_engine.schedule import (
     BACKWARD,
     BatchReady,
     Begin,
+    Capture,
     Commit,
     DataEnded,
     DataFailed,
@@ -190,6 +191,7 @@ class EngineRun:
             Commit: self._start_commit,
             Update: self._start_update,
             Finish: self._start_finish,
+            Capture: lambda _: None,
         }
 
     def train(self) -> Report:
@@ -409,17 +411,12 @@ class EngineRun:
         self._handle(
             TaskAdded(
                 task=planned.name,
-                training=state.chains[True],
-                evaluation=state.chains[False],
-                needs=tuple(shard.needs for shard in state.shards),
-                updates=training.updates,
-                unit_s=planned.unit_s,
+                units=training.units,
                 num_steps=None if training.num_steps is None else max(0, training.num_steps - training.report.steps),
                 reads_ahead=not state.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,
                 weight=planned.task.weight,
-                spreads=planned.spreads,
                 reads_last=not planned.task.read_ahead,
             )
         )
@@ -853,12 +850,7 @@ class EngineRun:
         training.stage()
         return Fitted(
             task=instruction.task,
-            training=state.chains[True],
-            evaluation=state.chains[False],
-            needs=tuple(shard.needs for shard in state.shards),
-            updates=training.updates,
-            unit_s=training.planned.unit_s,
-            spreads=training.planned.spreads,
+            units=training.units,
             is_retried=is_retried,
         )
 

@@ -18,7 +18,7 @@ from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.retries import Retries
-from hydra_engine.schedule import DataFailed, Failed
+from hydra_engine.schedule import DataFailed, Failed, TaskUnits
 from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationMeans, ModelWatch, Revision, TaskReport, batch_size, joined
 from partitioners.precision import cast
@@ -125,6 +125,19 @@ class RunningTask:
         if self.state.task.optimizer_scope == "task":
             return ()
         return tuple(shard.index for shard in self.state.shards if shard.owned)
+
+    @property
+    def units(self) -> TaskUnits:
+        """Its units as it is cut now."""
+        state = self.state
+        return TaskUnits(
+            training=state.chains[True],
+            evaluation=state.chains[False],
+            needs=tuple(shard.needs for shard in state.shards),
+            updates=self.updates,
+            unit_s=self.planned.unit_s,
+            spreads=self.planned.spreads,
+        )
 
     @property
     def progress(self) -> TaskProgress:
