@@ -12,6 +12,7 @@ import torch
 
 from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
 from hydra_engine.errors import CallbackTimeout, StopTask
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport
 
@@ -38,6 +39,7 @@ class Notifier:
         self,
         callbacks: Sequence[Callback],
         report: TaskReport,
+        end: TaskEnd,
         put: Callable[[Event], None],
         *,
         timeout_s: float | None = None,
@@ -46,6 +48,7 @@ class Notifier:
         """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread."""
         self._callbacks = callbacks
         self._report = report
+        self._end = end
         self._draws = CallbackDraws(report.seed)
         self._put = put
         self._timeout_s = timeout_s
@@ -60,8 +63,6 @@ class Notifier:
         self._is_left = False  # the thread, to itself
         self._is_hurried = False
         self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
-        self.is_stopped = False  # by a callback: nothing more is to be committed
-        self.failed: Failed | None = None  # what a callback raised
 
     def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
         """From now on, call `prepare` before each call, and fail the task where it changes the model."""
@@ -148,7 +149,7 @@ class Notifier:
             if not self._is_hurried:
                 error = CallbackTimeout(name, self._now[0], self._timeout_s, self.thread_name)
                 failed = Failed(name, error, "its callback")
-                self.failed, self.is_stopped = self.failed or failed, True
+                self._end.fail(failed, commits=False)
             jobs, self._jobs = self._jobs, []
         if failed is not None:
             self._put(failed)
@@ -208,7 +209,7 @@ class Notifier:
                 job()
 
     def _tell(self, call: _Call) -> None:
-        if self.is_stopped and not call.always:
+        if self._end.is_stopped and not call.always:
             return
         name, watch = self._report.name, self._watch
         try:
@@ -242,7 +243,8 @@ class Notifier:
         with self._lock:
             if self._is_left:
                 return
-            self.is_stopped = True
             if isinstance(event, Failed):
-                self.failed = event
+                self._end.fail(event, commits=False)
+            else:
+                self._end.stop()
         self._put(event)

@@ -390,7 +390,8 @@ class World:
             else:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
         for task in self.tasks.values():
-            assert not (task.is_capture_wanted and task.is_settled), "what is to be saved is, as soon as it can be"
+            is_left = task.is_capture_wanted and task.is_settled and not task.over
+            assert not is_left, "what is to be saved is, as soon as it can be"
         assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
         dispatch = self.scheduler._dispatch
         for queue in (dispatch._ready, dispatch._claimed, dispatch._loadable):
