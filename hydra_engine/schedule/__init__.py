@@ -3,6 +3,8 @@
 from hydra_engine.schedule.events import (
     BatchReady,
     Begin,
+    Capture,
+    CaptureWanted,
     Commit,
     Computed,
     DataEnded,
@@ -27,6 +29,7 @@ from hydra_engine.schedule.events import (
     Stored,
     TaskAdded,
     TaskStopped,
+    TaskUnits,
     Update,
 )
 from hydra_engine.schedule.policies import Policy, resolve_policy
@@ -53,6 +56,8 @@ __all__ = [
     "MOST_AHEAD",
     "BatchReady",
     "Begin",
+    "Capture",
+    "CaptureWanted",
     "Commit",
     "Computed",
     "DataEnded",
@@ -81,6 +86,7 @@ __all__ = [
     "Stored",
     "TaskAdded",
     "TaskStopped",
+    "TaskUnits",
     "Unit",
     "Update",
     "evaluation_chain",
