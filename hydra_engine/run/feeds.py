@@ -89,7 +89,7 @@ class Feeds:
         feed, step, state = task.feed, task.step, task.state
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
-        if step is not None and state.draws and task.draws_from_main:
+        if step is not None and state.observed.draws and task.draws_from_main:
             if step.is_new_shape and feed.asked is not Asked.LATER and task.planned.task.read_ahead:
                 feed.asked = Asked.LATER  # in more micro-batches, its layers would leave the stream alone
                 return
@@ -207,8 +207,8 @@ class Feeds:
 
 
 def _has_to_be_fitted(task: RunningTask, batch: Batch) -> bool:
-    split_otherwise = batch.training and batch.accumulation_steps != task.state.accumulation_steps
-    return split_otherwise or not task.state.fits_like_another(batch.training, batch.signature)
+    split_otherwise = batch.training and batch.accumulation_steps != task.state.cut.num_micro_batches
+    return split_otherwise or not task.state.measured.known.fits(batch.training, batch.signature)
 
 
 class Arrived(NamedTuple):
@@ -411,7 +411,7 @@ class Joining:
                 task=planned.name,
                 units=task.units,
                 num_steps=None if task.num_steps is None else max(0, task.num_steps - task.report.steps),
-                reads_ahead=not state.draws,
+                reads_ahead=not state.observed.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,
                 weight=planned.task.weight,

@@ -104,8 +104,7 @@ class HostWork:
         """Fit the batch in hand; `unit`: in which it was stopped, and has to begin again."""
         state, planned, step = task.state, task.planned, task.step
         assert step is not None
-        before = (state.boundaries, state.accumulation_steps)
-        old, old_s = state.shards, dict(planned.unit_s)
+        old, old_s = state.cut, dict(planned.unit_s)
         # Of a part of a step no device knows what it takes; where one does not fit, the whole may, as it did before.
         was_part, step.is_spread = step.is_spread and unit is not None, False
         if unit is not None:
@@ -130,9 +129,9 @@ class HostWork:
                 misfit=misfit,
                 may_split=not step.layers_moved_reader,
             )
-        is_other = (state.boundaries, state.accumulation_steps) != before
+        is_other = (state.cut.boundaries, state.cut.num_micro_batches) != (old.boundaries, old.num_micro_batches)
         if is_other:
-            state.unit_s = shared_out(old_s, old, state.shards)
+            state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             task.revise(str(error) if unit is not None else "a batch of a larger shape came")
         number = len(step.batch.micro_batches) if batch_trains else planned.num_micro_batches
         if is_other or was_part or number != planned.num_micro_batches:
@@ -253,7 +252,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
     batch, staging = task.batch, state.staging
     state.check_draws()
     main_moved = task.draws_from_main and not state.end_of_forward().same_as(batch.main)
-    if not state.draws and main_moved:
+    if not state.observed.draws and main_moved:
         raise RuntimeError(
             f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
             f"batch was read too early for exact results; let it draw at every step, or none"
@@ -326,7 +325,7 @@ def _not_finite(task: RunningTask, batch: Batch, loss: float) -> Event:
 def update(task: RunningTask, index: int, put: Callable[[Event], None]) -> Event:
     """Step the optimizer on a shard; a failure is told to `put` before the shard's turn is over."""
     state = task.state
-    shard, optimizer = state.shards[index], task.optimizer
+    shard, optimizer = state.cut.shards[index], task.optimizer
     assert optimizer is not None
     try:
         if state.pool.early_release:

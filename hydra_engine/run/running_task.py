@@ -114,8 +114,8 @@ def revise(state: TaskState, report: TaskReport, reason: str) -> None:
     report.revisions.append(
         Revision(
             step=report.steps,
-            boundaries=state.boundaries,
-            accumulation_steps=state.accumulation_steps,
+            boundaries=list(state.cut.boundaries),
+            accumulation_steps=state.cut.num_micro_batches,
             reason=reason,
         )
     )
@@ -158,7 +158,7 @@ class Figures:
         staging = state.staging
         if number == 1:
             return
-        ends = [staging.random[len(state.shards), m] for m in range(number)]
+        ends = [staging.random[len(state.cut.shards), m] for m in range(number)]
         draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
         if draws or staging.buffers:
             does = "draws random numbers" if draws else "changes a buffer"
@@ -191,7 +191,7 @@ class Figures:
     def _commit_prediction(self) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
         state = self._planned.state
-        output, narrow = state.staging.take(len(state.shards), 0), state.layout.narrow
+        output, narrow = state.staging.take(len(state.cut.shards), 0), state.layout.narrow
         self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
 
     def end_epoch(self, batch: Batch) -> None:
@@ -291,14 +291,14 @@ class RunningTask:
     @property
     def draws_from_main(self) -> bool:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
-        return self.state.accumulation_steps == 1 or not self.batch.training
+        return self.state.cut.num_micro_batches == 1 or not self.batch.training
 
     @property
     def loss(self) -> float:
         """Of the step in progress, once its units are through: of all its micro-batches."""
         losses = self.state.staging.losses
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
-        return parts[0] if self.state.accumulation_steps == 1 else sum(parts)
+        return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
 
     def nonfinite_loss(self) -> float | None:
         """The step's loss, where that is not finite and the task does not take any."""
@@ -311,16 +311,16 @@ class RunningTask:
         """The shards that have an update of their own; none where the whole task is stepped at its commit."""
         if self.state.task.optimizer_scope == "task":
             return ()
-        return tuple(shard.index for shard in self.state.shards if shard.owned)
+        return tuple(shard.index for shard in self.state.cut.shards if shard.owned)
 
     @property
     def units(self) -> TaskUnits:
         """Its units as it is cut now."""
         state = self.state
         return TaskUnits(
-            training=state.chains[True],
-            evaluation=state.chains[False],
-            needs=tuple(shard.needs for shard in state.shards),
+            training=state.cut.chains[True],
+            evaluation=state.cut.chains[False],
+            needs=tuple(shard.needs for shard in state.cut.shards),
             updates=self.updates,
             unit_s=self.planned.unit_s,
             spreads=self.planned.spreads,
@@ -358,7 +358,7 @@ class RunningTask:
         if self.optimizer is not None:
             self.optimizer.epoch = batch.epoch
         staging, pool = self.state.staging, self.state.pool
-        self.state.begin_parts(num_parts, batch.training)
+        self.state.progress.begin_parts(num_parts, batch.training)
         staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)
         if num_parts > 1:
             slots = self.state.layout.slots

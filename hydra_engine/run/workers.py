@@ -71,5 +71,5 @@ class Workers:
         self.all[instruction.device].drop(instruction.unit)
 
     def _run(self, instruction: Run) -> None:
-        self._common.tasks[instruction.unit.task].state.begun(instruction.unit)
+        self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self.all[instruction.device].run(instruction.unit)

@@ -132,7 +132,7 @@ class Work:
         self.unit = unit
         self.label = str(unit)
         self.state = state
-        self.shard = state.shards[unit.shard]
+        self.shard = state.cut.shards[unit.shard]
         self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
         self.buffer_bytes = self.shard.buffer_bytes
         self.beside_bytes = self.buffer_bytes  # granted with what it works with

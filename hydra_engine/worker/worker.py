@@ -105,7 +105,7 @@ class Worker:
 
     def holds(self, state: TaskState, shard: int) -> bool:
         """Whether most of a shard is on the device, or on its way there."""
-        regions = state.regions(state.shards[shard])
+        regions = state.regions(state.cut.shards[shard])
         resident = sum(region.num_bytes for region in regions if region.key in self._residents)
         return 2 * resident > sum(region.num_bytes for region in regions)
 
@@ -200,12 +200,12 @@ class Worker:
         is_there = before is None or (before.stored.is_done and before.stored.is_kept())
         work.after = None if is_there else before
         self._left[unit.task, unit.part] = work.left
-        if work.state.resized:
+        if work.state.observed.resized:
             work.count_buffers(work.state.buffer_bytes(work.shard))
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.wanted_bytes
-        if unit.kind == FORWARD and work.state.graph_bytes_of(work.shard, work.signature) is None:
+        if unit.kind == FORWARD and work.state.measured.graph_bytes_of(work.shard, work.signature) is None:
             work.saved = Saved() if work.state.may_keep_graph(work.shard) else None
         elif wanted is not None and unit.kind in (FORWARD, BACKWARD):
             wanted = self._with_graphs(work, wanted)
@@ -221,13 +221,13 @@ class Worker:
     def _with_graphs(self, work: Work, wanted: int) -> int:
         """Let a forward keep its graphs, or a backward go on from them; bytes that the unit then takes."""
         state, shard, unit = work.state, work.shard, work.unit
-        num_bytes = state.graph_bytes_of(shard, work.signature)
-        if not num_bytes or shard.index < state.keeps_from or not state.may_keep_graph(shard):
+        num_bytes = state.measured.graph_bytes_of(shard, work.signature)
+        if not num_bytes or shard.index < state.cut.keeps_from or not state.may_keep_graph(shard):
             return wanted
         key = (state.name, "graph", state.staging.serial, shard.index, unit.part)
         slab_bytes = sum(region.num_bytes for region in work.regions)
         if unit.kind == FORWARD:
-            following = max(each.slab_bytes for each in state.shards)
+            following = max(each.slab_bytes for each in state.cut.shards)
             if self.device.ledger.can_hold(wanted + num_bytes, slab_bytes + following):
                 work.saved, work.graph_bytes = Saved(num_bytes), num_bytes
                 return wanted + num_bytes
@@ -313,7 +313,7 @@ class Worker:
 
     def _charge_buffers(self, work: Work, after: bool) -> None:
         """Charge buffers that are larger than when the unit was run: a shard below may have changed one meanwhile."""
-        if work.state.resized.isdisjoint(work.shard.buffers):
+        if work.state.observed.resized.isdisjoint(work.shard.buffers):
             return
         num_bytes = self._spiller.buffer_bytes(work.state, work.shard, work.unit.part, after=after)
         if num_bytes > work.buffer_bytes:
@@ -439,10 +439,10 @@ class Worker:
                     work.buffers,
                     self._inputs(work),
                     partial(self._emit, work),
-                    locked=work.shard.index in work.state.locked,
-                    draws=work.shard.index in work.state.drawing,
-                    keep_saved=work.shard.index in work.state.keep_saved,
-                    on_recomputed=work.state.check_repeated if work.shard.index in work.state.unproven else None,
+                    locked=work.shard.index in work.state.cut.locked,
+                    draws=work.shard.index in work.state.cut.drawing,
+                    keep_saved=work.shard.index in work.state.cut.keep_saved,
+                    on_recomputed=None if work.state.measured.repeats(work.shard) else work.state.check_repeated,
                     step=None if work.stepper is None else partial(self._step, work, work.stepper),
                     first=work.first,
                     so_far=work.so_far,
@@ -450,7 +450,7 @@ class Worker:
                     is_last=work.end == work.state.staging.num_micro_batches,
                     saved=work.saved,
                     graphs=work.graphs,
-                    written=work.state.written_buffers,
+                    written=work.state.observed.written_buffers,
                 )
             if timer is not None:
                 timer.launched()
@@ -526,16 +526,16 @@ class Worker:
         if saved is None or work.error is not None:
             return
         saved.created_bytes = None
-        state.learn_graph_bytes(shard, work.signature, saved.num_bytes)
+        state.measured.learn_graph_bytes(shard, work.signature, saved.num_bytes)
         if not saved.all_seen:
-            state.unseen.add(shard.index)
+            state.measured.uncounted.add(shard.index)
         if saved.graphs is None:
             work.saved = None
             return
         staging, serial, graphs, slabs = state.staging, state.staging.serial, saved.graphs, dict(work.slabs)
 
         def next_use_s() -> float:
-            return state.next_use_s(shard) if staging.serial == serial else math.inf
+            return state.progress.next_use_s(shard) if staging.serial == serial else math.inf
 
         def dispose() -> None:
             graphs.clear()
@@ -629,4 +629,4 @@ class Worker:
     def _note(self, work: Work, timing: Timing) -> None:
         """What a unit took of the interpreter and of the device."""
         self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
-        work.state.timings[work.unit.kind, work.unit.shard] = timing
+        work.state.measured.timings[work.unit.kind, work.unit.shard] = timing
