@@ -285,6 +285,9 @@ def stores(strike, rng):
     return struck_methods(methods, "store", strike, after=rng.random() < 0.5)
 
 
+TRIED = "00000000-"  # the file that is written as a directory is opened
+
+
 class StruckDisk(Disk):
     """Refuses what it is asked for when it is struck, from the first save on: a directory that cannot be opened is
     refused before any work.
@@ -298,7 +301,7 @@ def _refusing(name):
     original = getattr(Disk, name)
 
     def call(self, *arguments):
-        self.has_begun |= name == "make_folder" and arguments[0].name.startswith(".tmp-checkpoint")
+        self.has_begun |= name == "create" and not arguments[0].name.startswith(TRIED)
         try:
             if self.has_begun:
                 self.strike.touch("save")
@@ -309,7 +312,7 @@ def _refusing(name):
     return call
 
 
-for _name in ("create", "write", "sync", "make_folder", "rename", "link", "remove_file", "remove_folder"):
+for _name in ("create", "write", "sync", "rename", "remove_file"):
     setattr(StruckDisk, _name, _refusing(_name))
 
 
