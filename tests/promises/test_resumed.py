@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
-from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.saver import Saver
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
@@ -24,6 +24,7 @@ from hydra_engine.system import process as restart
 from hydra_engine.system.files import Disk
 from partitioners import Presharded
 from tests import exact, zoo
+from tests.checkpoints.support import assert_nothing_unnamed, path_of
 
 PATIENCE_S = 60
 NUM_STEPS = 12
@@ -408,8 +409,9 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
     with pytest.raises(Boom):
         orchestra.train_models()
     assert orchestra.report.checkpoints.copied_bytes > 0
-    full = [each for each in (tmp_path / "cut").glob("checkpoint-*") if load_newest_of(each).manifest.is_full]
-    [slow] = [each for each in full if load_newest_of(each).data["tasks"]["task"]["steps"] == 2]
+    [slow] = [
+        path for path in newest_first(tmp_path / "cut") if read_manifest(path).data["tasks"]["task"]["steps"] == 2
+    ]
     with pytest.raises(Boom):
         orchestra_of([of_case(case, callbacks=[FailsAfter(2)])], tmp_path / "short").train_models()
     only(slow, tmp_path / "only")
@@ -418,17 +420,10 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
     assert found[2] == expected[2]
 
 
-def only(checkpoint, directory):
+def only(path, directory):
     """A directory that holds one checkpoint."""
-    shutil.copytree(checkpoint, directory / checkpoint.name)
-
-
-def load_newest_of(checkpoint):
-    """A checkpoint by its own folder."""
-    directory = checkpoint.parent / f".of-{checkpoint.name}"
-    if not directory.exists():
-        only(checkpoint, directory)
-    return load_newest(directory)
+    shutil.copytree(path.parent / "files", directory / "files")
+    shutil.copy(path, directory)
 
 
 class Full(Disk):
@@ -461,15 +456,15 @@ def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monk
     assert any("No space left on device" in message for message in report.messages)
     assert "training goes on without" in capsys.readouterr().err
     assert load_newest(tmp_path).data["tasks"]["task"] == {"steps": NUM_STEPS, "over": "finished", "loss": expected[-1]}
-    assert not list(tmp_path.glob(".tmp-*"))
+    assert_nothing_unnamed(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, capsys):
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
     with pytest.raises(Boom):
         orchestra_of([task_of(callbacks=[FailsAfter(9)])], tmp_path, every=3).train_models()
-    newest = load_newest(tmp_path).path
-    [weights] = newest.glob("*/weights.safetensors")
+    found = load_newest(tmp_path)
+    newest, weights = found.path, path_of(found, "task", "weights.safetensors")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)

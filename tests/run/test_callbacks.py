@@ -317,7 +317,7 @@ def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, option
 
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
-        if "b" in manifest.folders:
+        if "b" in manifest.tasks:
             saved.release()
         return found
 
