@@ -23,7 +23,7 @@ def commit(training: RunningTask, put: Callable[[Event], None], *, training_step
     staging = state.staging
     state.check_draws()
     main_moved = training.draws_from_main and not state.end_of_forward().same_as(batch.main)
-    if not state.draws and main_moved:
+    if not state.observed.draws and main_moved:
         raise RuntimeError(
             f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
             f"batch was read too early for exact results; let it draw at every step, or none"
@@ -98,7 +98,7 @@ def _not_finite(training: RunningTask, batch: Batch, loss: float) -> Event:
 def update(training: RunningTask, index: int, put: Callable[[Event], None]) -> Event:
     """Step the optimizer on a shard; a failure is told to `put` before the shard's turn is over."""
     state = training.state
-    shard, optimizer = state.shards[index], training.optimizer
+    shard, optimizer = state.cut.shards[index], training.optimizer
     assert optimizer is not None
     try:
         if state.pool.early_release:

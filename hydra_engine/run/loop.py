@@ -413,13 +413,13 @@ class EngineRun:
         self._handle(
             TaskAdded(
                 task=planned.name,
-                training=state.chains[True],
-                evaluation=state.chains[False],
-                needs=tuple(shard.needs for shard in state.shards),
+                training=state.cut.chains[True],
+                evaluation=state.cut.chains[False],
+                needs=tuple(shard.needs for shard in state.cut.shards),
                 updates=training.updates,
                 unit_s=planned.unit_s,
                 num_steps=None if training.num_steps is None else max(0, training.num_steps - training.report.steps),
-                reads_ahead=not state.draws,
+                reads_ahead=not state.observed.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,
                 weight=planned.task.weight,
@@ -593,8 +593,8 @@ class EngineRun:
             training = self._tasks[event.task]
             batch = training.next_batch = training.planned.reader.take()
             state = training.state
-            split_otherwise = batch.training and batch.accumulation_steps != state.accumulation_steps
-            is_known = state.fits_like_another(batch.training, batch.signature)
+            split_otherwise = batch.training and batch.accumulation_steps != state.cut.num_micro_batches
+            is_known = state.measured.known.fits(batch.training, batch.signature)
             number = len(batch.micro_batches) if batch.training else 1
             return event._replace(new_shapes=split_otherwise or not is_known, num_micro_batches=number)
         may_go_again = (DeviceOutOfMemory, BuffersChanged)
@@ -745,7 +745,7 @@ class EngineRun:
         state = training.state
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
-        if training.batch is not None and state.draws and training.draws_from_main:
+        if training.batch is not None and state.observed.draws and training.draws_from_main:
             if training.is_new_shape and not training.owes_read and training.planned.task.read_ahead:
                 training.owes_read = True  # in more micro-batches, its layers would leave the stream alone
                 return
@@ -756,7 +756,7 @@ class EngineRun:
         self._request(training)
 
     def _run(self, instruction: Run) -> None:
-        self._tasks[instruction.unit.task].state.begun(instruction.unit)
+        self._tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self._workers[instruction.device].run(instruction.unit)
 
     def _begin(self, instruction: Begin) -> None:
@@ -827,8 +827,7 @@ class EngineRun:
         training = self._tasks[instruction.task]
         state, batch = training.state, training.batch
         assert batch is not None
-        before = (state.boundaries, state.accumulation_steps)
-        old, old_s = state.shards, dict(training.planned.unit_s)
+        old, old_s = state.cut, dict(training.planned.unit_s)
         # Of a part of a step no device knows what it takes; where one does not fit, the whole may, as it did before.
         was_part, training.is_spread = training.is_spread and instruction.unit is not None, False
         if instruction.unit is not None:
@@ -849,9 +848,9 @@ class EngineRun:
                 misfit=misfit,
                 may_split=not training.layers_moved_reader,
             )
-        is_other = (state.boundaries, state.accumulation_steps) != before
+        is_other = (state.cut.boundaries, state.cut.num_micro_batches) != (old.boundaries, old.num_micro_batches)
         if is_other:
-            state.unit_s = shared_out(old_s, old, state.shards)
+            state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             training.revise(
                 str(training.to_begin_again) if instruction.unit is not None else "a batch of a larger shape came"
             )
@@ -863,9 +862,9 @@ class EngineRun:
         training.stage()
         return Fitted(
             task=instruction.task,
-            training=state.chains[True],
-            evaluation=state.chains[False],
-            needs=tuple(shard.needs for shard in state.shards),
+            training=state.cut.chains[True],
+            evaluation=state.cut.chains[False],
+            needs=tuple(shard.needs for shard in state.cut.shards),
             updates=training.updates,
             unit_s=training.planned.unit_s,
             spreads=training.planned.spreads,

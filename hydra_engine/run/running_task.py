@@ -106,14 +106,14 @@ class RunningTask:
     def draws_from_main(self) -> bool:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
         assert self.batch is not None
-        return self.state.accumulation_steps == 1 or not self.batch.training
+        return self.state.cut.num_micro_batches == 1 or not self.batch.training
 
     @property
     def loss(self) -> float:
         """Of the step in progress, once its units are through: of all its micro-batches."""
         losses = self.state.staging.losses
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
-        return parts[0] if self.state.accumulation_steps == 1 else sum(parts)
+        return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
 
     def nonfinite_loss(self) -> float | None:
         """The step's loss, where that is not finite and the task does not take any."""
@@ -126,7 +126,7 @@ class RunningTask:
         """The shards that have an update of their own; none where the whole task is stepped at its commit."""
         if self.state.task.optimizer_scope == "task":
             return ()
-        return tuple(shard.index for shard in self.state.shards if shard.owned)
+        return tuple(shard.index for shard in self.state.cut.shards if shard.owned)
 
     @property
     def progress(self) -> TaskProgress:
@@ -140,8 +140,8 @@ class RunningTask:
         self.report.revisions.append(
             Revision(
                 step=self.report.steps,
-                boundaries=state.boundaries,
-                accumulation_steps=state.accumulation_steps,
+                boundaries=list(state.cut.boundaries),
+                accumulation_steps=state.cut.num_micro_batches,
                 reason=reason,
             )
         )
@@ -171,7 +171,7 @@ class RunningTask:
         if self.optimizer is not None:
             self.optimizer.epoch = batch.epoch
         staging, pool = self.state.staging, self.state.pool
-        self.state.begin_parts(num_parts, batch.training)
+        self.state.progress.begin_parts(num_parts, batch.training)
         staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)
         if num_parts > 1:
             slots = self.state.layout.slots
@@ -205,7 +205,7 @@ class RunningTask:
         number, staging = len(batch.micro_batches), self.state.staging
         if number == 1:
             return
-        ends = [staging.random[len(self.state.shards), m] for m in range(number)]
+        ends = [staging.random[len(self.state.cut.shards), m] for m in range(number)]
         draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
         if draws or staging.buffers:
             does = "draws random numbers" if draws else "changes a buffer"
@@ -236,7 +236,7 @@ class RunningTask:
 
     def commit_prediction(self) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
-        output = self.state.staging.take(len(self.state.shards), 0)
+        output = self.state.staging.take(len(self.state.cut.shards), 0)
         narrow = self.state.layout.narrow
         self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
 

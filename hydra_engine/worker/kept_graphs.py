@@ -25,17 +25,17 @@ class KeptGraphs:
         wanted_bytes = account.wanted_bytes
         if kind not in (FORWARD, BACKWARD) or (kind == BACKWARD and wanted_bytes is None):
             return wanted_bytes
-        num_bytes = state.graph_bytes_of(shard, account.signature)
+        num_bytes = state.measured.graph_bytes_of(shard, account.signature)
         if kind == FORWARD and num_bytes is None:
             run.graphs.saved = Saved() if state.may_keep_graph(shard) else None
             return wanted_bytes
         if wanted_bytes is None or not num_bytes:
             return wanted_bytes
-        if shard.index < state.keeps_from or not state.may_keep_graph(shard):
+        if shard.index < state.cut.keeps_from or not state.may_keep_graph(shard):
             return wanted_bytes
         if kind == BACKWARD:
             return self._go_on(run, wanted_bytes, num_bytes)
-        following = max(each.slab_bytes for each in state.shards)
+        following = max(each.slab_bytes for each in state.cut.shards)
         if self._ledger.can_hold(wanted_bytes + num_bytes, claim.slab_bytes + following):
             run.graphs.saved, run.graphs.granted_bytes = Saved(num_bytes), num_bytes
             return wanted_bytes + num_bytes
@@ -70,16 +70,16 @@ class KeptGraphs:
         if saved is None or claim.error is not None:
             return
         saved.created_bytes = None
-        state.learn_graph_bytes(shard, run.account.signature, saved.num_bytes)
+        state.measured.learn_graph_bytes(shard, run.account.signature, saved.num_bytes)
         if not saved.all_seen:
-            state.unseen.add(shard.index)
+            state.measured.uncounted.add(shard.index)
         graphs.saved = None
         if saved.graphs is None:
             return
         staging, serial, kept, slabs = state.staging, state.staging.serial, saved.graphs, dict(claim.slabs)
 
         def next_use_s() -> float:
-            return state.next_use_s(shard) if staging.serial == serial else math.inf
+            return state.progress.next_use_s(shard) if staging.serial == serial else math.inf
 
         def dispose() -> None:
             kept.clear()

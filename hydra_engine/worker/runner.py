@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceLost
 from hydra_engine.host import BuffersChanged, UnitBytes
-from hydra_engine.schedule import FORWARD, Computed, Event, Failed, Stored, Unit
+from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import Executor, Step, UnitSpec
@@ -102,18 +102,19 @@ class Runner:
     def _run_micro_batches(self, run: UnitRun, executor: Executor) -> UnitOutput:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
         claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
-        state, j, is_forward = claim.state, claim.shard.index, claim.unit.kind == FORWARD
+        state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
+        is_forward, shows_output = kind == FORWARD, kind == BACKWARD and not state.measured.repeats(claim.shard)
         spec = UnitSpec(
-            claim.unit.kind,
+            kind,
             claim.shard,
             micro_batches,
-            locked=j in state.locked,
-            draws=j in state.drawing,
-            keep_saved=j in state.keep_saved,
+            locked=j in cut.locked,
+            draws=j in cut.drawing,
+            keep_saved=j in cut.keep_saved,
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
-            written=state.written_buffers,
-            on_recomputed=state.check_repeated if j in state.unproven else None,
+            written=state.observed.written_buffers,
+            on_recomputed=state.check_repeated if shows_output else None,
         )
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
@@ -200,7 +201,7 @@ class Runner:
     def _charge_buffers(self, run: UnitRun, after: bool) -> None:
         """Charge buffers that are larger than when the unit was begun: a shard below may have changed one meanwhile."""
         claim = run.claim
-        if claim.state.resized.isdisjoint(claim.shard.buffers):
+        if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
             return
         num_bytes = self._spiller.buffer_bytes(claim.state, claim.shard, claim.unit.part, after=after)
         if num_bytes > run.account.buffer_bytes:
@@ -366,7 +367,7 @@ class Runner:
     def _note(self, claim: Claim, timing: Timing) -> None:
         """Add what a unit took of the interpreter and of the device."""
         self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
-        claim.state.timings[claim.unit.kind, claim.unit.shard] = timing
+        claim.state.measured.timings[claim.unit.kind, claim.unit.shard] = timing
 
     def _do(self, lane: str, claim: Claim, promise: Promise[T], job: Callable[[], T]) -> None:
         """Do part of a unit; where the unit has failed, the part fails too without being done."""

@@ -141,7 +141,7 @@ class Claim:
         self.unit = unit
         self.label = str(unit)
         self.state = state
-        self.shard = state.shards[unit.shard]
+        self.shard = state.cut.shards[unit.shard]
         self.regions = state.regions(self.shard)
         self.slabs: dict[Region, SlabLoad] = {}
         self.views: dict[int, Tensor] = {}

@@ -98,7 +98,7 @@ class Worker:
 
     def holds(self, state: TaskState, shard: int) -> bool:
         """Return True if most of a shard is on the device, or on its way there."""
-        regions = state.regions(state.shards[shard])
+        regions = state.regions(state.cut.shards[shard])
         resident = sum(region.num_bytes for region in regions if region.key in self._residents)
         return 2 * resident > sum(region.num_bytes for region in regions)
 

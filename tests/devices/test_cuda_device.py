@@ -752,7 +752,7 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
     orchestra = orchestra_of([task], devices_of(cuda))
     orchestra.generate()
     [planned] = orchestra._planned
-    assert len(planned.state.drawing) == num_watched
+    assert len(planned.state.cut.drawing) == num_watched
     entered.clear()
     orchestra.train_models().raise_failures()
     assert bool(entered) == bool(num_watched)

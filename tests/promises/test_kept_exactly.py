@@ -285,9 +285,9 @@ def test_a_graph_that_holds_more_than_can_be_counted_is_not_kept(layer):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
 
     state = assert_as_plain(build)
-    assert state.unseen == {1}
-    assert state.keep_saved == set()
-    assert not state.may_keep_graph(state.shards[1])
+    assert state.measured.uncounted == {1}
+    assert state.cut.keep_saved == set()
+    assert not state.may_keep_graph(state.cut.shards[1])
 
 
 class Eager(nn.Module):
@@ -368,9 +368,9 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra.verbose = 0
     orchestra.generate()
     [planned] = orchestra._planned
-    known = dict(planned.state.known.items())
+    known = dict(planned.state.measured.known.items())
     orchestra.train_models()
-    after = dict(planned.state.known.items())
+    after = dict(planned.state.measured.known.items())
     assert {unit: after[unit] for unit in known} == known
 
 
