@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.keep import Kept, choose_kept, least_step_s
-from hydra_engine.worker.worker import Worker
+from hydra_engine.worker.runner import Runner
 from partitioners import Presharded
 from tests import exact, zoo
 from tests.promises.test_exact import assert_engine_equals_plain
@@ -27,15 +27,15 @@ class Backwards:
         self.num = self.num_from_graphs = 0
 
     def __enter__(self):
-        compute = Worker._compute
+        compute = Runner.compute
 
-        def counted(worker, work):
-            if work.unit.kind == "b":
+        def counted(runner, run, executor):
+            if run.claim.unit.kind == "b":
                 self.num += 1
-                self.num_from_graphs += bool(work.graphs)
-            compute(worker, work)
+                self.num_from_graphs += bool(run.graphs.graphs)
+            compute(runner, run, executor)
 
-        self._patch = mock.patch.object(Worker, "_compute", counted)
+        self._patch = mock.patch.object(Runner, "compute", counted)
         self._patch.__enter__()
         return self
 
