@@ -29,7 +29,7 @@ from hydra_engine.schedule.events import (
     TaskStopped,
     Update,
 )
-from hydra_engine.schedule.policies import Policy, resolve_policy
+from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import (
@@ -41,6 +41,8 @@ from hydra_engine.schedule.units import (
     Placed,
     Unit,
     evaluation_chain,
+    format_schedule,
+    parse_schedule,
     part_ranges,
     training_chain,
 )
@@ -51,8 +53,10 @@ __all__ = [
     "FORWARD",
     "FUSED",
     "MOST_AHEAD",
+    "POLICIES",
     "BatchReady",
     "Begin",
+    "Candidate",
     "Commit",
     "Computed",
     "DataEnded",
@@ -71,6 +75,7 @@ __all__ = [
     "Load",
     "Placed",
     "Policy",
+    "RandomOrder",
     "Read",
     "Run",
     "Scheduler",
@@ -84,6 +89,8 @@ __all__ = [
     "Unit",
     "Update",
     "evaluation_chain",
+    "format_schedule",
+    "parse_schedule",
     "part_ranges",
     "resolve_policy",
     "training_chain",

@@ -130,5 +130,5 @@ def resolve_policy(policy: str | Policy) -> Policy:
             raise ValueError(f"policy: {policy!r}, known: {', '.join(map(repr, sorted(POLICIES)))}")
         return POLICIES[policy]()
     if isinstance(policy, type) or not callable(getattr(policy, "key", None)):
-        raise TypeError(f"policy: {policy!r} has no method key(candidate); see hydra_engine.policies.Policy")
+        raise TypeError(f"policy: {policy!r} has no method key(candidate); see hydra_engine.schedule.Policy")
     return policy
