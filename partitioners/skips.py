@@ -1,4 +1,4 @@
-"""Values that skip layers: put by one layer, gotten by others further up, without passing through those between."""
+"""Values that skip layers: one layer puts them, and layers further up get them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Skips:
             frame.put(name, value)
 
     def get(self, name: str) -> Any:
-        """The value that an earlier layer put. Raises KeyError when none did."""
+        """Return the value that an earlier layer put. Raises KeyError when none did."""
         frame = current()
         if frame is not None:
             return frame.get(name)
@@ -58,7 +58,7 @@ class Skips:
 
 
 class Frame:
-    """What is put and gotten while some layers run apart from the others."""
+    """Values that are put and gotten while some layers run apart from the others."""
 
     def __init__(self, arriving: Mapping[str, Any]) -> None:
         self.arriving = arriving
@@ -87,13 +87,13 @@ _LOCAL = threading.local()
 
 
 def current() -> Frame | None:
-    """The frame of this thread, if layers run in one."""
+    """Return the frame of this thread, if layers run in one."""
     return getattr(_LOCAL, "frame", None)
 
 
 @contextlib.contextmanager
 def framed(arriving: Mapping[str, Any]) -> Iterator[Frame]:
-    """Run layers apart: what they get is `arriving` or put among themselves."""
+    """Run layers apart: they get values of `arriving`, or values that they put themselves."""
     before, frame = current(), Frame(arriving)
     _LOCAL.frame = frame
     try:
