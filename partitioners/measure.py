@@ -17,21 +17,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
 
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in _ATTENTION_KERNELS}
+_ATTENTION_BACKWARD = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward") for name in _ATTENTION_KERNELS}
 
 
 def generator_key(generator: torch.Generator) -> int:
@@ -95,7 +96,7 @@ class Work:
         return {name: boundary.copied().value() for name, boundary in self._arriving.items()}
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
-        with framed(arriving) as self._frame:
+        with Frame(arriving) as self._frame:
             output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
@@ -351,18 +352,19 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Floating-point operations by torch's own formulas, for matrix products, convolutions and attention."""
+    """Floating-point operations of attention and, by torch's own formulas, of matrix products and convolutions."""
     packet = getattr(func, "overloadpacket", None)
-    if packet is _FLASH_ON_CPU:
+    if packet in _ATTENTION:
         return _attention_flops(*args[:3])
-    if packet is _FLASH_ON_CPU_BACKWARD:
+    if packet in _ATTENTION_BACKWARD:
         return _attention_flops(*args[1:4]) * 5 // 2  # the scores are computed again
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    """Operations of both products. Heads of queries may share one of keys, which torch 2.11 would refuse to count."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

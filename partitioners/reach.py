@@ -25,7 +25,7 @@ _ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger
 _NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
 # In the path to a value that an object or closure shares with others: of its class, or of its globals.
 CLASS, GLOBALS = "__class__", "__globals__"
-_CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
 _ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
 _IN_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -133,7 +133,7 @@ def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object
         for name in value.__code__.co_names:
             each = value.__globals__.get(name)
             beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
-            if plain and isinstance(each, (*PLAIN, *_CONTAINERS)) and name in value.__globals__:
+            if plain and isinstance(each, (*PLAIN, *CONTAINERS)) and name in value.__globals__:
                 yield f".{GLOBALS}.{name}", each
             elif beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
                 yield f".{name}", each

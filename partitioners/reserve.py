@@ -62,7 +62,8 @@ def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
     """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
     work.forget()
     handed, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
-    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
+    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         output = run_once(work, handed, target, arriving).output
     events = trace.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)

@@ -58,13 +58,22 @@ class Skips:
 
 
 class Frame:
-    """Values that are put and gotten while some layers run apart from the others."""
+    """Values that are put and gotten while some layers run in `with frame:`, apart from the others."""
 
     def __init__(self, arriving: Mapping[str, Any]) -> None:
+        """`arriving`: values that the layers get, beside those that they put themselves."""
         self.arriving = arriving
         self.values: dict[str, Any] = {}  # put
         self.gotten: list[str] = []  # of those that arrived, in order
         self.is_replayed = False
+        self._before: Frame | None = None
+
+    def __enter__(self) -> Frame:
+        self._before, _LOCAL.frame = current(), self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOCAL.frame, self._before = self._before, None
 
     def put(self, name: str, value: Any) -> None:
         if self.is_replayed and name in self.values:
@@ -89,17 +98,6 @@ _LOCAL = threading.local()
 def current() -> Frame | None:
     """Return the frame of this thread, if layers run in one."""
     return getattr(_LOCAL, "frame", None)
-
-
-@contextlib.contextmanager
-def framed(arriving: Mapping[str, Any]) -> Iterator[Frame]:
-    """Run layers apart: they get values of `arriving`, or values that they put themselves."""
-    before, frame = current(), Frame(arriving)
-    _LOCAL.frame = frame
-    try:
-        yield frame
-    finally:
-        _LOCAL.frame = before
 
 
 @contextlib.contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, no_larger, residue
+from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.device_step import DeviceStepper
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -65,6 +66,7 @@ class TaskState:
         self.evaluated_parts: dict[tuple[Any, ...], int] = {}  # of evaluation batches too large for a layer alone
         self.draws_outside_torch = False  # a layer draws from `random` or `numpy.random`
         self.changed_buffers: set[int] = set()  # by the step that was rehearsed
+        self.written_buffers: set[int] = set()  # by backwards, on trial
         self.any_may_change = False  # another one was seen to change in a step that was spread
         self.draws = False  # a layer draws from the task's main stream, so reads must not run ahead of it
         self.accumulation_steps = 1
@@ -320,6 +322,19 @@ class TaskState:
                 f"{self.name}: layers of several shards share a buffer that their forward changes, and with "
                 f"accumulation_steps {self.accumulation_steps} they would change it in another order than the plain "
                 f"loop; set accumulation_steps=1, give each layer its own module, or put them into one shard"
+            )
+
+    def check_backward_buffers(self, written: Collection[int]) -> None:
+        """Refuse buffers that a backward writes to, where the plain loop's forwards would find them in between."""
+        for index in written:
+            holders = [shard for shard in self.shards if index in shard.buffers]
+            if self.staging.num_micro_batches == 1 and len(holders) == 1:
+                continue
+            name = self.layout.originals.registered[len(self.layout.slots) + index].name
+            raise LayerFault(
+                f"{name} is changed in a backward (by a hook, or a checkpoint that runs a forward "
+                f"again), limit: steps of one micro-batch, and a buffer of one shard, since all forwards of a step run "
+                f"before its backwards; set accumulation_steps=1, or change it in the forward"
             )
 
     def shares_changed_buffer(self) -> bool:

@@ -52,7 +52,7 @@ from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroIn
 from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.profile import noted
-from partitioners.reach import CLASS, GLOBALS, PLAIN, reach
+from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
 from partitioners.skips import Frame
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
@@ -164,6 +164,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._entered: set[int] = set()  # what a layer takes as its input
         self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
         self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
+        self.rearranged: dict[
+            tuple[int, int], str
+        ] = {}  # (inputs or target, micro-batch): containers changed by a layer
 
     @property
     def current(self) -> str:
@@ -291,7 +294,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of torch.func, which holds no memory itself
+        return 0
 
 
 class _Inspector:
@@ -303,6 +309,12 @@ class _Inspector:
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
         self.changed: dict[Changed, None] = {}  # in the order in which they were found
+        self._buffers: dict[int, Tensor] = {}  # as they were before a backward
+        # What a micro-batch was given: inputs or target, which micro-batch, the value, and what was in it.
+        self._given: list[tuple[int, int, Any, list[Any], pytree.TreeSpec]] = []
+        self._m = 0
+        self._starts = False  # the layer that comes is the first of all
+        self._layer = ""  # that runs
         self._state = state
         self._guard = guard
 
@@ -319,6 +331,8 @@ class _Inspector:
         return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        self._note_rearranged()
+        self._given, self._m, self._starts = [], m, shard.is_first
         self._guard.enter(micro.tensors())
         parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
         self._guard.batch = {
@@ -328,8 +342,22 @@ class _Inspector:
             if tensor.numel()
         }
 
-    def enters_layer(self, value: Any, frame: Frame) -> None:
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
+        self._note_rearranged()
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
+        self._layer = self._guard.current
+        if self._starts:
+            self._given.append((0, self._m, value, *pytree.tree_flatten(value)))
+            self._starts = False
+        if target is not None:
+            self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
+
+    def _note_rearranged(self) -> None:
+        """Note containers of the batch that the layer before has changed: those of the copy that it was given."""
+        for side, m, value, leaves, spec in self._given:
+            now, now_spec = pytree.tree_flatten(value)
+            if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
+                self._guard.rearranged.setdefault((side, m), self._layer)
 
     def drew_in_backward(self) -> None:
         raise _Refused(
@@ -337,8 +365,19 @@ class _Inspector:
             "stream than plain PyTorch; draw in the forward and save what was drawn"
         )
 
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
+        self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
+
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
+        before, self._buffers = self._buffers, {}
+        written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
+        self._state.written_buffers |= written
+        return written
+
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self._guard.end()
+        self._note_rearranged()
+        self._given = []
         for index, view in views.items():
             slot, now = self._state.layout.slots[index], parameters[index].data
             is_moved = now.data_ptr() != view.data_ptr() or now.shape != view.shape
@@ -405,6 +444,17 @@ class _Stage:
         state, written = self._state, self._guard.written
         loader = state.task.dataloader if batch.training else state.task.validation
         found = None
+        for (side, m), layer in self._guard.rearranged.items() if state.task.trains else ():
+            given = batch.micro_batches[m][side]
+            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
+            path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
+            if path is not None:
+                named = layer if layer == LOSS else f"layer {layer}"
+                raise ValueError(
+                    f"{state.name}: {named} changes the {('inputs', 'target')[side]} of a batch, a dict or list that "
+                    f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
+                    f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
+                )
         for (side, m, k), (layer, _) in written.items() if state.task.trains else ():
             given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
             own = given[side][k]
@@ -455,7 +505,7 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
-        self._guard.written = {}
+        self._guard.written, self._guard.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
         state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
@@ -546,7 +596,7 @@ class _Stage:
         """
         state, locked = self._state, len(self._state.locked)
         while True:
-            with self._carrying():
+            with self._carrying(training=batch.training):
                 before = self._plain_state()
                 carried = self._run_again(batch)
                 after = self._plain_state()
@@ -567,8 +617,11 @@ class _Stage:
             self._check_after_another(batch, carried)
 
     @contextmanager
-    def _carrying(self) -> Iterator[None]:
-        """Units find what those before have left, in this run and the one before; so does the user's model."""
+    def _carrying(self, *, training: bool, afresh: bool = False) -> Iterator[None]:
+        """Units find what those before have left, in this run and the one before; so does the user's model.
+
+        training: rather than in eval(), the user's model too. afresh: units begin with what the user's layers have.
+        """
         state, inspector, executor = self._state, self._inspector, self._executor
         locked, state.locked = state.locked, {shard.index for shard in state.shards}
         left = dict(inspector.left)
@@ -578,8 +631,12 @@ class _Stage:
         self._guard.forget()
         self._guard.is_carrying = True
         try:
-            for layer, contents in left.items():
+            for layer, contents in () if afresh else left.items():
                 executor.attributes[layer].install(contents)
+            if not training:  # as in plain PyTorch, for a loss that looks
+                for module in users.values():
+                    put_back.append((vars(module), dict(vars(module))))
+                    vars(module)["training"] = False
             for name, attribute, _ in inspector.changed:
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
                 if name in users and attribute in vars(copies[name]):
@@ -652,21 +709,26 @@ class _Stage:
         return self._modules(self._executor.structure.layers)
 
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
-        """Refuse layers in which something depends on what another batch has left; this one turned round is another."""
-        keep_saved, index_limit = set(self._state.keep_saved), self._state.index_limit
-        turned = replace(batch, boundaries=[(_turned(x), _turned(y)) for x, y in batch.boundaries])
-        is_through = False
-        with self._carrying():
-            self._guard.is_carrying = False
-            try:
-                self._run_again(turned)
-                is_through = True
-            except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
-                self._state.keep_saved = keep_saved
-            found = self._run_again(batch)
-        self._state.index_limit = index_limit
-        if is_through and (different := _differences(seen, found)):
-            self._refuse(different[0], " after another batch")
+        """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
+        state, index_limit = self._state, self._state.index_limit
+        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer)]
+        found = None
+        while others and found is None:
+            keep_saved = set(state.keep_saved)
+            with self._carrying(training=batch.training, afresh=True):
+                self._guard.is_carrying = False
+                for k, other in enumerate(others):
+                    try:
+                        self._run_again(other)
+                    except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
+                        del others[k]
+                        state.keep_saved = keep_saved
+                        break
+                else:
+                    found = self._run_again(batch)
+        state.index_limit = index_limit
+        if found is not None and (different := _differences(seen, found)):
+            self._refuse(different[0], " after other batches")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         j, what = different
@@ -739,19 +801,34 @@ def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
             yield id(value)
 
 
-def _turned(value: Boundary) -> Boundary:
-    """Another value of the same shapes, of the same numbers where these differ."""
-    return value.around([_turned_tensor(tensor) for tensor in value.tensors])
+def _with(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Another batch, of the same numbers where these differ."""
+
+    def changed(value: Boundary) -> Boundary:
+        return value.around([change(tensor.detach()) for tensor in value.tensors])
+
+    return replace(batch, boundaries=[(changed(x), changed(y)) for x, y in batch.boundaries])
 
 
 def _turned_tensor(tensor: Tensor) -> Tensor:
     """Another order and other values, that are as good: indices within their range, sorted ones sorted."""
-    turned = tensor.detach().flip(list(range(tensor.dim())))
+    turned = tensor.flip(list(range(tensor.dim())))
     if tensor.is_floating_point() or tensor.is_complex():
         turned = turned * 0.5
     elif tensor.dtype != torch.bool and tensor.numel():
         turned = turned.min() + turned.max() - turned
     return torch.empty_like(tensor).copy_(turned)
+
+
+def _larger(tensor: Tensor) -> Tensor:
+    """Larger values, where any are as good."""
+    is_free = tensor.is_floating_point() or tensor.is_complex()
+    return torch.empty_like(tensor).copy_(tensor * 8) if is_free else tensor
+
+
+def _longer(tensor: Tensor) -> Tensor:
+    """Sequences of twice the length, where it may be one of sequences."""
+    return torch.cat([tensor, tensor], 1) if tensor.dim() > 1 else tensor
 
 
 def _shown(value: Any) -> str | None:

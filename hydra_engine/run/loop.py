@@ -35,6 +35,7 @@ from hydra_engine.schedule import (
     BatchReady,
     Begin,
     Commit,
+    Computed,
     DataEnded,
     DataFailed,
     DeviceAdded,
@@ -54,6 +55,7 @@ from hydra_engine.schedule import (
     ShardUpdated,
     StepCommitted,
     StopRequested,
+    Stored,
     TaskAdded,
     TaskStopped,
     Update,
@@ -438,7 +440,7 @@ class EngineRun:
                     self._events.put(event)
                     return task
                 self._handle(event)
-            if self._num_setting_up < len(self._tasks):
+            if self._progress.is_on and self._num_setting_up < len(self._tasks):
                 set_up = (task.progress for task in self._tasks.values() if task.is_set_up)
                 self._progress.show(set_up, self._trace.now_s())
         return None
@@ -451,6 +453,9 @@ class EngineRun:
                 self._handle(event)
 
     def _handle(self, event: Event | EpochAhead | _Own | Overdue) -> None:
+        if isinstance(event, (Computed, Stored)):  # what most events are, and nobody else has to know
+            self._act_upon(event)
+            return
         if isinstance(event, _ASIDE):
             self._handle_aside(event)
             return
@@ -494,6 +499,9 @@ class EngineRun:
             self._tell_step(event)
         if isinstance(event, (Failed, TaskStopped)) and not self._tasks[event.task].is_scheduled:
             return  # told by a callback as the task ended, which it never had begun
+        self._act_upon(event)
+
+    def _act_upon(self, event: Event) -> None:
         for instruction in self._scheduler.handle(event):
             note_instruction(self._tasks, instruction)
             self._actions[type(instruction)](instruction)

@@ -5,9 +5,8 @@ Nothing here copies, waits for a device or touches the host's state, so a unit c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -25,7 +24,7 @@ from hydra_engine.worker.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import cast
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
@@ -48,11 +47,17 @@ class Inspector(Protocol):
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         """See what a micro-batch starts from."""
 
-    def enters_layer(self, value: Any, frame: Frame) -> None:
-        """See the value that a layer starts from."""
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
+        """See the value that a layer, or the loss, starts from."""
 
     def drew_in_backward(self) -> None:
         """A backward left the generators otherwise than it found them."""
+
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
+        """See the buffers as a recomputed forward left them."""
+
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
+        """See them after the backward: which of them it has written to."""
 
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         """All micro-batches of a unit are through."""
@@ -85,6 +90,7 @@ class Executor:
         self._on_recomputed: OnRecomputed | None = None
         self._redirects = True  # draws on the CPU, to the task's own generator
         self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
+        self._written: set[int] = set()  # buffers that a backward has written to
         self._hooks: Modes = nullcontext
         self._num_layers = num_layers
         self._is_narrow = structure.narrow is not None
@@ -116,6 +122,7 @@ class Executor:
         is_last: bool = True,
         saved: Saved | None = None,
         graphs: Sequence[Graph] = (),
+        written: Collection[int] = (),
     ) -> UnitOutput:
         """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
 
@@ -129,13 +136,14 @@ class Executor:
         `is_last`, narrow gradients are not rounded: others will be added.
 
         `saved`: counts or keeps what autograd saves in a forward. `graphs`: kept by the forward, and not run again.
+        `written`: buffers that a backward is known to write to.
         """
         structure = self.structure
         self._on_recomputed = on_recomputed
         self._redirects = draws or self._generator is None
         self._may_compile = not (locked or keep_saved or kind == EVALUATE)
         structure.bind(views, buffers)
-        self._accumulated = {}
+        self._accumulated, self._written = {}, {index for index in shard.buffers if index in written}
         self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
         self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
         if saved is not None:
@@ -173,10 +181,12 @@ class Executor:
                     for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
                         if structure.parameters[index].data_ptr() != views[index].data_ptr():
                             views[index].copy_(structure.parameters[index].data)
+            structure.check_shared()
             taken = structure.take_buffers(shard.first, self._end(shard))
             self._settle_attributes(shard)
-            # A recomputed forward left what the forward left.
-            return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
+            if kind == BACKWARD:  # the rest is what the forward left
+                taken = {index: taken[index] for index in self._written}
+            return UnitOutput(gradients=gradients, buffers=taken, stepped=stepped)
         except BaseException:  # what a layer has bound or set must not stay for the next run
             structure.take_buffers(shard.first, self._end(shard))
             if self.inspector is None or not self.inspector.carries:
@@ -279,7 +289,7 @@ class Executor:
             skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
             arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
             gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
-            with self._hooks(), drawing.forward(), framed(arriving) as frame:
+            with self._hooks(), drawing.forward(), Frame(arriving) as frame:
                 value = self._layers(shard, micro.value.build(tensors), frame)
                 gotten = [tensor for _, found in skips.values() for tensor in found]
                 if gotten_versions != [tensor._version for tensor in gotten]:
@@ -306,7 +316,7 @@ class Executor:
                 leaving = {name: self._leaving(name, frame) for name in shard.leaving}
                 skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
                 if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
-                    out = replace(out, shares_memory=True)  # crossing takes it apart from what skips layers
+                    out = out._replace(shares_memory=True)  # crossing takes it apart from what skips layers
                 return MicroOutput(
                     random=drawing.state,
                     value=self._around(out),
@@ -317,11 +327,13 @@ class Executor:
                 return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
             if loss is not None:
                 del value  # logits are large, and the plain loop does not hold them either
-                with replayed(frame):
+                watching = nullcontext() if self.inspector is None else self._watching_buffers(shard)
+                with watching, replayed(frame):
                     scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
                     scaled.backward()  # type: ignore[no-untyped-call]
             else:
-                self._backward(value, micro, shard, m, skips, frame)
+                with self._watching_buffers(shard):
+                    self._backward(value, micro, shard, m, skips, frame)
         gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
         tied = {}
         for index in shard.borrowed:
@@ -344,12 +356,29 @@ class Executor:
         pairs = [(edge, gradient) for edge, gradient in found if edge is not None and gradient is not None]
         if pairs:
             outputs, gradients = zip(*pairs, strict=True)
-            with replayed(graph.frame):
+            with self._watching_buffers(shard), replayed(graph.frame):
                 torch.autograd.backward(outputs, gradients)
         return MicroOutput(
             random=micro.random,
             gradients=[self._apart(a.gradient if a else None) for a in graph.arrivals] if shard.index else None,
         )
+
+    @contextmanager
+    def _watching_buffers(self, shard: Shard) -> Iterator[None]:
+        """Note the buffers that the body, a backward, writes to: in a hook, or where a checkpoint runs a forward again.
+
+        By their versions, which kernels of torch do not always move: on trial by their bits.
+        """
+        places = shard.first, self._end(shard)
+        before = self.structure.buffer_versions(*places)
+        if before and self.inspector is not None:
+            self.inspector.begins_backward(self.structure.current_buffers(*places))
+        yield
+        if before:
+            after = self.structure.buffer_versions(*places)
+            self._written |= {index for index, version in after.items() if version != before.get(index)}
+            if self.inspector is not None:
+                self._written |= self.inspector.ends_backward(self.structure.current_buffers(*places))
 
     def _check_place(self, value: Boundary) -> None:
         """What crosses to another shard comes back on the device, wherever it was."""
@@ -403,9 +432,10 @@ class Executor:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self.current = "loss_fn"
+        target = micro.target.build(micro.target.tensors)
         if self.inspector is not None:
-            self.inspector.enters_layer(value, Frame({}))
-        loss = self.loss_fn(value, micro.target.build(micro.target.tensors))
+            self.inspector.enters_layer(value, Frame({}), target)
+        loss = self.loss_fn(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")

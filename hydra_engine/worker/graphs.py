@@ -41,6 +41,11 @@ class Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        if ctx.arrival.gradient is not None:
+            raise RuntimeError(
+                "differentiates what entered its shard a second time, limit: one backward in a step, since the shards "
+                "below run theirs once; return the loss, without calling backward() on the way"
+            )
         ctx.arrival.gradient = gradients[0]
         return None, None
 

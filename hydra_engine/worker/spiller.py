@@ -85,6 +85,8 @@ class Spiller:
 
         `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
+        if not shard.buffers:
+            return {}
         sources = self._buffers(state, shard, part, after=after)
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 
@@ -234,7 +236,7 @@ class Spiller:
                     self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
-        """Send the buffers that a shard's forward changed to DRAM."""
+        """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
         if not out.buffers:
             return
         staging = state.staging
@@ -248,6 +250,8 @@ class Spiller:
             for index, value in after.items()
             if not identical(value, before[index]) or (is_here and residue(value) != residue(before[index]))
         }
+        if unit.kind == BACKWARD:
+            state.check_backward_buffers(changed)
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")

@@ -160,7 +160,8 @@ class Work:
         self.buffers: dict[int, Tensor] = {}  # come with the first input
         self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
         self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
-        self.inputs: list[Promise[MicroInput] | None] = []
+        self.first_input: MicroInput | None = None  # brought by the lane that computes
+        self.inputs: dict[int, Promise[MicroInput]] = {}  # the others on their way, by micro-batch
         self.saved: Saved | None = None  # counts or keeps what a forward saves
         self.graph_bytes = 0  # granted for that
         self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned
@@ -193,7 +194,7 @@ class Work:
 
     def forget(self) -> None:
         """It has failed, and its error may refer to it for as long as somebody reads that: nothing on a device does."""
-        self.saved, self.graphs, self.step, self.inputs, self.stores = None, (), None, [], []
+        self.saved, self.graphs, self.step, self.first_input, self.inputs, self.stores = None, (), None, None, {}, []
         self.views, self.buffers, self.so_far, self.entered = {}, {}, {}, []
 
 

@@ -200,7 +200,8 @@ class Worker:
         is_there = before is None or (before.stored.is_done and before.stored.is_kept())
         work.after = None if is_there else before
         self._left[unit.task, unit.part] = work.left
-        work.count_buffers(work.state.buffer_bytes(work.shard))
+        if work.state.resized:
+            work.count_buffers(work.state.buffer_bytes(work.shard))
         work.signature = work.state.staging.signature_of(unit.part)
         work.known = work.state.unit_bytes(unit.kind, work.shard, work.signature)
         wanted = work.wanted_bytes
@@ -253,7 +254,6 @@ class Worker:
     def _admitted(self, work: Work, num_bytes: int) -> None:
         work.admitted = True
         work.held_bytes = num_bytes
-        work.inputs = [Promise() for _ in range(work.num_micro_batches)]
         self.device.submit(COMPUTE, work.label, partial(self._compute, work))
 
     def _submit(self, lane: str, work: Work, promise: Promise[T], job: Callable[[], T]) -> None:
@@ -263,20 +263,24 @@ class Worker:
     def _do(self, lane: str, work: Work, promise: Promise[T], job: Callable[[], T]) -> None:
         """Part of a unit; where the unit has failed, it fails too without being run."""
         try:
+            promise.keep(self._done(lane, work, job))
+        except BaseException as error:
+            promise.give_up(error)
+
+    def _done(self, lane: str, work: Work, job: Callable[[], T]) -> T:
+        try:
             if work.error is not None:
                 raise work.error
             try:
-                result = job()
+                return job()
             finally:
                 self.device.finish()
-            promise.keep(result)
         except BaseException as error:
             work.fail(error, f"{lane} lane")
-            promise.give_up(error)
+            raise
 
     def _submit_input(self, work: Work, m: int) -> None:
-        promise = work.inputs[m - work.first]
-        assert promise is not None
+        promise = work.inputs[m] = Promise()
         # It may lie where the one before the last did: the lane begins once what computed on that is through.
         with _disable_current_modes() if work.is_metered else nullcontext():  # inputs are counted apart
             arriving = [self._place_input(work, m)]  # not held by the lane, once it is loaded
@@ -289,7 +293,8 @@ class Worker:
     def _place_input(self, work: Work, m: int) -> Arriving:
         has_graph = bool(work.graphs)
         arriving = self._spiller.place_input(work.state, work.unit.kind, work.shard, m, has_graph=has_graph)
-        work.input_bytes = max(work.input_bytes, arriving.micro.num_bytes)
+        if work.is_metered:
+            work.input_bytes = max(work.input_bytes, arriving.micro.num_bytes)
         return arriving
 
     def _load_input(self, work: Work, m: int, arriving: Arriving) -> MicroInput:
@@ -325,8 +330,6 @@ class Worker:
         In the compute lane, which has nothing else to do: the load lane must not stand still for it, and waking one
         thread less is more than a small copy costs.
         """
-        promise = work.inputs[0]
-        assert promise is not None
         if work.after is not None:
             # Its job was queued before this one, and waits for no load. Where copies are as quick as memory, nothing is
             # gained by going on before all of it is there, and the C library's heap would grow for it.
@@ -336,9 +339,10 @@ class Worker:
             for loading in work.slabs.values():
                 if loading.is_late and not loading.slab.is_done:
                     loading.load()
-        self._do(LOAD, work, promise, partial(self._load_first, work))
-        self._trace.add(self.device.name, LOAD, work.label, start_s)
-        promise.result()
+        try:
+            work.first_input = self._done(LOAD, work, partial(self._load_first, work))
+        finally:
+            self._trace.add(self.device.name, LOAD, work.label, start_s)
 
     def _inputs(self, work: Work) -> Iterator[MicroInput]:
         for m in range(work.first, work.end):
@@ -348,10 +352,9 @@ class Worker:
             yield self._take_input(work, m)
 
     def _take_input(self, work: Work, m: int) -> MicroInput:
-        k = m - work.first
-        promise, work.inputs[k] = work.inputs[k], None
-        assert promise is not None
-        micro = promise.result()
+        promise = work.inputs.pop(m, None)
+        micro, work.first_input = work.first_input if promise is None else promise.result(), None
+        assert micro is not None
         if work.unit.kind == FORWARD:
             work.entered = [(tensor, tensor._version) for tensor in micro.value.tensors]
         return micro
@@ -424,9 +427,9 @@ class Worker:
         executing = False
         self._computing = work.unit
         try:
+            work.is_metered = work.known is None or self.device.meter_every_unit
             self._bring_first(work)
             work.views = self._views(work)
-            work.is_metered = work.known is None or self.device.meter_every_unit
             start_s, executing, timer = self._trace.now_s(), True, self.device.timer()  # waiting is not work
             with self._metered(work) if work.is_metered else nullcontext():
                 output = executor.run(
@@ -447,6 +450,7 @@ class Worker:
                     is_last=work.end == work.state.staging.num_micro_batches,
                     saved=work.saved,
                     graphs=work.graphs,
+                    written=work.state.written_buffers,
                 )
             if timer is not None:
                 timer.launched()
@@ -471,12 +475,13 @@ class Worker:
         executor.current = ""
         self._settle_graphs(work)
         held_bytes = work.held_bytes
+        left_bytes = work.output_bytes + (output.num_bytes if output else 0)
         # Buffers stay until they are stored; weights that were stepped are in the slab.
         if output is not None and output.stepped is not None:
-            kept_bytes = min(held_bytes, work.output_bytes + work.beside_bytes + output.num_bytes)
+            kept_bytes = min(held_bytes, left_bytes + work.beside_bytes)
         else:
             self._let_go(work)
-            kept_bytes = min(held_bytes, work.output_bytes + (output.num_bytes if output else 0))
+            kept_bytes = min(held_bytes, left_bytes)
         self.device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
         if work.error is not None:
@@ -484,11 +489,11 @@ class Worker:
             self._left.pop((work.unit.task, work.unit.part), None)
         self._computing = None
         # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
-        left_bytes = work.output_bytes + output.num_bytes if output and output.stepped is None else math.inf
+        goes_at_once = output is not None and output.stepped is None and self.device.copies_at_once(left_bytes)
         work.output, output = output, None
         computed = Computed(self.index, work.unit, seconds, failed=work.error is not None)
         is_in_turn = work.after is None or work.after.stored.is_done
-        if is_in_turn and self.device.copies_at_once(left_bytes):
+        if is_in_turn and goes_at_once:
             # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
             job = partial(self._store, work, kept_bytes, computed)
             self.device.submit(STORE, work.label, job, at_once=True)

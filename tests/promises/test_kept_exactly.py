@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.keep import Kept
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
-from tests import reference
+from tests import reference, zoo
 
 WIDTH = 32
 
@@ -401,3 +402,36 @@ def test_layers_that_work_in_place_at_every_cut(cut):
     """Graphs that are kept hold what the layers above change: nobody but autograd's own checks would tell."""
     shards = Presharded([cut, len(works_in_place())])
     assert_as_plain(works_in_place, keeps_from=0, partitioner=shards, accumulation_steps=2)
+
+
+# -- buffers that a backward writes to
+
+
+def gather(module, _, leaving):
+    module.scale.add_(leaving[0].abs().sum(0))
+
+
+class NormInCheckpoint(nn.Module):
+    """Runs its BatchNorm once more in the backward, and goes by a scale that a hook gathers there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_full_backward_hook(gather)
+
+    def forward(self, x):
+        return checkpoint(self.norm, self.linear(x) / self.scale.clone(), use_reentrant=False)
+
+
+@pytest.mark.parametrize("keeps_from", [0, 1, 4])
+def test_buffers_that_a_backward_writes_to_are_those_of_plain_pytorch(keeps_from):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), NormInCheckpoint(), NormInCheckpoint(), nn.Linear(WIDTH, 5))
+
+    model, same = build(), build()
+    trained([task_of(model)], keeps_from=keeps_from)
+    reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1)
+    assert zoo.state(model).keys() == zoo.state(same).keys()
+    assert all(torch.equal(value, zoo.state(same)[name]) for name, value in zoo.state(model).items())
