@@ -86,12 +86,12 @@ class Copies:
                 raise ChangesParameters(name)
 
     def inputs(self, value: Any) -> Any:
-        """What enters the first layer."""
+        """Return the value that enters the first layer."""
         value = pytree.tree_map_only(Tensor, self._tensor, value)
         return value if self.dtype is torch.float32 else cast(value, self.dtype)
 
     def target(self, value: Any) -> Any:
-        """What enters the loss beside the output."""
+        """Return the target, which enters the loss beside the output."""
         return pytree.tree_map_only(Tensor, self._tensor, value)
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
