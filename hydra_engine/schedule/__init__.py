@@ -32,7 +32,7 @@ from hydra_engine.schedule.events import (
     TaskUnits,
     Update,
 )
-from hydra_engine.schedule.policies import Policy, resolve_policy
+from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import (
@@ -44,6 +44,8 @@ from hydra_engine.schedule.units import (
     Placed,
     Unit,
     evaluation_chain,
+    format_schedule,
+    parse_schedule,
     part_ranges,
     training_chain,
 )
@@ -54,8 +56,10 @@ __all__ = [
     "FORWARD",
     "FUSED",
     "MOST_AHEAD",
+    "POLICIES",
     "BatchReady",
     "Begin",
+    "Candidate",
     "Capture",
     "CaptureWanted",
     "Commit",
@@ -76,6 +80,7 @@ __all__ = [
     "Load",
     "Placed",
     "Policy",
+    "RandomOrder",
     "Read",
     "Run",
     "Scheduler",
@@ -90,6 +95,8 @@ __all__ = [
     "Unit",
     "Update",
     "evaluation_chain",
+    "format_schedule",
+    "parse_schedule",
     "part_ranges",
     "resolve_policy",
     "training_chain",
