@@ -31,7 +31,7 @@ class Policy(Protocol):
     """
 
     def key(self, candidate: Candidate) -> Any:
-        """What the unit is ordered by, the lowest first; equal keys go by the order of tasks.
+        """Return the key that the unit is ordered by, the lowest first; equal keys go by the order of tasks.
 
         Asked whenever something that a candidate holds has changed, and not again until something changes: it must
         depend on the candidate alone. `ModelTask(priority=)` goes before it.

@@ -81,7 +81,7 @@ class Flow(NamedTuple):
 
     @classmethod
     def of(cls, chain: Sequence[tuple[str, int]], unit_s: Mapping[tuple[str, int], float], num_shards: int) -> Flow:
-        """Of units that take so many seconds."""
+        """Make the flow of units that take these seconds."""
         left_s = list(accumulate((unit_s.get(node, 0.0) or LEAST_S for node in reversed(chain)), initial=0.0))[::-1]
         uses = [[k for k, (_, shard) in enumerate(chain) if shard == j] for j in range(num_shards)]
         return cls({node: k for k, node in enumerate(chain)}, left_s, uses)
@@ -153,7 +153,7 @@ def parse_schedule(text: str) -> list[Placed]:
 
 
 def schedule_graph(schedule: Iterable[Placed]) -> nx.DiGraph:
-    """What waited for what: nodes are units, with `seconds`, `device`, `start_s` and `end_s`.
+    """Make the graph of waits: nodes are units, with `seconds`, `device`, `start_s` and `end_s`.
 
     An edge goes from each unit to the next of its task, `of="task"`, and to the next on its device, `of="device"`
     (`of="both"` where that is the same), with the first one's seconds as `weight`. Where a step is spread over several
