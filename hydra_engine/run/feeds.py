@@ -55,7 +55,7 @@ class Feeds:
         self._planning: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile, whose loaders are read
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """What it carries out."""
+        """Return the method for each instruction that it carries out."""
         return {Read: lambda instruction: self._read(self._common.tasks[instruction.task])}
 
     # -- batches
@@ -277,7 +277,7 @@ class Joining:
             self._is_over = True
 
     def has_ended(self) -> bool:
-        """Whether nobody is on the way, while the scheduler has nothing to do; then nobody is let in any more."""
+        """Return True if all tasks have ended and none is on its way; then none is let in any more."""
         if any(task.life is not Life.ENDED for task in self._common.tasks.values()):
             return False
         with self._arriving:

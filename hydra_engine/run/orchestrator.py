@@ -534,7 +534,7 @@ class ModelOrchestrator:
         return replace(report, tasks=tasks, messages=(*messages, *told))
 
     def _about(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
+        """Return the run's figures for a checkpoint."""
         plan, run = self.plan, self._running
         return {
             "command": restart.command(),
