@@ -6,22 +6,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra_engine._started_in import STARTED_IN
+
 # The directory of checkpoints to go on from, for the process that is started again.
 VARIABLE = "HYDRA_ENGINE_RESUME"
-
-
-def _current_directory() -> str | None:
-    with suppress(OSError):  # it was removed
-        return os.getcwd()
-    return None
-
-
-# Asked as early as we can: a program may change it later, and the path of its script is relative to this one.
-_STARTED_IN = _current_directory()
 
 
 def is_interactive() -> bool:
@@ -38,9 +29,9 @@ def command() -> dict[str, Any] | None:
     is_from_stdin = sys.argv[:1] in ([], [""], ["-"])
     if is_interactive() or is_from_stdin or multiprocessing.parent_process() is not None:
         return None
-    if not sys.executable or _STARTED_IN is None:
+    if not sys.executable or STARTED_IN is None:
         return None
-    return {"argv": [sys.executable, *sys.orig_argv[1:]], "cwd": _STARTED_IN}
+    return {"argv": [sys.executable, *sys.orig_argv[1:]], "cwd": STARTED_IN}
 
 
 def directory_asked_for() -> Path | None:
