@@ -1,6 +1,6 @@
 """Train many PyTorch models, each larger than the device, together on one machine.
 
-Names are imported as they are asked for: `hydra-engine --help` needs neither torch nor the rooms that train.
+Each name is imported when it is first used: `hydra-engine --help` needs neither torch nor the packages that train.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What crosses from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and other values."""
+"""Values that cross from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and more."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ class UnfitTensor(TypeError):
 
 
 def check_fit(where: str, tensor: torch.Tensor) -> None:
-    """Raises UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
+    """Raise UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
     kind = unusual_kind(tensor)
     if kind is not None:
         raise UnfitTensor(
@@ -37,7 +37,7 @@ def unusual_kind(tensor: torch.Tensor) -> str | None:
 
 
 class Boundary:
-    """A value, its tensors and how to put it together again; a tensor that appears twice is one.
+    """A value, its tensors and how to build it from them again; a tensor that appears twice is one.
 
     ``views`` tells of each tensor whether its producer made it as a view; None asks the tensors themselves.
     """
@@ -62,7 +62,7 @@ class Boundary:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the storages behind its tensors, each once: what they keep alive."""
+        """Bytes of the storages that its tensors keep alive, each storage once."""
         storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in self.tensors)}
         return sum(storage.nbytes() for storage in storages.values())
 
@@ -102,7 +102,7 @@ class Boundary:
 
 
 class _Enter(torch.autograd.Function):
-    """Copies tensors in and passes their gradients out."""
+    """Copies tensors in, and passes their gradients out."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

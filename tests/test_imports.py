@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def room_of(name):
     return name.partition(".")[0]
 
 
+@cache
 def parse(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

@@ -16,7 +16,7 @@ from hydra_engine.data.boundary import (
     same_bits,
     with_bits_of,
 )
-from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual
+from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual, noting
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.reader import Batch, Reader
@@ -72,6 +72,7 @@ __all__ = [
     "memory_of",
     "narrower",
     "no_larger",
+    "noting",
     "place_for",
     "place_in_dram",
     "residue",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -37,10 +37,10 @@ class Sizes(NamedTuple):
 
 # Of a lone tensor, which most values are: taken apart and put together without walking a tree.
 _LEAF = pytree.tree_structure(0)
+_LONE = (_Slot(0),)
 
 
-@dataclass(frozen=True)
-class Boundary:
+class Boundary(NamedTuple):
     """A value taken apart: its unique tensors, and how to build it again around other tensors."""
 
     tensors: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class Boundary:
         Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
         """
         if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
-            return cls((value,), (value.requires_grad,), (_Slot(0),), _LEAF, False)
+            return cls((value,), (value.requires_grad,), _LONE, _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
         tensors: list[Tensor] = []
@@ -83,7 +83,7 @@ class Boundary:
 
     def around(self, tensors: Sequence[Tensor]) -> Boundary:
         """The same value with its tensors elsewhere."""
-        return Boundary(tuple(tensors), self.requires_grad, self.leaves, self.spec, self.shares_memory)
+        return Boundary(tuple(tensors), *self[1:])
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Boundary:
     def with_numbers(self, numbers: Sequence[int]) -> Boundary:
         """The same value with other whole numbers, in the order of its signature."""
         others = iter(numbers)
-        return replace(self, leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
+        return self._replace(leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
 
 
 def _is_number(leaf: Any) -> bool:
@@ -240,4 +240,18 @@ def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
     """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
     place = place_for(tensor, start=start)
     flat(place).copy_(flat(tensor))
+    return place
+
+
+def copy_of_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array, with the very same strides and residue, since torch may take it as a tensor."""
+    if array.dtype.hasobject or not array.size or type(array) is not np.ndarray:
+        return array.copy()
+    first, end = np.lib.array_utils.byte_bounds(array)
+    memory = np.empty(end - first + ALIGNMENT_BYTES, np.uint8)
+    start = (first - memory.ctypes.data) % ALIGNMENT_BYTES
+    place: np.ndarray[Any, Any] = np.ndarray(
+        array.shape, array.dtype, memory[start:].data, array.__array_interface__["data"][0] - first, array.strides
+    )
+    place[...] = array
     return place

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
@@ -29,7 +30,7 @@ from hydra_engine.data.streams import (
     stream_seed,
     with_generator,
 )
-from hydra_engine.system import Hold
+from hydra_engine.system import Beside, Hold
 
 # torch's own functions read the global generator here, and only C code knows it otherwise.
 _TORCH_RANDOM: Any = torch.random
@@ -40,7 +41,11 @@ _KEY = "TESTING_ONLY_GenericMode"
 
 # Opening an iterator and reading its first batch.
 NUM_WATCHED = 2
+# Calls of a task's callbacks that are looked at, whether the task draws or not.
+NUM_NOTED = 10
+NUM_OUTSIDE_TORCH = 2  # generators: of `random` and `numpy.random`
 
+_OWN = "let the callback draw from a generator of its own (random.Random(), numpy.random.default_rng())"
 _REMEDY = (
     "let it draw from a generator of its own, or set loader_alone=True on the task, which reads it alone from the "
     "beginning"
@@ -61,6 +66,7 @@ class LoaderDraws:
         self._is_alone = alone
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
+        self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
 
     @property
     def message(self) -> str | None:
@@ -76,8 +82,11 @@ class LoaderDraws:
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
         if self._is_alone:
+            before = stream.state
             with installed(stream):
                 yield
+            if len(self.drawn) < NUM_OUTSIDE_TORCH:
+                self.drawn |= before.moved_outside_torch(stream.state)
         elif self._num_watched < NUM_WATCHED or self._doubt is not None:
             with self._watched(stream):
                 yield
@@ -93,7 +102,8 @@ class LoaderDraws:
             with _standing_in(watch):
                 yield
             self._num_watched += 1
-            self._is_alone = watch.is_passed_by or not capture().same_outside_torch(before)
+            self.drawn |= before.moved_outside_torch(capture())
+            self._is_alone = watch.is_passed_by or bool(self.drawn)
         if self._is_alone and self._doubt is not None:
             raise RuntimeError(
                 f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
@@ -123,27 +133,87 @@ class LoaderDraws:
 
 
 @contextmanager
-def beside_loaders() -> Iterator[None]:
+def beside_loaders() -> Iterator[Beside]:
     """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
-    with GLOBAL_GENERATORS.beside(), _standing_in(_Own(_outside())):
-        yield
+    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())):
+        yield turn
 
 
 class CallbackDraws:
-    """Sends what a task's callbacks draw from torch to a generator of their own: loaders are read meanwhile."""
+    """Sends what a task's callbacks draw from torch to a generator of their own: loaders are read meanwhile.
 
-    def __init__(self, seed: int) -> None:
-        """`seed`: the task's."""
+    What they draw from `random` and `numpy.random` moves the process's generators, and no task's: who draws from its
+    task's states there, a loader or a layer, has its turns apart. In the plain loop it would move the task's, too, and
+    is an error where the task draws from them. In company nobody can tell who drew, and the end of the run says so.
+    Of a task that draws nothing the first calls are looked at, since looking takes longer than many a call.
+    """
+
+    def __init__(self, name: str, seed: int, drawn: set[str], of_task: Callable[[], set[str]]) -> None:
+        """`name`, `seed`: the task's. drawn: what they drew from before, of_task: what the task does."""
+        self._name = name
         self._seed = seed
+        self._drawn = drawn
+        self._maybe_drawn: set[str] = set()
+        self._has_disturbed = False  # others that draw, which did not wait for the end of a call
+        self._last: Beside | None = None  # the last call in which somebody drew; who is disturbed may end after it
+        self._of_task = of_task
+        self._num_calls = 0
         self._own: _Own | None = None
+
+    @property
+    def message(self) -> str | None:
+        """Doubts about them, for the end of a run."""
+        mine = sorted(self._maybe_drawn & self._of_task())
+        if not mine and not self._note_disturbed():
+            return None
+        return (
+            f"{self._name}: its callbacks may have drawn from {' and '.join(mine) or 'generators'} that its loader and "
+            f"its layers, or those of other tasks, draw from; if they did, results are not those of plain PyTorch; "
+            f"{_OWN}"
+        )
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Run the body, which calls the callbacks; no loader is to blame for what they draw otherwise."""
+        """Run the body, which calls the callbacks."""
         if self._own is None:
             self._own = _Own(_outside()._replace(torch=seeded(stream_seed(self._seed, -1, 0))))
-        with GLOBAL_GENERATORS.call(), _standing_in(self._own):
+        self._num_calls += 1
+        is_noted = self._num_calls <= NUM_NOTED or self._of_task()
+        moved: set[str] = set()
+        with GLOBAL_GENERATORS.beside(is_call=True) as turn, _standing_in(self._own), ExitStack() as stack:
+            if is_noted:
+                moved = stack.enter_context(noting(self._drawn, self._maybe_drawn, turn))
             yield
+        if moved:
+            self._note_disturbed()
+            self._last = turn
+
+    def _note_disturbed(self) -> bool:
+        self._has_disturbed |= self._last is not None and self._last.is_in_doubt
+        return self._has_disturbed
+
+    def check(self, who: str) -> None:
+        """Raise RuntimeError where callbacks drew from what the task draws from; `who` was called last."""
+        mine = sorted(self._drawn & self._of_task())
+        if mine:
+            raise RuntimeError(
+                f"{who} or one before, or another thread meanwhile, drew from {' and '.join(mine)}, from which the "
+                f"task's loader or layers draw, too: in a plain loop these would draw other numbers after it; {_OWN}"
+            )
+
+
+@contextmanager
+def noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
+    """Add what the body draws from, of `random` and `numpy.random`; in company, what it may have drawn from.
+
+    Gives all that somebody has drawn from, at its end.
+    """
+    before, moved = _outside(), set[str]()
+    try:
+        yield moved
+    finally:
+        moved |= before.moved_outside_torch(_outside())
+        (maybe_drawn if turn.had_company else drawn).update(moved)
 
 
 @contextmanager
@@ -157,7 +227,8 @@ def drawing_as_usual() -> Iterator[None]:
     _HERE.stand_in = None
     include(key, False)
     try:
-        yield
+        with _disable_current_modes():  # of who watches the callback
+            yield
     finally:
         include(key, True)
         _HERE.stand_in = outer

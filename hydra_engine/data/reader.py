@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hydra_engine.data.boundary import Boundary, copy_in_dram
+from hydra_engine.data.boundary import Boundary, copy_in_dram, copy_of_array
 from hydra_engine.data.draws import LoaderDraws, beside_loaders
 from hydra_engine.data.generators import putting_back, set_states, states_of
 from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
@@ -449,6 +449,11 @@ class Reader:
             yield
 
     @property
+    def drawn(self) -> set[str]:
+        """Which of `random` and `numpy.random` its user code was seen to draw from."""
+        return self._training_draws.drawn | self._validation_draws.drawn | self._split_draws.drawn
+
+    @property
     def messages(self) -> list[str]:
         """Why batches, or what others drew, may be other than they should."""
         doubts = (each.message for each in (self._training_draws, self._validation_draws, self._split_draws))
@@ -548,9 +553,13 @@ def _own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
 
 
 def _own(value: Any, where: str) -> Boundary:
-    """Taken apart, with copies of its tensors: a loader may read the next batch into the same memory."""
+    """Taken apart, with copies of tensors and arrays: a loader may read the next batch into the same memory."""
     boundary = Boundary.of(value, where)
-    return boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
+    own = boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
+    if not any(isinstance(leaf, np.ndarray) for leaf in own.leaves):
+        return own
+    leaves = (copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
+    return own._replace(leaves=tuple(leaves))
 
 
 def _triple(micro_batch: Any) -> MicroBatch:

@@ -145,12 +145,17 @@ class RandomState(NamedTuple):
 
     def same_outside_torch(self, other: RandomState) -> bool:
         """Whether nothing was drawn from `random` and `numpy.random`."""
-        return (
-            self.python == other.python
-            and self.numpy[2] == other.numpy[2]
+        return not self.moved_outside_torch(other)
+
+    def moved_outside_torch(self, other: RandomState) -> set[str]:
+        """Return which of `random` and `numpy.random` were drawn from between the two."""
+        is_same = (
+            self.numpy[2] == other.numpy[2]
             and bool(np.array_equal(self.numpy[1], other.numpy[1]))
             and self.numpy[3:] == other.numpy[3:]
         )
+        moved = {"`random`": self.python != other.python, "`numpy.random`": not is_same}
+        return {name for name, has_moved in moved.items() if has_moved}
 
 
 def capture() -> RandomState:

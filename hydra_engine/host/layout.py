@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, extent, extent_bytes, identical, residue
-from hydra_engine.host.bound_copy import Layers, Registered, StalePlace
+from hydra_engine.host.bound_copy import LayerFault, Layers, Registered, StalePlace
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
@@ -386,6 +387,10 @@ class Structure:
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
 
+        places = {(id(module), name): index for each in self._buffer_places for module, name, index in each}
+        holders = Counter(places.values())
+        self._shared_places = [each for of in self._buffer_places for each in of if holders[each[2]] > 1]
+
     def _placeholder(self, dtype: torch.dtype) -> Tensor:
         """Nothing of a dtype: one for all, kept for good.
 
@@ -421,6 +426,32 @@ class Structure:
                 else:
                     found.setdefault(index, self.buffers[index].data)
         return found
+
+    def check_shared(self) -> None:
+        """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""
+        for module, name, index in self._shared_places:
+            if module._buffers.get(name) is not self.buffers[index]:
+                each = self._registered[len(self.parameters) + index].name
+                raise LayerFault(
+                    f"{each}, which several modules hold, is replaced in the forward of a {type(module).__name__}, "
+                    f"limit: one for all, since the others would go on with the old one: write to it in place "
+                    f"(copy_, add_), or register a clone in each"
+                )
+
+    def current_buffers(self, first: int, end: int) -> dict[int, Tensor]:
+        """The buffers of layers `[first, end)` as they are bound now."""
+        found: dict[int, Tensor] = {}
+        for places in self._buffer_places[first:end]:
+            for module, name, index in places:
+                value = module._buffers.get(name)
+                if value is not None and (index not in found or value is not self.buffers[index]):
+                    found[index] = value
+        return found
+
+    def buffer_versions(self, first: int, end: int) -> dict[int, tuple[int, int, int]]:
+        """Numbers that change when one of them is written to, or another tensor takes its place."""
+        found = self.current_buffers(first, end)
+        return {index: (id(value), value.data_ptr(), value._version) for index, value in found.items()}
 
     def release(self, shard: Shard) -> None:
         """Let go of the slab: nothing here keeps device memory alive between units."""

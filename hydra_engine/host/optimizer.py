@@ -6,6 +6,7 @@ A shard is copied before its optimizer steps it, so that a step that raises half
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, restore_optimizer
+from hydra_engine.data import DrawsRefused, copied, extent_bytes, identical, restore_optimizer
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
@@ -73,6 +76,8 @@ def _as_it_was(value: Any, before: Any) -> Any:
     return before
 
 
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
 TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
@@ -89,6 +94,94 @@ class StepRecord:
     loss_scale: float | None = None  # that the gradients carry
     is_skipped: bool = False  # a gradient was not finite: nothing is updated
     hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
+
+
+class _Places:
+    """Where the user's parameters and buffers lie, for hooks that are called in the place of a backward."""
+
+    def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
+        registered, num = layout.originals.registered, len(layout.slots)
+        self.parameters = {id(slot.parameter): registered[k].name for k, slot in enumerate(layout.slots)}
+        self._numbers = {registered[num + k].name: k for k in range(len(layout.buffers))}
+        self._user, self._now, self._staged = layout.buffers, pool.buffers or layout.buffers, staging.buffers
+        tensors = [*(slot.parameter for slot in layout.slots), *layout.buffers]
+        found = zip(tensors, registered, strict=True)
+        self._names = {tensor.data_ptr(): (tensor.data_ptr() + extent_bytes(tensor), e.name) for tensor, e in found}
+        self._starts = sorted(self._names)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What lies there; "": nothing of the model's."""
+        k = bisect_right(self._starts, address := tensor.data_ptr() if tensor.numel() else 0)
+        end, name = self._names[self._starts[k - 1]] if k else (0, "")
+        return name if address < end else ""
+
+    def is_behind(self, name: str) -> bool:
+        """Whether it is a buffer that forwards have changed since the user's modules had it."""
+        k = self._numbers.get(name)
+        return k is not None and (k in self._staged or not identical(self._user[k], self._now[k]))
+
+
+class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where a hook on a parameter goes beyond its gradient to what is elsewhere meanwhile.
+
+    In the plain loop hooks are called in the middle of the backward; here they are after it, on the host.
+    """
+
+    def __init__(self, slot: Slot, places: _Places, *, is_early: bool) -> None:
+        super().__init__(f"a hook on parameter {slot.name}")
+        self._own, self._places, self._is_early = f"parameter {slot.name}", places, is_early
+        self.may_step = False  # the parameter itself
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._check(value, is_written=argument.alias_info is not None and argument.alias_info.is_write)
+        for value in kwargs.values():
+            self._check(value, is_written=value is kwargs.get("out"))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _check(self, value: Any, *, is_written: bool) -> None:
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            name = self._places.name_of(tensor)
+            if not name or (name == self._own and (self.may_step or not is_written)):
+                continue
+            if is_written:
+                raise RuntimeError(
+                    f"{self._who} writes to {name}, limit: its gradient, and what is outside of the model, since "
+                    f"devices have copies; write to a buffer in the forward"
+                )
+            if self._places.is_behind(name):
+                raise RuntimeError(
+                    f"{self._who} reads {name}, which forwards change, limit: what is the same in all steps, since the "
+                    f"model's own is brought up to date after training; keep what the hook needs in a tensor of its own"
+                )
+            if self._is_early and name.startswith("parameter"):
+                raise RuntimeError(
+                    f"{self._who} reads {name}, limit: its own with early_release, since others may have this step's "
+                    f"update; leave early_release out"
+                )
+
+
+class _GradientReads(TorchFunctionMode):
+    """Raises RuntimeError where a hook asks for the gradient of another parameter than its own."""
+
+    def __init__(self, slot: Slot, places: _Places) -> None:
+        super().__init__()
+        self._slot, self._places = slot, places
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _GRADIENT and args[0] is not self._slot.parameter and id(args[0]) in self._places.parameters:
+            raise RuntimeError(
+                f"a hook on parameter {self._slot.name} reads the .grad of {self._places.parameters[id(args[0])]}, "
+                f"limit: its own; let the optimizer do what needs several gradients (optimizer_scope='task')"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class TaskOptimizer:
@@ -118,6 +211,11 @@ class TaskOptimizer:
     def loss_scale(self) -> float | None:
         """What the next step's loss is multiplied by; None: by nothing."""
         return None if self._loss_scale is None else self._loss_scale.scale
+
+    @property
+    def steps_in_place(self) -> bool:
+        """True if no update gives weights other memory, not even for a moment."""
+        return self._is_torchs and not has_hooks(self._layout)
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
@@ -297,6 +395,7 @@ class TaskOptimizer:
         """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
         hooked: dict[int, Tensor] = {}
         drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
+        places: _Places | None = None
         for slot in slots:
             parameter = slot.parameter
             hooks = list((parameter._backward_hooks or {}).values())
@@ -305,13 +404,15 @@ class TaskOptimizer:
                 continue
             self.secure(None)  # a hook may step what it likes
             gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
-            with DrawsRefused(f"a hook on parameter {slot.name}") as watch:
+            places = places or _Places(self._layout, staging, pool)
+            with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):
                 for hook in hooks:
                     changed = hook(gradient)
                     if changed is not None and changed is not gradient:
                         gradient.copy_(changed)
                 for hook in after:
                     parameter.grad = gradient
+                    watch.may_step = True
                     hook(parameter)
                     if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
                         staging.has_gradient[slot.index] = False

@@ -21,13 +21,14 @@ from hydra_engine.system.files import (
     WriteBehind,
     fingerprint,
 )
-from hydra_engine.system.locks import FolderLock, Hold, RevocableLock, TakenAway
+from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway
 from hydra_engine.system.process import is_interactive
 
 __all__ = [
     "DRAM_REMEDY",
     "NUM_THREADS",
     "PORTION_BYTES",
+    "Beside",
     "Disk",
     "Fingerprint",
     "FolderLock",

@@ -19,6 +19,8 @@ from hydra_engine.errors import CheckpointError
 
 # Turns apart and turns beside wait for each other no longer than this. Then they go on together, and note that.
 PATIENCE_S = 2.0
+# A turn apart waits no longer than this for a turn beside that calls the user, which may itself wait for anything.
+CALL_PATIENCE_S = 0.1
 
 
 class TakenAway(RuntimeError):
@@ -28,9 +30,10 @@ class TakenAway(RuntimeError):
 class Beside:
     """One thread's turn beside others."""
 
-    def __init__(self, had_company: bool) -> None:
+    def __init__(self, had_company: bool, *, is_call: bool = False) -> None:
+        self.is_call = is_call
         self.thread = threading.get_ident()
-        self.had_company = had_company  # another turn beside, or a call of the user's, overlapped with it
+        self.had_company = had_company  # another turn beside overlapped with it
         self.is_in_doubt = False  # a turn apart overlapped with it, and changed what it guards
         self.is_passed = False  # nobody waits for its end any more
 
@@ -76,7 +79,6 @@ class RevocableLock:
         self._beside: list[Beside] = []
         self._waiting: list[int] = []  # numbers of turns beside that have not begun
         self._number = 0  # the last turn's
-        self._num_calls = 0  # calls of the user's code that are under way in other threads
 
     @property
     def is_free(self) -> bool:
@@ -108,6 +110,9 @@ class RevocableLock:
     def _part(self, hold: Hold) -> None:
         with self._changed:
             hold.number = self._number = self._number + 1
+            self._changed.wait_for(lambda: self._is_alone(hold), CALL_PATIENCE_S)
+            for each in self._others():
+                each.is_passed |= each.is_call
             self._changed.wait_for(lambda: self._is_alone(hold), PATIENCE_S)
             hold.has_begun = True
             hold.met.extend(self._others())
@@ -121,13 +126,16 @@ class RevocableLock:
         return [each for each in self._beside if each.thread != threading.get_ident()]
 
     @contextmanager
-    def beside(self) -> Iterator[Beside]:
-        """Take a turn beside others, and wait for a thread that holds the lock apart."""
+    def beside(self, *, is_call: bool = False) -> Iterator[Beside]:
+        """Take a turn beside others, and wait for a thread that holds the lock apart.
+
+        is_call: a turn of a callback, which may take long.
+        """
         turn: list[Beside] = []
         try:
             with self._changed:
                 self._wait_beside()
-                turn.append(Beside(bool(self._beside or self._num_calls)))
+                turn.append(Beside(bool(self._beside), is_call=is_call))
                 self._note_company()
                 self._beside += turn
                 if self._hold is not None and self._hold.is_apart and self._hold.has_begun:
@@ -151,18 +159,6 @@ class RevocableLock:
         hold = self._hold
         is_first = hold is not None and not hold.has_begun and number < hold.number
         return hold is None or not hold.is_apart or hold.is_passed or is_first
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Note a call of the user's code, which may draw random numbers: turns beside have company."""
-        with self._mutex:
-            self._num_calls += 1
-            self._note_company()
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self._num_calls -= 1
 
     def _note_company(self) -> None:
         for each in self._beside:

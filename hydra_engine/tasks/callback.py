@@ -18,15 +18,15 @@ class Callback:
 
     Look at the model, and leave it as it is: devices compute with copies of its layers, and have begun the next step.
     A call that changes an attribute (a dropout's p), a `training` flag, `requires_grad`, hooks, submodules, parameters
-    or buffers, or writes to them, fails the task by name; `on_task_end` may do what it likes. Of writes through `.data`
-    a few elements of each weight are looked at, and none with `early_release` or `optimizer_device="device"`. A rate
-    that a call sets in the `param_groups` of the optimizer that the task's factory made last holds from the next step
-    on; but with these two, that step's updates may have begun.
+    or buffers, or writes to them (through `.data` too, and where it puts the values back), fails the task by name;
+    `on_task_end` may do what it likes. A rate that a call sets in the `param_groups` of the optimizer that the task's
+    factory made last holds from the next step on; but with `early_release` or `optimizer_device="device"`, that step's
+    updates may have begun.
 
     In the plain loop a draw would move the task's stream; here it does not. What a call draws from torch, as making a
     model does, comes from a generator that the task's callbacks have to themselves, seeded from the task's seed. Draw
-    nothing from `random` and `numpy.random`: a loader that draws from them may be read at the same time, and nobody
-    could tell whose draw it was. Give a callback a `random.Random`, a `numpy.random.Generator` of its own.
+    nothing from `random` and `numpy.random`: where the task's loader or layers draw from them, it fails the task by
+    name. Give a callback a `random.Random`, a `numpy.random.Generator` of its own.
 
     Raise `StopTask` to end the task with what it has committed; anything else that is raised, SystemExit and
     KeyboardInterrupt too, fails the task.

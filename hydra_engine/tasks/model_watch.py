@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import reprlib
+from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from operator import attrgetter, eq
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _WHY = (
     "devices compute with copies of the layers that were made when training began, and with weights that were loaded "
     "before, so that it would not have the effect that it has in a plain loop: end the task there (raise StopTask) and "
     "go on with a new ModelTask of the changed model, or let the layer itself follow a buffer that counts its steps"
 )
-# Elements of a parameter that are looked at for writes through `.data`, which autograd's counters do not see.
-NUM_SAMPLED = 4
+# Elements of all weights that are looked at for writes that no operation of torch's makes, as through NumPy: small
+# models' all. At least so many of each weight.
+MOST_SAMPLED, NUM_SAMPLED = 2**13, 4
 # Values in a list or dict that is an attribute.
 MOST_COMPARED = 100
 
@@ -31,7 +36,8 @@ class ModelWatch:
 
     What is compared, in an order that costs little: the attributes of all modules in one comparison of the
     interpreter's for each; which parameters and buffers they hold; `requires_grad`; autograd's counters of writes; the
-    places of the weights in memory; and a few elements of each weight.
+    places of the tensors in memory; and a few elements of each weight. Beside that, every operation of the call's
+    thread is looked at: what it writes to, through `.data` too, and also where the call puts the values back.
     """
 
     def __init__(self, model: nn.Module, *others: object) -> None:
@@ -51,20 +57,26 @@ class ModelWatch:
         parameters = list({id(each): each for each in self._tensors if isinstance(each, nn.Parameter)}.values())
         self._parameters = parameters
         self._trained = list(map(_REQUIRES_GRAD, parameters))
-        self._weights: list[Tensor] = []  # those that updates change
+        self._is_steady = self._stays = False
         self._elements: _Elements | None = None
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
+        self._writes = _Writes(())
 
-    def follow(self, weights: Sequence[Tensor]) -> None:
-        """From now on watch these as well, which lie in one piece of memory and stay as they are during a call."""
-        self._weights = list(weights)
-        self._elements = _Elements(self._weights) if self._weights else None
+    def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
+        """From now on watch these as well: the weights that updates change, which lie in one piece of memory.
 
-    def begin(self) -> None:
-        """A callback is about to be called."""
+        is_steady: no update changes them during a call. stays: none gives them other memory meanwhile.
+        """
+        self._is_steady, self._stays = is_steady, stays
+        self._elements = _Elements(weights) if weights and is_steady else None
+
+    def begin(self) -> AbstractContextManager[Any]:
+        """A callback is about to be called, by this thread and in the context that is returned."""
         self._tensors = self._held()  # a forward may have bound a buffer of another shape
         elements = None if self._elements is None else self._elements.take()
-        self._before = (self._versions(), list(map(Tensor.data_ptr, self._weights)), elements)
+        self._before = (self._versions(), self._places(), elements)
+        self._writes = _Writes(self._tensors)
+        return self._writes
 
     def check(self, who: str) -> None:
         """Raise ValueError where the model is not what it was; `who` was called in between."""
@@ -79,7 +91,13 @@ class ModelWatch:
         return list(map(_VERSION, self._watched()))
 
     def _watched(self) -> list[Tensor]:
-        return self._tensors if self._weights else [each for each in self._tensors if not each.requires_grad]
+        return self._tensors if self._is_steady else [each for each in self._tensors if not each.requires_grad]
+
+    def _placed(self) -> list[Tensor]:
+        return self._tensors if self._stays else [each for each in self._tensors if not each.requires_grad]
+
+    def _places(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._placed()))
 
     def _change(self) -> str | None:
         try:
@@ -105,16 +123,19 @@ class ModelWatch:
         if self._before is None:
             return None
         versions, places, elements = self._before
+        if self._writes.first is not None:
+            tensor, operation = self._writes.first
+            return f"wrote to {self._name(tensor)} ({operation})"
         now = self._versions()
         if now != versions:
             triples = zip(self._watched(), versions, now, strict=True)
             return f"wrote to {self._name(next(each for each, old, new in triples if old != new))}"
-        if list(map(Tensor.data_ptr, self._weights)) != places:
-            pairs = zip(self._weights, places, strict=True)
+        if self._places() != places:
+            pairs = zip(self._placed(), places, strict=True)
             moved = next(each for each, place in pairs if each.data_ptr() != place)
             return f"gave {self._name(moved)} other memory (.data)"
         written = None if elements is None or self._elements is None else self._elements.changed(elements)
-        return None if written is None else f"wrote to {self._name(written)} (.data)"
+        return None if written is None else f"wrote to the memory of {self._name(written)}"
 
     def _changed_module(self) -> str | None:
         empty = set(map(id, self._empty))
@@ -143,21 +164,84 @@ class ModelWatch:
         return "a tensor"
 
 
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sees the first write to one of some tensors, or to a part of one, under whatever name.
+
+    Attributes:
+        first: the tensor and the operation that wrote to it; None: none did.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = tensors
+        self._spans: list[tuple[int, int, Tensor]] | None = None  # (first byte, end, tensor), once something is written
+        self.first: tuple[Tensor, str] | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place, name in _written_arguments(func) if self.first is None else ():
+            self._look(args[place] if place < len(args) else kwargs.get(name), func)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A callback may compile what it calls: torch does so under no other modes."""
+        return True
+
+    def _look(self, value: Any, func: Any) -> None:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
+                owner = self._owner(each)
+                if owner is not None and self.first is None:
+                    self.first = (owner, str(func))
+
+    def _owner(self, written: Tensor) -> Tensor | None:
+        if type(written).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return None  # of a class that may have no memory, as fake tensors have none
+        if self._spans is None:
+            self._spans = sorted(_spans(self._tensors), key=lambda span: span[0])
+        place = written.data_ptr()
+        index = bisect(self._spans, place, key=lambda span: span[0]) - 1
+        if index < 0 or place >= self._spans[index][1]:
+            return None
+        return self._spans[index][2]
+
+
+def _spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    for each in tensors:
+        if each.numel() and each.device.type == "cpu" and each.layout == torch.strided:
+            yield each.data_ptr(), each.data_ptr() + (_last(each) + 1) * each.element_size(), each
+
+
+def _last(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return int(sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Arguments that an operation writes to, by place and name."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((k, each.name) for k, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
 class _Elements:
     """A few elements of each of some tensors in one piece of memory, as bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage())
-        places: list[int] = []
-        self._owners: list[int] = []  # the tensor of each byte
+        places, owners = [], []
         for k, each in enumerate(tensors):
-            last = sum((length - 1) * stride for length, stride in zip(each.shape, each.stride(), strict=True))
-            for n in range(min(NUM_SAMPLED, each.numel())):
-                first = (each.storage_offset() + last * n // (NUM_SAMPLED - 1)) * each.element_size()
-                places += range(first, first + each.element_size())
-                self._owners += [k] * each.element_size()
-        self._places = torch.tensor(places, dtype=torch.int64)
+            number, size = min(max(NUM_SAMPLED, MOST_SAMPLED // len(tensors)), each.numel()), each.element_size()
+            last = _last(each) if number else 0
+            spread = (torch.arange(number) * last).div(max(1, number - 1), rounding_mode="floor")
+            first = (spread + int(each.storage_offset())) * size
+            places.append((first[:, None] + torch.arange(size)).flatten())
+            owners.append(torch.full((number * size,), k))
+        self._places, self._owners = torch.cat(places), torch.cat(owners)  # the tensor of each byte
 
     def take(self) -> Tensor:
         """The bytes as they are."""
@@ -168,7 +252,7 @@ class _Elements:
         now = self.take()
         if torch.equal(now, before):
             return None
-        return self._tensors[self._owners[int((now != before).nonzero()[0])]]
+        return self._tensors[int(self._owners[now != before][0])]
 
 
 def _is_empty(value: object) -> bool:

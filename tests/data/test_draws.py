@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
-from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.draws import CallbackDraws, LoaderDraws, beside_loaders
 from hydra_engine.data.streams import Stream, capture, install, installed
 from hydra_engine.system.locks import RevocableLock
 from tests import reference
@@ -517,8 +517,6 @@ class TestTurns:
             with lock.beside() as second:
                 assert second.had_company
         assert first.had_company
-        with lock.call(), lock.beside() as third:
-            assert third.had_company
 
     def test_turn_apart_waits_for_those_beside(self):
         lock, inside = RevocableLock(), threading.Event()
@@ -633,13 +631,122 @@ class DrawsAtEachStep(Callback):
         self.is_over = True
 
 
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + np.random.standard_normal() if self.training else x
+
+
+def plain_with_callback(loader, draw, **options):
+    outside, net = capture(), model(1)
+    seed_outside_torch()
+    try:
+        result = reference.train(net, nn.MSELoss(), loader, seed=1, lr=0.05, epochs=2, on_step=draw, **options)
+    finally:
+        install(outside)
+    return result, net
+
+
+CALLBACK_DRAWS = {
+    "random": lambda: random.random(),
+    "a seed": lambda: random.seed(3),
+    "numpy": lambda: np.random.rand(3),
+    "numpy's seed": lambda: np.random.seed(3),
+}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("noise", [None, from_random, from_numpy])
+@pytest.mark.parametrize("what", CALLBACK_DRAWS)
+def test_what_a_callback_draws_as_its_loader_does_is_refused(what, noise, others):
+    draw = CALLBACK_DRAWS[what]
+    noise = noise or (lambda k: torch.randn(4, 3))
+    each = task("a", Loader(noise=noise), callbacks=[DrawsAtEachStep(draw)])
+    beside = [task(f"other-{k}", Loader(noise=noise), seed=2) for k in range(others)]
+    report = train(each, *beside) if beside else None
+    meets = noise is {"random": from_random, "a seed": from_random}.get(what, from_numpy)
+    if report is None and not meets:
+        report = train(each)
+    if not meets:
+        assert_as_plain(report, each, plain_with_callback(Loader(noise=noise), draw))
+        assert not any("its callbacks" in text for text in report.messages)
+    elif report is None:
+        with pytest.raises(RuntimeError, match=r"(?s)a: its callback DrawsAtEachStep, in on_step,.*of its own"):
+            train(each)
+    else:
+        assert "a: its callback DrawsAtEachStep, in on_step," in report.tasks["a"].error
+    for other in beside:
+        assert_as_plain(report, other, plain(Loader(noise=noise), seed=2))
+
+
+def test_what_a_callback_draws_as_a_layer_does_is_refused():
+    layers = nn.Sequential(*model(1), Noisy())
+    each = ModelTask(layers, nn.MSELoss(), Loader(), 0.05, 2, callbacks=[DrawsAtEachStep(np.random.rand)], seed=1)
+    with pytest.raises(RuntimeError, match=r"task-0: its callback .* drew from `numpy\.random`"):
+        train(each)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_is_drawn_as_an_epoch_begins_is_refused(epochs):
+    class Seeds(Callback):
+        def on_epoch_begin(self, report, epoch):
+            random.seed(epoch)
+
+    each = task("a", Loader(noise=from_random), epochs=epochs, callbacks=[Seeds()])
+    with pytest.raises(RuntimeError, match="a: its callback Seeds, in on_step, or one before"):
+        train(each)
+
+
+def test_a_long_call_that_draws_beside_others_that_do_is_told(monkeypatch):
+    """A loader that is read alone did not wait for its end."""
+    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
+    draws, alone, stream = CallbackDraws("a", 0, set(), set), LoaderDraws("b", alone=True), Stream(state_of(5))
+    for _ in range(2):
+        with draws.calling():
+            random.random()
+            assert draws.message is None
+    before, after = threading.Event(), threading.Event()
+
+    def read():
+        with alone.reading(stream):
+            random.random()
+            before.set()
+            assert after.wait(PATIENCE_S)
+
+    with draws.calling():
+        random.random()
+        thread = in_thread(read)
+        assert before.wait(PATIENCE_S)
+    after.set()
+    thread.join(PATIENCE_S)
+    assert draws.message.startswith("a: its callbacks may have drawn from generators that")
+
+
+def test_what_somebody_drew_in_company_of_a_call_is_told():
+    draws = CallbackDraws("a", 0, set(), lambda: {"`random`"})
+    with beside_loaders() as turn:
+        thread = in_thread(lambda: draw_in(draws))
+        thread.join(PATIENCE_S)
+    assert turn.had_company
+    draws.check("a")
+    assert draws.message.startswith("a: its callbacks may have drawn from `random` that its loader")
+    draw_in(draws)
+    with pytest.raises(RuntimeError, match="a or one before, or another thread meanwhile, drew from `random`"):
+        draws.check("a")
+
+
+def draw_in(draws):
+    with draws.calling():
+        random.random()
+
+
 def weights():
     torch.manual_seed(1)  # as who makes a model to be added
     return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
 
 
-def test_what_a_callback_draws_from_torch_is_no_loaders():
+def test_what_a_callback_draws_from_torch_is_no_loaders(monkeypatch):
     """Also while that is read alone; and no other callback's."""
+    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
     draws = [DrawsAtEachStep(draw) for draw in (weights, weights, lambda: torch.rand(()).item())]
 
     def wait(k):  # in the middle of a read, for a draw

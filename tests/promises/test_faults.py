@@ -368,10 +368,10 @@ class Schedule(torch.optim.lr_scheduler.StepLR):
     def __init__(self, optimizer):
         super().__init__(optimizer, 1, 0.5)
 
-    def step(self, *arguments):
+    def step(self, epoch=None):
         if self.last_epoch == self.at:
             raise Boom("the schedule")
-        super().step(*arguments)
+        super().step()
 
 
 def raising(at):

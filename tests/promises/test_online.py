@@ -413,6 +413,48 @@ def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone):
     assert_as_alone(second, report.tasks["second"])
 
 
+class HangsOnceTold(Gate):
+    """A loader that goes on and on, and hangs as soon as that is wanted."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.is_wanted = threading.Event()
+
+    def __iter__(self):
+        for batch in itertools.cycle(batches()):
+            if self.is_wanted.is_set():
+                self.hangs.set()
+                assert self.go_on.wait(30)
+            yield batch
+
+
+def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch):
+    """The plan is made by then, so that only the set-up in the run is left, which must not wait for that loader."""
+    hanging, begun, first, second = HangsOnceTold(), threading.Event(), task("first", seed=1), task("second", seed=5)
+    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=2)
+    victim.dataloader = hanging
+    orchestra = orchestra_of(first, victim)
+    orchestra.generate()
+    first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)
+    plan = orchestra._plan_one
+
+    def then_hang(*args):
+        planned = plan(*args)
+        hanging.is_wanted.set()
+        assert hanging.hangs.wait(30)
+        return planned
+
+    monkeypatch.setattr(orchestra, "_plan_one", then_hang)
+    thread, errors = in_background(lambda: orchestra.add_task(second), after=begun)
+    report = orchestra.train_models()
+    hanging.go_on.set()
+    thread.join(30)
+    assert errors == []
+    assert isinstance(report.tasks["victim"].exception, TimeoutError)
+    assert_as_alone(first, report.tasks["first"])
+    assert_as_alone(second, report.tasks["second"])
+
+
 class Factories:
     """Of an optimizer and a schedule; the number `at` of their calls in the run waits until it is let go of."""
 

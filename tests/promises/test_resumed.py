@@ -18,7 +18,8 @@ import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.saver import Saver
-from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.host_work import HostWork
+from hydra_engine.run.recovery import Recovery
 from hydra_engine.system import process as restart
 from hydra_engine.system.files import Disk
 from partitioners import Presharded
@@ -300,18 +301,18 @@ def test_a_stopped_task_stays_stopped(tmp_path):
 def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
     """Also where the task's end is saved before the thread that decides has heard of the failure."""
     ending, saved = threading.Event(), threading.Event()
-    start_finish, note_failure, save_end = EngineRun._start_finish, EngineRun._note_failure, Saver.save_end
+    finish, note, save_end = HostWork.finish, Recovery.note, Saver.save_end
 
-    def starts(run, instruction):
+    def starts(work, instruction):
         told = threading.Event()
-        run._tasks["task"].notifier.when_told(told.set)
+        work._common.tasks["task"].notifier.when_told(told.set)
         ending.set()
         assert told.wait(PATIENCE_S)
-        start_finish(run, instruction)
+        finish(work, instruction)
 
-    def notes(run, event):
+    def notes(recovery, event):
         assert saved.wait(PATIENCE_S)
-        note_failure(run, event)
+        note(recovery, event)
 
     def saves(*arguments):
         save_end(*arguments)
@@ -325,8 +326,8 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
 
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
     with monkeypatch.context() as patched:
-        patched.setattr(EngineRun, "_start_finish", starts)
-        patched.setattr(EngineRun, "_note_failure", notes)
+        patched.setattr(HostWork, "finish", starts)
+        patched.setattr(Recovery, "note", notes)
         patched.setattr(Saver, "save_end", saves)
         with pytest.raises(Boom):
             orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()

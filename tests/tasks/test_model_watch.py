@@ -132,7 +132,7 @@ CHANGES = {
     "last weight": (lambda m: no_grad(lambda: m[3][1].bias.zero_()), "wrote to parameter '3.1.bias'"),
     "frozen weight": (lambda m: no_grad(lambda: m[2].frozen.mul_(0.5)), "wrote to parameter '2.frozen'"),
     "state dict": (lambda m: m.load_state_dict(model_of().state_dict()), "wrote to parameter '0.weight'"),
-    "data": (lambda m: m[0].weight.data.mul_(0.5), "wrote to parameter '0.weight' (.data)"),
+    "data": (lambda m: m[0].weight.data.mul_(0.5), "wrote to parameter '0.weight' (aten.mul_.Tensor)"),
     "data of all": (lambda m: [p.data.clamp_(-0.01, 0.01) for p in m.parameters()], "wrote to parameter"),
     "new data": (lambda m: set_data(m[0].weight, torch.ones(8, 8)), "gave parameter '0.weight' other memory (.data)"),
 }  # fmt: skip
@@ -221,14 +221,93 @@ def test_a_loss_is_watched():
     assert "set weight of the model (Weighted) from 1.0 to 2.0" in report.error
 
 
-@pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=str)
-def test_where_updates_go_on_all_but_writes_to_weights_is_seen(options):
+def clamps(model):
+    for each in model.parameters():
+        each.data.clamp_(-100, 100)  # which changes nothing yet
+
+
+def swaps(model):
+    """Put other weights in and back, as who evaluates an average of them."""
+    kept = [each.data.clone() for each in model.parameters()]
+    for each in model.parameters():
+        each.data.copy_(torch.zeros_like(each))
+    for each, before in zip(model.parameters(), kept, strict=True):
+        each.data.copy_(before)
+
+
+# Writes that autograd's counters do not see, or that are over before anybody compares.
+WRITES = {
+    "clamps": (clamps, "wrote to parameter '0.weight' (aten.clamp_.default)"),
+    "swaps": (swaps, "wrote to parameter '0.weight' (aten.copy_.default)"),
+    "one element": (lambda m: m[3][1].weight.data.view(-1)[5].fill_(3), "wrote to parameter '3.1.weight'"),
+    "out=": (lambda m: torch.add(m[0].bias, 1, out=m[0].bias.data), "wrote to parameter '0.bias' (aten.add.out)"),
+    "many at once": (lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 0.5), "parameter '0.weight'"),
+    "plain": (lambda m: no_grad(m[0].weight.zero_), "wrote to parameter '0.weight'"),
+    "frozen": (lambda m: m[2].frozen.data.fill_(2), "wrote to parameter '2.frozen'"),
+    "buffer": (lambda m: m[2].scale.data.fill_(2), "wrote to buffer '2.scale'"),
+    "statistics": (lambda m: m[2].norm.running_mean.data.fill_(1), "wrote to buffer '2.norm.running_mean'"),
+    "new data": (lambda m: set_data(m[0].weight, torch.ones(8, 8)), "gave parameter '0.weight' other memory (.data)"),
+    "new frozen": (lambda m: set_data(m[2].frozen, torch.ones(8)), "gave parameter '2.frozen' other memory (.data)"),
+    "new buffer": (lambda m: set_data(m[2].scale, torch.ones(8)), "gave buffer '2.scale' other memory (.data)"),
+    "attribute": (lambda m: setattr(m[1], "p", 0.5), "set p of layer '1' (Dropout)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"early_release": True}, {"optimizer_device": "device"}], ids=str)
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_are_seen_whatever_goes_on(what, options):
+    change, text = WRITES[what]
     model = model_of()
-    report = train(task_of(model, Calls(lambda: setattr(model[1], "p", 0.5)), **options), task_of(model_of(), name="b"))
-    assert "set p of layer '1' (Dropout)" in report["a"].error
+    report = train(task_of(model, Calls(lambda: change(model)), **options), task_of(other := model_of(), name="b"))
+    assert report["a"].status == "failed"
+    assert text in report["a"].error
+    expected, state = expected_of()
+    assert report["b"].losses == expected.losses
+    assert all(torch.equal(value, zoo.state(other)[name]) for name, value in state.items())
+
+
+def test_writes_through_numpy_are_seen_in_small_models():
     model = model_of()
-    report = train(task_of(model, Calls(lambda: model[2].scale.zero_()), **options), task_of(model_of(), name="b"))
-    assert "wrote to buffer '2.scale'" in report["a"].error
+    change = Calls(lambda: model[0].weight.detach().numpy().put(11, 3.0))
+    report = train(task_of(model, change), task_of(model_of(), name="b"))
+    assert "wrote to the memory of parameter '0.weight'" in report["a"].error
+
+
+def test_a_callback_may_call_what_it_has_compiled():
+    model, seen = model_of(), []
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+
+    def look():
+        model.eval()
+        with torch.no_grad():
+            seen.append(compiled(torch.ones(2, 8)))
+        model.train()
+
+    report = train(task_of(model, Calls(look)))["a"]
+    assert (report.status, len(seen)) == ("finished", 1)
+
+
+def test_a_callback_may_write_to_all_else():
+    """A model of its own, gradients, copies of weights; and add a task, whose planning is not watched."""
+    model, mine = model_of(), model_of()
+    added = task_of(model_of(), name="b")
+
+    class Averages(Callback):
+        def on_step(self, report):
+            if report.steps == 1:
+                orchestra.add_task(added)
+            for own, each in zip(mine.parameters(), model.parameters(), strict=True):
+                own.data.mul_(0.9).add_(each.data, alpha=0.1)
+            F.cross_entropy(mine(batches(1)[0][0]), batches(1)[0][1]).backward()
+
+    orchestra = ModelOrchestrator([task_of(model, Averages())], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    expected, state = expected_of()
+    for name, trained in (("a", model), ("b", added.model)):
+        assert report.tasks[name].losses == expected.losses, report.tasks[name].error
+        found = zoo.state(trained)
+        assert all(torch.equal(value, found[key]) for key, value in zip(found, state.values(), strict=True))
 
 
 LOOKS = {
@@ -377,5 +456,5 @@ class TestModelWatch:
             watch.begin()
             watch.check("a")
             weight.add_(1)
-            with pytest.raises(ValueError, match=f"a wrote to parameter '{k}'"):
+            with pytest.raises(ValueError, match=f"a wrote to the memory of parameter '{k}'"):
                 watch.check("a")
