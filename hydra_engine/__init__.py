@@ -6,6 +6,7 @@ Each name is imported when it is first used: `hydra-engine --help` needs neither
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hydra_engine import _started_in as _started_in
 from hydra_engine._version import __version__
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ ROOMS = (
     "cli",
 )
 # Modules beside the rooms, which import none of them and which all may import.
-GROUND = ("_version", "errors", "trace")
+GROUND = ("_started_in", "_version", "errors", "trace")
 MOST_MODULES = 12  # of a room
 # What a room may not import: its decisions are made without them.
 WITHOUT = {

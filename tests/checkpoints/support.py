@@ -10,7 +10,10 @@ import torch
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.nested import nested_files
+from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.system.files import Disk
+
+WEIGHTS, FROZEN = "weights.safetensors", "frozen.safetensors"
 
 
 class TaskContent(NamedTuple):
@@ -66,6 +69,35 @@ def assert_holds(found, k):
 
 def save(store, k):
     return save_tasks(store, content(k), {"k": k})
+
+
+def save_round(store, k):
+    """Task "bert" trains, above frozen weights; task "gpt" was over at the first save. Their order changes."""
+    with store.begin() as new:
+        if "notes" in store.newest_files("gpt"):
+            new.keep("gpt")
+        else:
+            new.add("gpt", {"notes": b"over", **nested_files("state", {"step": torch.ones(7)})})
+        unchanged = store.newest_files("bert") & {FROZEN}
+        files = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
+        if not unchanged:
+            files[FROZEN] = {"f": torch.arange(9.0)}
+        new.add("bert", files, unchanged)
+        return new.commit({"k": k})
+
+
+def assert_round(found, k):
+    assert found.data == {"k": k}
+    assert found.files("bert") == {WEIGHTS, FROZEN}
+    assert found.files("gpt") == {"notes", "state.json", "state.safetensors"}
+    assert torch.equal(found.read_tensors("bert", WEIGHTS)["w"], torch.full((5,), float(k)))
+    assert torch.equal(found.read_tensors("bert", FROZEN)["f"], torch.arange(9.0))
+    assert found.read_bytes("gpt", "notes") == b"over"
+    assert torch.equal(found.read_nested("gpt", "state")["step"], torch.ones(7))
+
+
+# Saves of one task that is written anew each time, and of two of which much is taken over.
+KINDS = {"all written": (save, assert_holds), "files taken over": (save_round, assert_round)}
 
 
 def assert_stopped_whole(folder, assert_holds, save, k):

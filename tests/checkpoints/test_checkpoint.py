@@ -1,6 +1,5 @@
 """A checkpoint comes back bit for bit or not at all, and the newest whole one survives whatever ends a save."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -26,26 +25,19 @@ from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system.files import PORTION_BYTES, Disk
 from tests.checkpoints.support import (
+    WEIGHTS,
     FailingDisk,
-    Killed,
-    LosingDisk,
     TaskContent,
-    all_calls,
     assert_holds,
     assert_nothing_unnamed,
-    assert_stopped_whole,
     bits,
     flip,
-    one_call,
     path_of,
     read_task,
     save,
     save_tasks,
     what_takes_room,
-    write_out,
 )
-
-WEIGHTS = "weights.safetensors"
 
 
 def tensors():
@@ -143,14 +135,6 @@ def test_tensors_that_share_memory_or_are_strided(tmp_path):
     assert found.state["a"]["b"] == 1
     assert found.state["a.b"] == 0
     assert found.state["__metadata__"].shape == (2,)
-
-
-def test_tensors_that_cross_portions(tmp_path):
-    sizes = (PORTION_BYTES - 7, 3, 2 * PORTION_BYTES + 1, 70_000, 5, 65_536)
-    weights = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
-    weights["strided"] = torch.randint(256, (1000, 200), dtype=torch.uint8).t()
-    found = save_and_read(tmp_path, TaskContent(weights=weights))
-    assert all(torch.equal(found.weights[name], value) for name, value in weights.items())
 
 
 NO_VALUES = r"torch\.(q?u?int[1-7](x\d)?|quint.*|qint.*|complex32)"  # no kernel copies them; a warning comes with it
@@ -395,22 +379,6 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
 
 
-def test_every_altered_byte_of_a_manifest_is_noticed(tmp_path):
-    path = saved_twice(tmp_path)
-    generator = random.Random(0)
-    for offset in range(path.stat().st_size):
-        for mask in (0x20, generator.randrange(1, 256)):  # 0x20: of a hexadecimal digit, the other case
-            flip(path, offset, mask)
-            found = load_newest(tmp_path)
-            assert found.data == {"k": 0}, (offset, mask)
-            assert "manifest: found" in found.messages[0]
-            flip(path, offset, mask)
-    assert_holds(load_newest(tmp_path), 1)
-    for text in (path.read_bytes() + b"\n", b" " + path.read_bytes(), b""):
-        path.write_bytes(text)
-        assert load_newest(tmp_path).data == {"k": 0}
-
-
 def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
     newest = saved_twice(tmp_path)
     files = written_by(newest)
@@ -515,76 +483,7 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
         assert found.messages == ()
 
 
-# -- saves that fail or are cut off
-
-
-def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
-    outcomes = []
-    for n in range(2, 1000):  # the first call is made when the directory is opened
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder) as store:
-            save(store, 0)
-        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, all_calls))) as store:
-            disk.num_left = n - 1
-            with contextlib.suppress(Killed):
-                save(store, 1)
-        outcomes.append(assert_stopped_whole(folder, assert_holds, save, 2))
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert outcomes == sorted(outcomes), "once there, it stays there"
-    assert {0, 1} == set(outcomes)
-    assert len(outcomes) > 20
-
-
-@pytest.mark.parametrize("fails", [one_call, what_takes_room])
-def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
-    errors = []
-    for n in range(1, 1000):
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder) as store:
-            save(store, 0)
-        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
-            disk.num_left = n
-            try:
-                saved = save(store, 1)
-                assert not disk.failed or "could not be removed: [Errno 28]" in saved.messages[0]
-                expected = 1
-            except CheckpointError as error:
-                errors.append(str(error))
-                assert_nothing_unnamed(folder)
-                expected = len(newest_first(folder)) - 1  # it may have its place already
-            assert_holds(load_newest(folder), expected)
-            disk.num_left = 10**9
-            assert save(store, 2).messages == ()
-            assert_holds(store.load_newest(), 2)
-            assert len(newest_first(folder)) == 1
-            assert_nothing_unnamed(folder)
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert len(errors) > 10
-    for text in ("did not take checkpoint-00000002", "No space left on device (", " free now)", "Make room there"):
-        assert all(text in error for error in errors)
-
-
-def test_a_power_failure_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
-    disk = LosingDisk(tmp_path / "real")
-    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
-        returned = [(save(store, k), len(disk.moments))[1] for k in range(3)]
-    seen = []
-    for n, kept in enumerate(disk.moments, 1):
-        (folder := tmp_path / str(n)).mkdir()
-        write_out(kept, 0, folder)
-        found = load_newest(folder)
-        k = -1 if found is None else found.data["k"]
-        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
-        assert found is None or (assert_holds(found, k), found.messages)[1] == ()
-        seen.append(k)
-    assert seen == sorted(seen)
-    assert set(seen) == {-1, 0, 1, 2}
+# -- disks that halt or fill up
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
