@@ -106,14 +106,14 @@ def rehearse(
     try:
         seconds, seen = stage.run(batch)
         stage.check_batch(batch, seen)
-        state.changed_buffers = set(state.staging.buffers)
-        state.staging_bytes = state.staging.num_bytes
+        state.observed.changed_buffers = frozenset(state.staging.buffers)
+        state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
-        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         stage.check_repeats(batch, seen, draws=draws)
-        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
-        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
+        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
             stage.run_compiled(batch)  # its units are known by now: what cannot be compiled is refused here
@@ -124,7 +124,7 @@ def rehearse(
             _, seen = stage.run(evaluation)
             stage.check_batch(evaluation, seen)
             stage.check_repeats(evaluation, seen, draws=draws)
-            state.draws |= not state.end_of_forward().same_as(evaluation.main)
+            state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
         stage.close()
     return seconds
@@ -371,7 +371,7 @@ class _Inspector:
     def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
         before, self._buffers = self._buffers, {}
         written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
-        self._state.written_buffers |= written
+        self._state.observed.written_buffers |= written
         return written
 
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -408,7 +408,7 @@ class _Stage:
                 state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
-        largest = max(shard.slab_bytes for shard in state.shards)
+        largest = max(shard.slab_bytes for shard in state.cut.shards)
         self._guard = _Guard()
         self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, self._device, trace, self._events.put)
@@ -510,20 +510,20 @@ class _Stage:
         state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
-        for kind, shard in state.chains[batch.training]:
+        for kind, shard in state.cut.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
                 outcome = self._unit(unit)
                 if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
-                    state.keep_saved.add(shard)
+                    state.cut = replace(state.cut, keep_saved=state.cut.keep_saved | {shard})
                     outcome = self._unit(unit)
-            state.index_limit = self._limit.found
+            state.observed.index_limit = self._limit.found
             if isinstance(outcome, Failed):
                 self._raise(outcome, unit)
             else:
                 seconds[kind, shard] = outcome
-            seen |= self._digests(kind, state.shards[shard])
-            state.pool.take_gradients_back(state.shards[shard])
+            seen |= self._digests(kind, state.cut.shards[shard])
+            state.pool.take_gradients_back(state.cut.shards[shard])
         return seconds, seen
 
     @contextmanager
@@ -571,7 +571,7 @@ class _Stage:
                 seen[j, "output", m] = _digest(staging.entering(j + 1, m).tensors)
                 for name in shard.leaving:
                     seen[j, f"skip {name!r}", m] = _digest(staging.entering(name, m).tensors)
-            if m in staging.losses and state.is_last(shard):
+            if m in staging.losses and state.cut.is_last(shard):
                 measured = [staging.losses[m], *staging.metrics.get(m, {}).values()]
                 seen[j, "loss" if len(measured) == 1 else "loss or metric", m] = repr(measured).encode()
             if kind in (FUSED, BACKWARD):
@@ -594,25 +594,29 @@ class _Stage:
         Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
         saves torch's global generator itself is such a one, since the mode that redirects draws does not see it.
         """
-        state, locked = self._state, len(self._state.locked)
+        state, locked = self._state, len(self._state.cut.locked)
         while True:
             with self._carrying(training=batch.training):
                 before = self._plain_state()
                 carried = self._run_again(batch)
                 after = self._plain_state()
             different = _differences(seen, carried) if self.repeats_bits else []
-            while different and draws and different[0][0] not in state.locked:
-                state.locked.add(different[0][0])  # one more each time, so this ends
+            while different and draws and different[0][0] not in state.cut.locked:
+                j = different[0][0]  # one more each time, so this ends
+                state.cut = replace(state.cut, locked=state.cut.locked | {j})
                 _, seen = self.run(batch)
                 different = _differences(seen, carried)
-            if len(state.locked) == locked:
+            if len(state.cut.locked) == locked:
                 break
-            locked = len(state.locked)  # only now are what a run has left and what the next one leaves to be compared
+            # Only now are what a run has left and what the next one leaves to be compared.
+            locked = len(state.cut.locked)
         self._check_settled(before, after)
         if different:
             self._refuse(different[0])
         names = state.layout.names
-        state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
+        state.observed.coupled |= {
+            (names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}
+        }
         if self.repeats_bits and after != self._begun:
             self._check_after_another(batch, carried)
 
@@ -623,7 +627,8 @@ class _Stage:
         training: rather than in eval(), the user's model too. afresh: units begin with what the user's layers have.
         """
         state, inspector, executor = self._state, self._inspector, self._executor
-        locked, state.locked = state.locked, {shard.index for shard in state.shards}
+        locked, everyone = state.cut.locked, frozenset(shard.index for shard in state.cut.shards)
+        state.cut = replace(state.cut, locked=everyone)
         left = dict(inspector.left)
         users, copies = self._modules(state.layout.layers), self._modules(executor.structure.layers)
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -650,7 +655,8 @@ class _Stage:
                 own.update(before)
             for attributes in executor.attributes:
                 attributes.put_back()
-            state.locked, inspector.carries, inspector.in_backward = locked, False, None
+            state.cut = replace(state.cut, locked=locked)
+            inspector.carries, inspector.in_backward = False, None
             self._guard.is_carrying = False
 
     def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -710,11 +716,11 @@ class _Stage:
 
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
         """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
-        state, index_limit = self._state, self._state.index_limit
+        state, index_limit = self._state, self._state.observed.index_limit
         others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer)]
         found = None
         while others and found is None:
-            keep_saved = set(state.keep_saved)
+            keep_saved = state.cut.keep_saved
             with self._carrying(training=batch.training, afresh=True):
                 self._guard.is_carrying = False
                 for k, other in enumerate(others):
@@ -722,20 +728,20 @@ class _Stage:
                         self._run_again(other)
                     except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
                         del others[k]
-                        state.keep_saved = keep_saved
+                        state.cut = replace(state.cut, keep_saved=keep_saved)
                         break
                 else:
                     found = self._run_again(batch)
-        state.index_limit = index_limit
+        state.observed.index_limit = index_limit
         if found is not None and (different := _differences(seen, found)):
             self._refuse(different[0], " after other batches")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         j, what = different
         state = self._state
-        shard = state.shards[j]
+        shard = state.cut.shards[j]
         layers = state.layout.names[shard.first : shard.last]
-        if state.is_last(shard) and not state.task.predicts:
+        if state.cut.is_last(shard) and not state.task.predicts:
             layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
         raise ValueError(

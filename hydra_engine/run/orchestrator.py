@@ -30,7 +30,7 @@ from hydra_engine.planning import (
     check_sharing,
     fits_arena,
 )
-from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.loop import EngineRun, RunSettings
 from hydra_engine.run.signals import Signals
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import HostThreads, bound, dram, host_threads
@@ -450,17 +450,10 @@ class ModelOrchestrator:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
         with signals.deferred():
             try:
-                yield EngineRun(
-                    planned,
-                    self._devices,
-                    self._policy,
-                    double_buffer=self._double_buffer,
-                    verbose=verbose,
-                    host=host,
-                    signals=signals,
-                    saver=saver,
-                    rescue=rescue,
+                settings = RunSettings(
+                    policy=self._policy, double_buffer=self._double_buffer, verbose=verbose, host=host
                 )
+                yield EngineRun(planned, self._devices, settings, signals, saver, rescue)
             finally:
                 torch.set_num_threads(host.intra_op_threads)
 

@@ -1,4 +1,4 @@
-"""Events from every thread to the one that decides, and the signals that end a run: Ctrl-C and SIGTERM."""
+"""Events from every thread to the one that decides, deadlines, and the signals that end a run: Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from hydra_engine.schedule import StopRequested
 from hydra_engine.system import is_interactive
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 # The dispositions that we replace. Any other one is the user's own, and theirs to decide; or "ignore", of nohup.
 _USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -29,6 +30,35 @@ _STDERR = 2
 
 class Overdue(NamedTuple):
     """Nothing was told until the deadline."""
+
+
+class Deadlines(Generic[K]):
+    """Of the answers that are waited for, by name.
+
+    An answer that comes does not move `next_s`: one look too early is cheaper than a search at each.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[K, float] = {}
+        self.next_s = math.inf  # of time.monotonic(): no later than the first of them
+
+    def set(self, name: K, seconds: float) -> None:
+        """An answer is waited for, so long from now."""
+        self._by_name[name] = time.monotonic() + seconds
+        self.next_s = min(self.next_s, self._by_name[name])
+
+    def drop(self, name: K) -> None:
+        """It has come."""
+        self._by_name.pop(name, None)
+
+    def take_due(self) -> list[K]:
+        """Whose time is up; they are waited for no more."""
+        now_s = time.monotonic()
+        due = [name for name, deadline_s in self._by_name.items() if deadline_s <= now_s]
+        for name in due:
+            del self._by_name[name]
+        self.next_s = min(self._by_name.values(), default=math.inf)
+        return due
 
 
 class Inbox(Generic[T]):

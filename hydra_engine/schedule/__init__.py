@@ -3,6 +3,8 @@
 from hydra_engine.schedule.events import (
     BatchReady,
     Begin,
+    Capture,
+    CaptureWanted,
     Commit,
     Computed,
     DataEnded,
@@ -27,6 +29,7 @@ from hydra_engine.schedule.events import (
     Stored,
     TaskAdded,
     TaskStopped,
+    TaskUnits,
     Update,
 )
 from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
@@ -57,6 +60,8 @@ __all__ = [
     "BatchReady",
     "Begin",
     "Candidate",
+    "Capture",
+    "CaptureWanted",
     "Commit",
     "Computed",
     "DataEnded",
@@ -86,6 +91,7 @@ __all__ = [
     "Stored",
     "TaskAdded",
     "TaskStopped",
+    "TaskUnits",
     "Unit",
     "Update",
     "evaluation_chain",

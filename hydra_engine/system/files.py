@@ -17,7 +17,7 @@ import mmap
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -62,10 +62,6 @@ class Disk:
         """A new folder."""
         path.mkdir()
 
-    def link(self, source: Path, target: Path) -> None:
-        """One more name for a file."""
-        os.link(source, target)
-
     def rename(self, source: Path, target: Path) -> None:
         """At once or not at all; a file that has the target's name is replaced."""
         os.replace(source, target)
@@ -73,10 +69,6 @@ class Disk:
     def remove_file(self, path: Path) -> None:
         """A file or a link."""
         path.unlink()
-
-    def remove_folder(self, path: Path) -> None:
-        """An empty folder."""
-        path.rmdir()
 
     def sync_folder(self, path: Path) -> None:
         """Wait until the names in a folder are on the medium."""
@@ -88,21 +80,6 @@ class Disk:
                 raise
         finally:
             os.close(descriptor)
-
-    def remove_tree(self, path: Path) -> None:
-        """A file, or a folder with all that is in it; links are not followed."""
-        for each in _bottom_up(path):
-            if each.is_dir() and not each.is_symlink():
-                self.remove_folder(each)
-            else:
-                self.remove_file(each)
-
-
-def _bottom_up(path: Path) -> Iterator[Path]:
-    if path.is_dir() and not path.is_symlink():
-        for each in list(path.iterdir()):
-            yield from _bottom_up(each)
-    yield path
 
 
 # Part of the format. Large enough for full speed, small enough for a processor's cache.

@@ -169,9 +169,9 @@ class Spiller:
             return value.around([self._place(each, copies.loads) for each in value.tensors])
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
-        if state.is_last(shard) and not state.task.predicts:
+        if state.cut.is_last(shard) and not state.task.predicts:
             micro.target = placed_all(staging.targets[m])
-            micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
+            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
@@ -188,8 +188,8 @@ class Spiller:
 
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
         """Fill an input's room, in any lane."""
-        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
-            check_indices(state.staging.entering(0, m), state.index_limit, state.layout.names[0])
+        if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
+            check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
         micro, copies = arriving
         if copies.loads:
             self._device.copy(LOAD, copies.loads, urgent=True)
@@ -253,7 +253,7 @@ class Spiller:
         if unit.kind == BACKWARD:
             state.check_backward_buffers(changed)
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
-            state.any_may_change = True
+            state.observed.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
         for index, value in changed.items():
             staging.buffers[index] = self._sent(value) if is_here else value
@@ -271,7 +271,7 @@ class Spiller:
 
         granted_bytes: still granted for it; 0: others have to be found.
         """
-        j, shards = shard.index, state.shards
+        j, shards = shard.index, state.cut.shards
         if out.value is not None and j + 1 < len(shards):
             tensors = out.value.tensors
             return self._keep(state, VALUE, j + 1, m, tensors, shards[j + 1], granted_bytes, is_held=out.is_held)
@@ -300,7 +300,7 @@ class Spiller:
         key = (state.name, what, serial, j, m)
 
         def next_use_s() -> float:
-            return state.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
+            return state.progress.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
 
         kept = ([None if tensor is None else _alias(tensor) for tensor in tensors], is_held)
         if num_bytes <= granted_bytes:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.nested import nested_files
 from hydra_engine.system.files import Disk
@@ -74,16 +74,23 @@ def assert_stopped_whole(folder, assert_holds, save, k):
     assert_holds(found, found.data["k"])
     assert found.messages == ()
     with CheckpointDirectory(folder, keep=1) as store:
-        assert_nothing_temporary(folder)
+        assert_nothing_unnamed(folder)
         assert_holds(store.load_newest(), found.data["k"])
         path = save(store, k).path
         assert_holds(store.load_newest(), k)
-    assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+    assert sorted(each.name for each in folder.iterdir()) == ["LOCK", path.name, "files"]
+    assert_nothing_unnamed(folder)
     return found.data["k"]
 
 
-def assert_nothing_temporary(folder):
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+def assert_nothing_unnamed(folder):
+    named = {file.file for path in newest_first(folder) for file in read_manifest(path).files}
+    assert {path.name for path in (folder / "files").iterdir()} <= named
+
+
+def path_of(found, task, name):
+    """A file of a checkpoint, which is given or saved."""
+    return place(found.path, read_manifest(found.path).tasks[task][name])
 
 
 def flip(path, offset, mask=1):
@@ -122,7 +129,7 @@ def _failing(name):
     return call
 
 
-CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder", "link")
+CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file")
 for _name in CALLS:
     setattr(FailingDisk, _name, _failing(_name))
 
@@ -191,23 +198,13 @@ class LosingDisk(Disk):
             self.kept[self.ids[path]] = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids}
             self._moment()
 
-    def link(self, source, target):
-        super().link(source, target)
-        self.ids[target] = self.ids[source]
-        self._moment()
-
     def rename(self, source, target):
         super().rename(source, target)
-        for path in [path for path in self.ids if path == source or source in path.parents]:
-            self.ids[target / path.relative_to(source)] = self.ids.pop(path)
+        self.ids[target] = self.ids.pop(source)
         self._moment()
 
     def remove_file(self, path):
         super().remove_file(path)
-        self._moment()
-
-    def remove_folder(self, path):
-        super().remove_folder(path)
         self._moment()
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.keep import Kept
+from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
@@ -284,9 +285,9 @@ def test_a_graph_that_holds_more_than_can_be_counted_is_not_kept(layer):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
 
     state = assert_as_plain(build)
-    assert state.unseen == {1}
-    assert state.keep_saved == set()
-    assert not state.may_keep_graph(state.shards[1])
+    assert state.measured.uncounted == {1}
+    assert state.cut.keep_saved == set()
+    assert not state.may_keep_graph(state.cut.shards[1])
 
 
 class Eager(nn.Module):
@@ -310,14 +311,15 @@ def test_a_forward_that_saves_more_than_at_the_sample_keeps_no_more_than_was_cou
     task = ModelTask(
         model, F.cross_entropy, [(low, target), (low + 1, target)], 0.1, partitioner=Presharded([1, 2, 3, 4, 5])
     )
-    kept, settle = [], Worker._settle_graphs
+    kept, settle = [], KeptGraphs.settle
 
-    def settled(worker, work):
-        if work.saved is not None and work.saved.graphs is not None:
-            kept.append((work.saved.num_bytes, work.graph_bytes))
-        settle(worker, work)
+    def settled(kept_graphs, run):
+        saved = run.graphs.saved
+        if saved is not None and saved.graphs is not None:
+            kept.append((saved.num_bytes, run.graphs.granted_bytes))
+        settle(kept_graphs, run)
 
-    with mock.patch.object(Worker, "_settle_graphs", settled):
+    with mock.patch.object(KeptGraphs, "settle", settled):
         trained([task], keeps_from=0)
     assert kept
     assert all(num_bytes <= granted for num_bytes, granted in kept)
@@ -366,9 +368,9 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra.verbose = 0
     orchestra.generate()
     [planned] = orchestra._planned
-    known = dict(planned.state.known.items())
+    known = dict(planned.state.measured.known.items())
     orchestra.train_models()
-    after = dict(planned.state.known.items())
+    after = dict(planned.state.measured.known.items())
     assert {unit: after[unit] for unit in known} == known
 
 
