@@ -23,6 +23,7 @@ from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask
 from partitioners import forward_unit_bytes, unit_bytes
+from partitioners.cost import Skip
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
@@ -179,8 +180,11 @@ class TaskState:
         self.pool.close()
         self.staging = StepStaging()
 
-    def cut_at(self, boundaries: Sequence[int]) -> None:
-        """Cut the task anew. A shard that is part of an old one draws and differentiates as that one did."""
+    def cut_at(self, boundaries: Sequence[int], skips: Sequence[Skip] | None = None) -> None:
+        """Cut the task anew; `skips`: values that skip layers, if it is not known yet.
+
+        A shard that is part of an old one draws and differentiates as that one did.
+        """
         for low, high in self.observed.coupled:
             if any(low < end <= high for end in boundaries):
                 names = self.layout.names
@@ -189,7 +193,7 @@ class TaskState:
                     f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
                     f"with Skips"
                 )
-        self.cut = self.cut.at(self.layout, boundaries)
+        self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
         self.progress = Progress(self.cut, self.measured)
 

@@ -402,13 +402,12 @@ class PlannedTask:
         batch = self._sample()
         validates = self.task.trains and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
-        self.layout.skips = skips_of(costs)
         self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
-            state.cut_at(boundaries)
+            state.cut_at(boundaries, skips_of(costs))
             spans = zip([0, *boundaries], boundaries, strict=False)
             held = [costs[first:last] for first, last in spans]
             state.cut = replace(
