@@ -18,7 +18,8 @@ from hydra_engine.host.device_step import DeviceStepper
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask
@@ -78,7 +79,6 @@ class TaskState:
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
-        self.steps_on_device = False
         self.stepper: DeviceStepper | None = None  # while steps are taken on devices
         self.num_commits = 0  # of training steps in this run
 
@@ -106,10 +106,14 @@ class TaskState:
             return math.inf
         return self.progress.next_use_s(shard, beyond_step=not region.trainable)
 
+    @property
+    def steps_on_device(self) -> bool:
+        """Return True if devices step the optimizer."""
+        return self.pool.gradients.room is GradientRoom.NONE
+
     def step_on_device(self) -> None:
         """Let devices step the optimizer, each shard's at the end of its backward unit."""
-        self.steps_on_device = self.pool.early_release = True
-        self.pool.keeps_gradients = False
+        self.pool.gradients.room = GradientRoom.NONE
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
         """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.

@@ -362,7 +362,7 @@ class PlannedTask:
         return {
             "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
-            "gradients": state.pool.gradient_bytes(state.cut.shards),
+            "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.measured.staging_bytes,
