@@ -362,7 +362,7 @@ class PlannedTask:
         return {
             "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
-            "gradients": state.pool.gradient_bytes(state.cut.shards),
+            "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.measured.staging_bytes,
@@ -402,13 +402,12 @@ class PlannedTask:
         batch = self._sample()
         validates = self.task.trains and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
-        self.layout.skips = skips_of(costs)
         self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
-            state.cut_at(boundaries)
+            state.cut_at(boundaries, skips_of(costs))
             spans = zip([0, *boundaries], boundaries, strict=False)
             held = [costs[first:last] for first, last in spans]
             state.cut = replace(

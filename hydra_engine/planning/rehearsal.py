@@ -523,7 +523,7 @@ class _Stage:
             else:
                 seconds[kind, shard] = outcome
             seen |= self._digests(kind, state.cut.shards[shard])
-            state.pool.take_gradients_back(state.cut.shards[shard])
+            state.pool.gradients.take_back(state.cut.shards[shard])
         return seconds, seen
 
     @contextmanager
@@ -581,7 +581,7 @@ class _Stage:
                 seen[j, "gradient of its input", m] = _digest(chain.from_iterable(gradients))
         if kind in (FUSED, BACKWARD) and not state.steps_on_device:
             for slot in state.pool.owned(shard):
-                given = state.pool.gradient(slot) if staging.has_gradient.get(slot.index) else None
+                given = state.pool.gradients.of(slot) if staging.has_gradient.get(slot.index) else None
                 seen[j, f"gradient of {slot.name!r}", 0] = _digest([given])
         for index in shard.buffers:
             if kind != BACKWARD and index in staging.buffers:

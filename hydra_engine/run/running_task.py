@@ -367,7 +367,7 @@ class RunningTask:
                 num_parts,
                 in_sums=self.planned.spreads[num_parts - 1].in_sums,
                 is_narrow=self.state.layout.narrow is not None,
-                place=lambda index: pool.gradient(slots[index]),
-                fit=lambda index, gradient: pool.place_gradient(slots[index], gradient),
+                place=lambda index: pool.gradients.of(slots[index]),
+                fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )

@@ -229,11 +229,11 @@ class Spiller:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
         elif out.gradients:
-            state.pool.lend_gradients(shard)
+            state.pool.gradients.lend(shard)
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
-                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
+                    self._copy_gradient(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
