@@ -25,7 +25,7 @@ from hydra_engine.data.streams import GLOBAL_GENERATORS, RandomState, Stream, se
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.schedule import BatchReady, DataEnded, DataFailed, EpochAhead, Event
 from hydra_engine.system import TakenAway
-from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
+from hydra_engine.tasks import MicroBatch, ModelTask, Purpose, batch_size
 from partitioners.precision import DTYPES, cast
 
 # A user's loader that does not return is left behind: its thread is a daemon.
@@ -139,8 +139,8 @@ class Reader:
         first = self._peek()
         if self._start is not None and first is None and self._largest is None:
             self._largest = self._first_apart()
-        elif self._start is None and (first is None or (self._task.trains and not first.training)):
-            what = "training" if self._task.trains else "evaluation"
+        elif self._start is None and (first is None or (self._task.purpose is Purpose.TRAIN and not first.training)):
+            what = "training" if self._task.purpose is Purpose.TRAIN else "evaluation"
             raise ValueError(f"{self._name}: the loader is empty; {what} needs at least one batch")
         found = self._largest or first
         assert found is not None

@@ -9,6 +9,7 @@ from hydra_engine.errors import NonFiniteLoss
 from hydra_engine.host import Shard, StepRecord, TaskOptimizer
 from hydra_engine.run.running_task import RunningTask
 from hydra_engine.schedule import Event, Failed, ShardUpdated, StepCommitted, TaskStopped
+from hydra_engine.tasks import Purpose
 
 
 def commit(training: RunningTask, put: Callable[[Event], None], *, training_step: bool) -> Event:
@@ -48,7 +49,7 @@ def commit(training: RunningTask, put: Callable[[Event], None], *, training_step
             report.skipped_steps.append(report.steps)
         report.losses.append(training.loss)
         report.steps += 1
-    elif training.planned.task.predicts:
+    elif training.planned.task.purpose is Purpose.PREDICT:
         training.commit_prediction()
     else:
         training.commit_evaluation()

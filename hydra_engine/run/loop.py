@@ -59,7 +59,7 @@ from hydra_engine.schedule import (
     Update,
 )
 from hydra_engine.system import HostThreads, return_free_memory
-from hydra_engine.tasks import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Report
+from hydra_engine.tasks import AGAIN, FINISHED, STOPPED, DeviceReport, Evaluation, Purpose, Report
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 
@@ -342,7 +342,7 @@ class EngineRun:
         num_batches = _length(task.dataloader)
         num_steps = None if num_batches is None else num_batches * task.epochs
         optimizer = None
-        if task.trains:
+        if task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)

@@ -20,7 +20,7 @@ from hydra_engine.tasks.report import (
     table,
 )
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
-from hydra_engine.tasks.task import Model, ModelTask, check_optimizer_needs_no_closure
+from hydra_engine.tasks.task import Model, ModelTask, Purpose, check_optimizer_needs_no_closure
 
 __all__ = [
     "AGAIN",
@@ -38,6 +38,7 @@ __all__ = [
     "ModelTask",
     "ModelWatch",
     "Plan",
+    "Purpose",
     "Report",
     "Retry",
     "Revision",

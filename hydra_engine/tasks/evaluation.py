@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydra_engine.tasks.report import Evaluation
-from hydra_engine.tasks.task import ModelTask
+from hydra_engine.tasks.task import ModelTask, Purpose
 from partitioners import Partitioner
 
 
@@ -63,9 +63,15 @@ class EvaluationTask(ModelTask):
     Its weights are borrowed: nothing that the run leaves is kept. A model without a trainable parameter will do.
     """
 
-    trains = False
-
-    def __init__(self, model: Any, loss_fn: Callable[[Any, Any], Tensor], loader: Iterable[Any], **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        loader: Iterable[Any],
+        *,
+        purpose: Purpose = Purpose.EVALUATE,
+        **options: Any,
+    ) -> None:
         if isinstance(loader, (Tensor, nn.Module)) or not (
             hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
         ):
@@ -73,6 +79,7 @@ class EvaluationTask(ModelTask):
                 f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
             )
         super().__init__(model, loss_fn, (), validation=loader, **options)
+        self.purpose = purpose
 
     @classmethod
     def of(
@@ -115,11 +122,16 @@ class EvaluationTask(ModelTask):
         def inputs_alone(batch: Any) -> tuple[Any, None]:
             return batch if unpack is None else unpack(batch), None
 
-        task = cls(
-            model, _no_loss, loader, partitioner=partitioner, precision=precision, seed=seed, unpack=inputs_alone
+        return cls(
+            model,
+            _no_loss,
+            loader,
+            purpose=Purpose.PREDICT,
+            partitioner=partitioner,
+            precision=precision,
+            seed=seed,
+            unpack=inputs_alone,
         )
-        task.predicts = True
-        return task
 
     def _check_trainable(self) -> None:
         """Nothing has to be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -90,6 +91,14 @@ def _own_parameters(x: object) -> list[str]:
 
 def _own_buffers(x: object) -> list[str]:
     return [name for name, _ in x.named_buffers(recurse=False)] if isinstance(x, nn.Module) else []
+
+
+class Purpose(Enum):
+    """What a run makes of a task."""
+
+    TRAIN = "train"  # it steps the weights, and evaluates its validation loader in between
+    EVALUATE = "evaluate"  # it reads its validation loader once, for the loss and metrics
+    PREDICT = "predict"  # it reads its validation loader once, for the model's outputs; it has no loss
 
 
 class ModelTask:
@@ -198,8 +207,7 @@ class ModelTask:
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
-    trains = True
-    predicts = False  # its evaluation gives the model's outputs, and has no loss
+    purpose = Purpose.TRAIN
 
     def __init__(
         self,
