@@ -1,5 +1,6 @@
 """Batches and random streams: the loader's reader, boundaries, positions in the data."""
 
+from hydra_engine.data.batch import Batch
 from hydra_engine.data.boundary import (
     ALIGNMENT_BYTES,
     Boundary,
@@ -19,7 +20,7 @@ from hydra_engine.data.boundary import (
 from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual, noting
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from hydra_engine.data.position import TaskPosition
-from hydra_engine.data.reader import Batch, Reader
+from hydra_engine.data.reader import Reader
 from hydra_engine.data.signature import NO_BATCH, Signature, narrower, no_larger, resized, wider
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
