@@ -60,7 +60,7 @@ class Reader:
         self._epochs = Epochs(task, name, self._calls, stream, start, keeps_positions)
         self._splitter = Splitter(task, name)
         self.accumulation_steps = 1
-        self._first: Item | BaseException | None = None  # read and not asked for yet, or what reading it raised
+        self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
         self._largest: Item | None = None  # read apart, for a plan
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
@@ -97,19 +97,19 @@ class Reader:
         return found.inputs
 
     def _peek(self) -> Item | None:
-        if self._first is None:
+        if self._pending is None:
             try:
-                self._first = self._read_first()
+                self._pending = self._read_first()
             except TakenAway:  # it was planned beside a run, which would not wait for it
                 timeout_s = self._task.loader_timeout_s or math.inf
-                self._first = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
-                raise self._first from None
+                self._pending = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
+                raise self._pending from None
             except BaseException as error:
-                self._first = error  # the iterator is gone with it
+                self._pending = error  # the iterator is gone with it
                 raise
-        if isinstance(self._first, BaseException):
-            raise self._first
-        return self._first
+        if isinstance(self._pending, BaseException):
+            raise self._pending
+        return self._pending
 
     def _read_first(self) -> Item | None:
         while isinstance(ahead := self._epochs.next(), EpochAhead):
@@ -181,7 +181,8 @@ class Reader:
 
         For a reader that keeps positions.
         """
-        self._epochs.restart()
+        if self._pending is None:  # else it was read, and splitting it failed
+            self._epochs.restart()
 
     def take(self) -> Batch:
         """The batch that was reported ready."""
@@ -216,8 +217,9 @@ class Reader:
 
     def _next(self, main: RandomState | None) -> tuple[Event | EpochAhead, Batch | None]:
         """Read the next batch, and say so; or say that an epoch or the end comes first."""
-        self._epochs.go_to(main)
-        item, self._first = self._first or self._epochs.next(), None
+        if self._pending is None:
+            self._epochs.go_to(main)
+        item, self._pending = self._pending or self._epochs.next(), None
         if isinstance(item, EpochAhead) and self._begin_epoch is None:  # nobody asked to be told
             item = self._epochs.next()
         if isinstance(item, EpochAhead):
@@ -225,7 +227,13 @@ class Reader:
         if not isinstance(item, Item):
             return DataEnded(self._name), None
         self._calls.begin()  # splitting is user code, too
-        batch = self._batch(item, self._epochs.stream)
+        stream = self._epochs.stream
+        read = stream.state
+        try:
+            batch = self._batch(item, stream)
+        except BaseException:
+            self._pending, stream.state = item, read
+            raise
         return BatchReady(self._name, batch.step, batch.training), batch
 
     def _hand_over(self, report: Callable[[Any], None], answer: Event | EpochAhead, batch: Batch | None) -> None:
