@@ -78,8 +78,8 @@ class EvaluationTask(ModelTask):
             raise TypeError(
                 f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
             )
-        super().__init__(model, loss_fn, (), validation=loader, **options)
         self.purpose = purpose
+        super().__init__(model, loss_fn, (), validation=loader, **options)
 
     @classmethod
     def of(
@@ -132,9 +132,6 @@ class EvaluationTask(ModelTask):
             seed=seed,
             unpack=inputs_alone,
         )
-
-    def _check_trainable(self) -> None:
-        """Nothing has to be."""
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:
