@@ -1,13 +1,12 @@
 """Batches and random streams: the loader's reader, boundaries, positions in the data."""
 
 from hydra_engine.data.batch import Batch
-from hydra_engine.data.boundary import (
+from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual, noting
+from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
+from hydra_engine.data.memory import (
     ALIGNMENT_BYTES,
-    Boundary,
     copy_in_dram,
     copy_of,
-    extent,
-    extent_bytes,
     flat,
     identical,
     memory_of,
@@ -17,8 +16,6 @@ from hydra_engine.data.boundary import (
     same_bits,
     with_bits_of,
 )
-from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual, noting
-from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.reader import Reader
 from hydra_engine.data.signature import NO_BATCH, Signature, narrower, no_larger, resized, wider
@@ -38,6 +35,7 @@ from hydra_engine.data.streams import (
     seeded,
     stream_seed,
 )
+from partitioners.boundary import Boundary, extent, extent_bytes
 
 __all__ = [
     "ALIGNMENT_BYTES",

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from hydra_engine.data.boundary import Boundary, copy_in_dram
 from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.memory import copy_in_dram
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
 from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
+from partitioners.boundary import Boundary
 from partitioners.precision import DTYPES, cast
 
 
@@ -55,7 +56,7 @@ class Batch:
     @property
     def item(self) -> Item:
         """The batch as the loader gave it, to be split anew."""
-        inputs, target = map(built, self.whole)
+        inputs, target = (each.value() for each in self.whole)
         return Item(inputs, target, self.step, self.epoch, self.training, self.evaluation, self.position)
 
 
@@ -153,11 +154,6 @@ class Splitter:
         """Inputs as they cross the link; the target as it is, since the loss computes in float32."""
         inputs, target = pair
         return inputs.around(cast(inputs.tensors, self._dtype)) if self._dtype is not None else inputs, target
-
-
-def built(boundary: Boundary) -> Any:
-    """The value with its own tensors in it."""
-    return boundary.build(boundary.tensors)
 
 
 def own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:

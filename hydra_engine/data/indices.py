@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data.boundary import Boundary
+from partitioners.boundary import Boundary
 
 
 def direct_limit(layer: nn.Module) -> int | None:

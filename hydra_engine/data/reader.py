@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydra_engine.data.batch import Batch, Item, Splitter, built, own_pair, pair_bytes
+from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import beside_loaders
 from hydra_engine.data.epochs import Epochs
@@ -125,7 +125,7 @@ class Reader:
         for inputs, target in self._epochs.apart():
             if (size := pair_bytes(self._name, inputs, target)) > most:
                 kept = own_pair(self._name, inputs, target)  # the loader may read on into the same memory
-                largest, most = Item(built(kept[0]), built(kept[1])), size
+                largest, most = Item(kept[0].value(), kept[1].value()), size
         return largest
 
     # -- batches

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.data.boundary import Boundary, Form
+from partitioners.boundary import Boundary, Form
 
 # Sizes are rounded up to one of so many between a power of two and the next: batches that grow are measured as often.
 SIZES_PER_DOUBLING = 8

@@ -5,7 +5,8 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from hydra_engine.data.boundary import Boundary, copy_of, extent, extent_bytes, flat, memory_of, place_for, same_bits
+from hydra_engine.data.memory import copy_of, flat, memory_of, place_for, same_bits
+from partitioners.boundary import Boundary, extent, extent_bytes
 
 Pair = namedtuple("Pair", ["left", "right"])
 
