@@ -133,9 +133,14 @@ class LoaderDraws:
 
 
 @contextmanager
-def beside_loaders() -> Iterator[Beside]:
-    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
-    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())):
+def beside_loaders(drawn: set[str] | None = None) -> Iterator[Beside]:
+    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost.
+
+    drawn: to which `random` and `numpy.random` are added where the body draws from them.
+    """
+    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())), ExitStack() as stack:
+        if drawn is not None:
+            stack.enter_context(_noting(drawn, set(), turn))
         yield turn
 
 
@@ -182,7 +187,7 @@ class CallbackDraws:
         moved: set[str] = set()
         with GLOBAL_GENERATORS.beside(is_call=True) as turn, _standing_in(self._own), ExitStack() as stack:
             if is_noted:
-                moved = stack.enter_context(noting(self._drawn, self._maybe_drawn, turn))
+                moved = stack.enter_context(_noting(self._drawn, self._maybe_drawn, turn))
             yield
         if moved:
             self._note_disturbed()
@@ -203,7 +208,7 @@ class CallbackDraws:
 
 
 @contextmanager
-def noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
+def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
     """Add what the body draws from, of `random` and `numpy.random`; in company, what it may have drawn from.
 
     Gives all that somebody has drawn from, at its end.

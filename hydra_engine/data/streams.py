@@ -4,9 +4,7 @@ The process has one CPU generator, one `random` and one `numpy.random`. Who draw
 states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
 mode, without a lock; a loader's as `hydra_engine/data/draws.py` says.
 
-A stream, an optimizer and a learning-rate schedule are also turned into values that a checkpoint takes, and back.
-`hydra_engine.checkpoints.nested.flatten` takes them bit for bit. The state dicts of torch's own optimizers and
-schedulers it takes as they are; what is here is for what would change on the way back, or has no state dict.
+A stream's states are also turned into values that a checkpoint takes bit for bit, and back.
 """
 
 from __future__ import annotations
@@ -27,47 +25,6 @@ from hydra_engine.system import Hold, RevocableLock
 from partitioners.measure import draws_random, given_generators
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put back what `optimizer.state_dict()` gave; its tensors are taken over, so that DRAM holds them once.
-
-    `load_state_dict` of torch casts state to its parameter's type and rebuilds whatever can be iterated, so that an
-    average in float32 beside a bfloat16 weight, or counts, would be rounded. Here each value is put back as it was;
-    only groups go through `load_state_dict`. An optimizer that has a `load_state_dict` of its own is trusted with all.
-
-    After the scheduler was made, which sets learning rates. Raises ValueError where groups or parameters differ.
-    """
-    now, then = (
-        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
-    )
-    if now != then:
-        raise ValueError(
-            f"the optimizer has groups of {now} parameters, and the saved one of {then}; resume with the model and the "
-            f"optimizer= that were saved"
-        )
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        optimizer.load_state_dict(dict(saved))
-        return
-    optimizer.load_state_dict({**saved, "state": {}})
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = dict(zip(indices, parameters, strict=True))
-    for key, state in saved["state"].items():
-        parameter = by_index.get(key, key)  # an optimizer may keep something under a name
-        _check_shapes(key, parameter, state)
-        optimizer.state[parameter] = state
-
-
-def _check_shapes(key: Any, parameter: Any, state: Any) -> None:
-    """Averages have their parameter's shape; a swap of two would be noticed late, or never."""
-    names = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg")
-    for name, value in state.items() if isinstance(parameter, Tensor) and isinstance(state, Mapping) else ():
-        if name in names and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            raise ValueError(
-                f"parameter {key} has shape {tuple(parameter.shape)}, and its saved {name} {tuple(value.shape)}; "
-                f"resume with the model that was saved"
-            )
-
-
 def random_to_state(random: RandomState) -> dict[str, Any]:
     """A random stream's states by name, the way they are."""
     return random._asdict()
@@ -81,16 +38,6 @@ def random_from_state(saved: Mapping[str, Any]) -> RandomState:
             f"hydra_engine that saved them"
         )
     return RandomState(**saved)
-
-
-def losses_to_state(losses: list[float]) -> Tensor:
-    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room."""
-    return torch.tensor(losses, dtype=torch.float64)
-
-
-def losses_from_state(saved: Tensor) -> list[float]:
-    """The other way round, every NaN with the bits it had."""
-    return saved.tolist()
 
 
 def copied(state: Any) -> Any:

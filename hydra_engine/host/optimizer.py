@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, restore_optimizer
+from hydra_engine.data import DrawsRefused, copied
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
+from hydra_engine.host.optimizer_state import restore_optimizer
 from hydra_engine.host.pool import HostPool, StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, no_larger, residue
+from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
 from hydra_engine.host.device_step import DeviceStepper
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -276,7 +276,7 @@ class TaskState:
         if found is not None:
             return found
         known = list(self.graph_bytes.items())
-        above = [n for (j, other), n in known if j == shard.index and no_larger(signature, other)]
+        above = [n for (j, other), n in known if j == shard.index and signature.no_larger(other)]
         return min(above) if above else self.known.saved_bytes(shard, signature)
 
     def learn_graph_bytes(self, shard: Shard, signature: Signature, num_bytes: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed, noting
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -567,7 +567,7 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
         return
     watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        with beside_loaders() as turn, noting(drawn, set(), turn):
+        with beside_loaders(drawn):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except StopTask as stop:
