@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,16 @@ _REMEDY = (
 )
 
 
+class _Turn(Enum):
+    """The company in which a loader is read."""
+
+    WATCHED = "watched"  # alone, and looked at: its first reads, and all reads since it came into doubt
+    BESIDE = "beside"  # beside other loaders: it was seen to draw from torch at most
+    ALONE = "alone"  # it draws from generators that cannot be redirected, or its user says so
+
+
 class LoaderDraws:
-    """Knows whether a loader has to be read alone, and reads it so that every draw is the plain loop's.
+    """Reads a loader so that every draw is the plain loop's, alone or beside others.
 
     The first reads are alone and watched. After them a loader that drew at most from torch is read beside others; if
     `random`, `numpy.random` or torch's own state moves meanwhile, it is an error where nobody else can have done it.
@@ -61,9 +70,12 @@ class LoaderDraws:
     """
 
     def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
-        """`name`: of the task. alone: its user says that it draws where nobody would expect it. what: is read."""
+        """Watch the loader's first reads, or none with `alone`.
+
+        name: the task's. alone: its user says that it draws where nobody would expect it. what: the code that draws.
+        """
         self._name = f"{name}: {what}"
-        self._is_alone = alone
+        self._turn = _Turn.ALONE if alone else _Turn.WATCHED
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
@@ -81,13 +93,13 @@ class LoaderDraws:
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
-        if self._is_alone:
+        if self._turn is _Turn.ALONE:
             before = stream.state
             with installed(stream):
                 yield
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
-        elif self._num_watched < NUM_WATCHED or self._doubt is not None:
+        elif self._turn is _Turn.WATCHED:
             with self._watched(stream):
                 yield
         else:
@@ -103,8 +115,11 @@ class LoaderDraws:
                 yield
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
-            self._is_alone = watch.is_passed_by or bool(self.drawn)
-        if self._is_alone and self._doubt is not None:
+            if watch.is_passed_by or self.drawn:
+                self._turn = _Turn.ALONE
+            elif self._num_watched >= NUM_WATCHED and self._doubt is None:
+                self._turn = _Turn.BESIDE
+        if self._turn is _Turn.ALONE and self._doubt is not None:
             raise RuntimeError(
                 f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
                 f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
@@ -124,11 +139,12 @@ class LoaderDraws:
         if moved is None and not turn.is_in_doubt:
             return
         if moved is not None and not turn.had_company:
-            self._is_alone = True  # if it is read again
+            self._turn = _Turn.ALONE  # if it is read again
             raise RuntimeError(
                 f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
                 f"batches, so that it is not read alone; {_REMEDY}"
             )
+        self._turn = _Turn.WATCHED
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
 
 
@@ -240,7 +256,7 @@ def drawing_as_usual() -> Iterator[None]:
 
 
 def _outside() -> RandomState:
-    """The process-wide states as they are while nobody has replaced them; torch's is empty where it is not known."""
+    """Return the process-wide states as they are while nobody has replaced them; torch's is empty if unknown."""
     found: list[RandomState] = []
 
     def look(hold: Hold | None) -> None:
@@ -296,7 +312,7 @@ class _Watch:
 
     @property
     def is_passed_by(self) -> bool:
-        """True if somebody drew so, until now."""
+        """True if somebody drew past torch's functions, until now."""
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -316,11 +332,11 @@ class _Watch:
             self._last = _GLOBAL.get_state()
 
     def install_in_child(self) -> None:
-        """A process that was forked in the middle of a read has the stream's states already."""
+        """Do nothing: a process that was forked in the middle of a read has the stream's states already."""
 
 
 class _Here(threading.local):
-    """This thread's own."""
+    """The stand-in of this thread."""
 
     stand_in: _Own | _Watch | None = None
 
@@ -343,7 +359,7 @@ class _Readers:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """So many more."""
+        """Count `number` threads more."""
         with self._mutex:
             self._number += number
             _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL
@@ -369,7 +385,7 @@ def _standing_in(stand_in: _Own | _Watch) -> Iterator[None]:
 
 
 def _leave_in_child() -> None:
-    """In a process that was forked by a thread that reads, a loader's worker, the global generator is its own."""
+    """Give a process that was forked by a thread that reads, a loader's worker, the global generator as its own."""
     stand_in, _HERE.stand_in = _HERE.stand_in, None
     _READERS.__init__()  # type: ignore[misc]  # its lock may have been another thread's
     _TORCH_RANDOM.default_generator = _GLOBAL

@@ -19,7 +19,7 @@ _END = object()
 
 
 class _Goal(NamedTuple):
-    """Where to go back to: a position, past some batches of the evaluation after it, and the stream as it was."""
+    """A place to go back to: a position, the batches of the evaluation after it that were given, and the stream."""
 
     last: TaskPosition
     num_given: int
@@ -64,7 +64,7 @@ class Epochs:
 
     Attributes:
         stream: the task's main random stream.
-        messages: why batches may be others than those of the run that was saved.
+        messages: reasons why batches may differ from those of the run that was saved.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Epochs:
 
     @property
     def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
-        """What its loaders were seen to draw from."""
+        """The draws of its two loaders."""
         return self._training.draws, self._validation.draws
 
     def next(self) -> Item | EpochAhead | None:
-        """The next batch; or the epoch that is about to begin, as often as once; None at the end."""
+        """Read the next batch; or say once that an epoch is about to begin; None at the end."""
         return next(self._items, None)
 
     def apart(self) -> Generator[Any, None, None]:

@@ -13,7 +13,7 @@ ALIGNMENT_BYTES = 64
 
 
 def residue(tensor: Tensor) -> int:
-    """Bytes from a multiple of 64 to its first element, in DRAM; 0 on a device, or of a tensor that is not strided."""
+    """Bytes from a multiple of 64 to a tensor's first element in DRAM; 0 on a device, or if it is not strided."""
     is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
     return tensor.data_ptr() % ALIGNMENT_BYTES if is_here else 0
 
@@ -40,7 +40,7 @@ def place_for(tensor: Tensor, device: torch.device | None = None, start: int | N
 
 
 def place_in_dram(tensor: Tensor) -> Tensor:
-    """The same in DRAM, wherever the tensor is."""
+    """Uninitialised memory with the same strides in DRAM, wherever the tensor is."""
     return place_for(tensor, torch.device("cpu"))
 
 
@@ -52,7 +52,7 @@ def copy_in_dram(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Its memory from the first to the last element, which is what a copy that keeps strides moves."""
+    """The tensor's memory from its first to its last element: a copy that keeps strides moves all of it."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = memory_of(tensor)
     if tensor.is_contiguous():
@@ -61,7 +61,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Its numbers as they lie in memory, without its graph.
+    """The tensor's numbers as they lie in memory, without its graph.
 
     A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
     and give other bits than for the numbers written out: so it travels as a bit.
@@ -87,13 +87,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether both are the same bytes read alike: NaN is the same as NaN, and 0.0 another number than -0.0."""
+    """Return True if both are the same bytes read alike: NaN equals NaN, and 0.0 does not equal -0.0."""
     same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
     return same_kind and torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """As bytes; a view where no gaps lie between the elements, which may hold anything."""
+    """Return its elements as bytes: a view of them, unless gaps lie between them, which may hold anything."""
     is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
     memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
     return memory.reshape(-1).view(torch.uint8).cpu()

@@ -140,12 +140,12 @@ class Reader:
 
     @property
     def drawn(self) -> set[str]:
-        """Which of `random` and `numpy.random` its user code was seen to draw from."""
+        """Those of `random` and `numpy.random` that its user code was seen to draw from."""
         return set[str]().union(*(each.drawn for each in (*self._epochs.draws, self._splitter.draws)))
 
     @property
     def messages(self) -> list[str]:
-        """Why batches, or what others drew, may be other than they should."""
+        """Doubts about batches, and about numbers that others drew, for the end of a run."""
         doubts = (each.message for each in (*self._epochs.draws, self._splitter.draws))
         return [*self._epochs.messages, *filter(None, doubts)]
 

@@ -1,4 +1,4 @@
-"""What decides the memory of a step's units: the sizes in its batch. Which of two is larger, and sizes rounded up."""
+"""Sizes in a step's batch, which decide the memory of its units: compared with others, and rounded up."""
 
 from __future__ import annotations
 

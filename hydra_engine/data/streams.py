@@ -26,12 +26,12 @@ from partitioners.measure import draws_random, given_generators
 
 
 def random_to_state(random: RandomState) -> dict[str, Any]:
-    """A random stream's states by name, the way they are."""
+    """Return a random stream's states by name, as they are."""
     return random._asdict()
 
 
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
-    """The other way round; raises ValueError where one is missing, or there is one more."""
+    """Make a random stream's states of such a dict; raises ValueError where one is missing, or there is one more."""
     if saved.keys() != set(RandomState._fields):
         raise ValueError(
             f"a random stream's states are {list(saved)}, expected {list(RandomState._fields)}; resume with the "
@@ -41,7 +41,7 @@ def random_from_state(saved: Mapping[str, Any]) -> RandomState:
 
 
 def copied(state: Any) -> Any:
-    """State that goes on changing, as it is now: its tensors in DRAM of their own, strides kept, one for each object.
+    """Copy state that goes on changing: its tensors go to DRAM of their own, strides kept, one for each object.
 
     Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept.
     """
@@ -87,15 +87,15 @@ class RandomState(NamedTuple):
     device: int | bytes = 0  # the seed, until something was drawn on a device
 
     def same_as(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return True if nothing was drawn between the two."""
         return torch.equal(self.torch, other.torch) and self.device == other.device and self.same_outside_torch(other)
 
     def same_outside_torch(self, other: RandomState) -> bool:
-        """Whether nothing was drawn from `random` and `numpy.random`."""
+        """Return True if nothing was drawn from `random` and `numpy.random`."""
         return not self.moved_outside_torch(other)
 
     def moved_outside_torch(self, other: RandomState) -> set[str]:
-        """Return which of `random` and `numpy.random` were drawn from between the two."""
+        """Return those of `random` and `numpy.random` that were drawn from between the two."""
         is_same = (
             self.numpy[2] == other.numpy[2]
             and bool(np.array_equal(self.numpy[1], other.numpy[1]))
@@ -106,7 +106,7 @@ class RandomState(NamedTuple):
 
 
 def capture() -> RandomState:
-    """The process-wide states as they are."""
+    """Return the process-wide states as they are."""
     return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
@@ -118,12 +118,12 @@ def install(state: RandomState) -> None:
 
 
 def seeded(seed: int) -> Tensor:
-    """State of a fresh torch generator with this seed."""
+    """Return the state of a fresh torch generator with this seed."""
     return torch.Generator().manual_seed(seed).get_state()
 
 
 class Stream:
-    """Where a task's random stream stands; `state` moves as the body of `installed` draws."""
+    """A task's random stream; its `state` moves as the body of `installed` draws."""
 
     def __init__(self, state: RandomState) -> None:
         self.state = state
@@ -197,13 +197,13 @@ def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwar
 
 
 def is_elsewhere(values: Iterable[Any]) -> bool:
-    """Whether an op with these arguments draws on a device and not on the CPU."""
+    """Return True if an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
 
 
 class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+    """Raises RuntimeError where `who` draws from the process's torch generator, which may be another task's now.
 
     Attributes:
         own: the generators that ops were given instead, as `given_generators` has them.
@@ -243,7 +243,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def generator(self) -> torch.Generator:
-        """What ops draw from."""
+        """The generator that ops draw from."""
         if isinstance(self._start, Tensor):
             generator = torch.Generator()
             generator.set_state(self._start)
@@ -252,7 +252,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def state(self) -> Tensor:
-        """Where the stream stands: what it began with, where nothing was drawn. Not to be written to."""
+        """The stream's state, which is the one that it began with where nothing was drawn. Not to be written to."""
         return self._start if isinstance(self._start, Tensor) else self._start.get_state()
 
     def __torch_dispatch__(

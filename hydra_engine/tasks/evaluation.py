@@ -1,4 +1,4 @@
-"""A task that trains nothing: a loader is evaluated, or predicted on, through the same shards.
+"""Tasks that train nothing: a loader is evaluated, or predicted on, through the same shards.
 
 Its figures are means over batches, kept as sums.
 """
@@ -115,7 +115,7 @@ class EvaluationTask(ModelTask):
         precision: str,
         seed: int,
     ) -> EvaluationTask:
-        """What gives a model's outputs; `unpack` picks the inputs of a batch."""
+        """A task that gives a model's outputs; `unpack` picks the inputs of a batch."""
         if unpack is not None and not callable(unpack):
             raise TypeError(f"unpack: {unpack!r} is not callable; give a function")
 

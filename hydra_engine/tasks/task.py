@@ -27,7 +27,7 @@ CALLBACK_TIMEOUT_S = LOADER_TIMEOUT_S
 
 
 class Purpose(Enum):
-    """What a run makes of a task."""
+    """The work that a run does for a task."""
 
     TRAIN = "train"  # it steps the weights, and evaluates its validation loader in between
     EVALUATE = "evaluate"  # it reads its validation loader once, for the loss and metrics
