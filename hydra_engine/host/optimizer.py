@@ -21,14 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, extent_bytes, identical, restore_optimizer
+from hydra_engine.data import DrawsRefused, copied, identical
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
+from hydra_engine.host.optimizer_state import restore_optimizer
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+from partitioners.boundary import extent_bytes
 
 
 class BeforeUpdate:

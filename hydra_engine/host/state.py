@@ -22,7 +22,7 @@ from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from hydra_engine.system import HostMemory
-from hydra_engine.tasks import ModelTask
+from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
 from partitioners.cost import Skip
 
@@ -42,7 +42,8 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
-    return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
+    trains = task.purpose is Purpose.TRAIN
+    return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes)
 
 
 @dataclass(kw_only=True)

@@ -35,6 +35,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
+from hydra_engine.tasks import Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -352,7 +353,7 @@ class Joining:
         num_batches = _length(planned.task.dataloader)
         num_steps = None if num_batches is None else num_batches * planned.task.epochs
         optimizer = None
-        if planned.task.trains:
+        if planned.task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(planned.task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)

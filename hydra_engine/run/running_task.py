@@ -21,7 +21,17 @@ from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.schedule import Commit, TaskUnits
-from hydra_engine.tasks import Evaluation, EvaluationMeans, ModelWatch, Retry, Revision, TaskReport, batch_size, joined
+from hydra_engine.tasks import (
+    Evaluation,
+    EvaluationMeans,
+    ModelWatch,
+    Purpose,
+    Retry,
+    Revision,
+    TaskReport,
+    batch_size,
+    joined,
+)
 from partitioners.precision import cast
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
@@ -134,7 +144,7 @@ class Figures:
 
     def commit(self, batch: Batch) -> None:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
-        if self._planned.task.predicts:
+        if self._planned.task.purpose is Purpose.PREDICT:
             self._commit_prediction()
         else:
             self._commit_evaluation(batch)

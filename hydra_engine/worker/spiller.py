@@ -13,6 +13,7 @@ from hydra_engine.data import Boundary, check_indices, extent_bytes, flat, ident
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
 from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
+from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 
 # What of a boundary is kept on a device; keeping less costs more than copying it again.
@@ -169,7 +170,7 @@ class Spiller:
             return value.around([self._place(each, copies.loads) for each in value.tensors])
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
-        if state.cut.is_last(shard) and not state.task.predicts:
+        if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             micro.target = placed_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine.data.boundary import Boundary
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import capture
 from hydra_engine.host.layout import ModelLayout, SlabPiece
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.system import dram
+from partitioners.boundary import Boundary
 from tests import zoo
 from tests.host.test_layout import Odd, random_layers
 
