@@ -16,9 +16,9 @@ from hydra_engine.host.optimizer import (
     is_torchs,
     kept_groups,
     make_optimizer,
+    restore_optimizer,
     with_averages,
 )
-from hydra_engine.host.optimizer_state import restore_optimizer
 from hydra_engine.host.pool import BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
 from hydra_engine.host.state import Region, TaskState, layout_of
