@@ -87,7 +87,7 @@ class Work:
     ) -> None:
         self._arriving = arriving or {}
         self._frame = Frame({})
-        self.target = Boundary(target if loss_fn else None).detached()
+        self.target = Boundary.of_layer(target if loss_fn else None).detached()
         self.layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
@@ -100,7 +100,7 @@ class Work:
             output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
-        if not Boundary(output).tensors:
+        if not Boundary.of_layer(output).tensors:
             raise TypeError(
                 f"output: {type(output).__name__} without a tensor in it, limit: at least one; return a tensor, or "
                 f"tuples, lists or dicts that hold tensors"
@@ -113,8 +113,8 @@ class Work:
 
     @property
     def leaving(self) -> dict[str, Boundary]:
-        """Return the values that the last run put for layers further up."""
-        return {name: Boundary(value) for name, value in self._frame.values.items()}
+        """What the last run has put for layers further up."""
+        return {name: Boundary.of_layer(value) for name, value in self._frame.values.items()}
 
     @property
     def gotten(self) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict
     handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
     arriving, versions = work.prepare(), [tensor._version for tensor in handed.tensors]
     with torch.no_grad(), _Watch(rates) as watch:
-        output = Boundary(work(handed.value(), target.value(), arriving)).detached()
+        output = Boundary.of_layer(work(handed.value(), target.value(), arriving)).detached()
     fields = sizes | {
         "grad_bytes": 0,
         "accumulated_bytes": 0,
@@ -266,7 +266,7 @@ def run_once(
     """Run forward and backward; drop the gradients and the graph."""
     arguments = handed.value(), target.value(), arriving
     begin_s = time.perf_counter()
-    output = Boundary(work(*arguments))
+    output = Boundary.of_layer(work(*arguments))
     synchronize()
     forward_s = time.perf_counter() - begin_s
     if watch is not None:

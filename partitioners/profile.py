@@ -207,9 +207,9 @@ class _Profiler:
         """Set the batch that enters the first layer; `runs`: real tensors go along."""
         self._target = target
         with self._fakes.mode:
-            self._fake = Boundary(self._fakes.inputs(inputs)).detached()
-        self._real = Boundary(self._reals.inputs(inputs)).detached() if runs else None
-        self._skips: dict[str, Boundary] = {}  # values that layers have put so far, in the tensors that go along
+            self._fake = Boundary.of_layer(self._fakes.inputs(inputs)).detached()
+        self._real = Boundary.of_layer(self._reals.inputs(inputs)).detached() if runs else None
+        self._skips: dict[str, Boundary] = {}  # what layers have put so far, in the tensors that go along
 
     def layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
         """Return the costs of the next layer, with the loss if it is the last."""
@@ -229,8 +229,8 @@ class _Profiler:
         return fields | seconds | flags
 
     def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], Boundary]:
-        arriving = tuple((name, boundary.signature) for name, boundary in self._skips.items())
-        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.signature, arriving)
+        arriving = tuple((name, boundary.fingerprint) for name, boundary in self._skips.items())
+        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.fingerprint, arriving)
         if key not in self._known:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the

@@ -27,7 +27,8 @@ _NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
 CLASS, GLOBALS = "__class__", "__globals__"
 CONTAINERS = (dict, list, set, deque)
 _ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
-_IN_MODULES = ("_parameters", "_buffers", "_modules")
+# Dicts of its own that a module looks attributes up in.
+IN_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class Held(NamedTuple):
@@ -104,7 +105,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
         attributes = {}
     is_module = isinstance(value, nn.Module)
     for name, each in list(attributes.items()):
-        if is_module and name in _IN_MODULES and isinstance(each, dict):
+        if is_module and name in IN_MODULES and isinstance(each, dict):
             yield from ((f".{key}", held) for key, held in list(each.items()))
         else:
             yield f".{name}", each

@@ -43,7 +43,7 @@ def layer_peaks(
     copies, peaks = Copies(), []
     skips: dict[str, Boundary] = {}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        boundary = Boundary(copies.inputs(inputs)).detached()
+        boundary = Boundary.of_layer(copies.inputs(inputs)).detached()
         for index, (name, layer) in enumerate(layers):
             is_last = index == len(layers) - 1
             work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)

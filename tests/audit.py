@@ -33,7 +33,7 @@ class Audit:
 def audited():
     """Within, every unit of every device is counted."""
     audit = Audit()
-    run, settle, metered, place_input = Executor.run, KeptGraphs.settle, Runner._metered, Runner._place_input
+    run, settle, place_input = Executor.run, KeptGraphs.settle, Runner._place_input
 
     @contextmanager
     def counted(executor, *args):
@@ -50,22 +50,19 @@ def audited():
 
     def settled(kept_graphs, unit_run):
         peak, account = audit._peaks.pop(threading.get_ident(), None), unit_run.account
+        if unit_run.is_metered:
+            audit.metered.append(str(unit_run.claim.unit))
         if unit_run.claim.error is None and peak is not None:
             audit.num_units += 1
             # An output on its way to DRAM is in the peak already, or in none.
-            took = account.total_bytes(UnitBytes(peak, account.input_bytes, 0))
+            took = account.beside_bytes + UnitBytes(peak, account.input_bytes, 0).total(account.num_micro_batches)
             if took > account.held_bytes:
                 audit.over.append((str(unit_run.claim.unit), took, account.held_bytes))
         settle(kept_graphs, unit_run)
-
-    def noted(runner, unit_run):
-        audit.metered.append(str(unit_run.claim.unit))
-        return metered(runner, unit_run)
 
     with (
         mock.patch.object(Executor, "run", counted),
         mock.patch.object(Runner, "_place_input", placed),
         mock.patch.object(KeptGraphs, "settle", settled),
-        mock.patch.object(Runner, "_metered", noted),
     ):
         yield audit

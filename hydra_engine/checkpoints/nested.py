@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hydra_engine.checkpoints.tensors import MovingTensor, Tensors, check_tensor
 
@@ -188,3 +189,13 @@ class _Unflattener:
                 tensor = _turned_back(tensor.permute(order).contiguous(), order)
             self._turned[name] = tensor
         return self._turned[name]
+
+
+def losses_to_state(losses: list[float]) -> Tensor:
+    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room."""
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def losses_from_state(saved: Tensor) -> list[float]:
+    """Turn such a tensor back into numbers, every NaN with the bits it had."""
+    return saved.tolist()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hydra_engine.checkpoints.checkpoint import Checkpoint
+from hydra_engine.checkpoints.nested import losses_from_state
 from hydra_engine.checkpoints.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
-from hydra_engine.data import TaskPosition, copy_of, losses_from_state, residue
+from hydra_engine.data import TaskPosition, copy_of, residue
 from hydra_engine.errors import CheckpointError
 from hydra_engine.host import ModelLayout, TaskOptimizer, with_averages
 from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Retry, Revision, TaskReport

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hydra_engine.checkpoints.nested import nested_files
+from hydra_engine.checkpoints.nested import losses_to_state, nested_files
 from hydra_engine.checkpoints.tensors import MovingTensor
-from hydra_engine.data import TaskPosition, losses_to_state, residue
+from hydra_engine.data import TaskPosition, residue
 from hydra_engine.host import TaskOptimizer, TaskState
 from hydra_engine.system import dram
 from hydra_engine.tasks import TaskReport

@@ -18,6 +18,7 @@ from hydra_engine.host.optimizer import (
     make_optimizer,
     with_averages,
 )
+from hydra_engine.host.optimizer_state import restore_optimizer
 from hydra_engine.host.pool import BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
 from hydra_engine.host.state import Region, TaskState, layout_of
@@ -52,5 +53,6 @@ __all__ = [
     "layout_of",
     "make_optimizer",
     "part_of",
+    "restore_optimizer",
     "with_averages",
 ]

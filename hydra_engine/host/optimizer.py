@@ -21,13 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, extent_bytes, identical, restore_optimizer
+from hydra_engine.data import DrawsRefused, copied, identical
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.optimizer_state import restore_optimizer
+from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+from partitioners.boundary import extent_bytes
 
 
 class BeforeUpdate:
@@ -225,7 +228,7 @@ class TaskOptimizer:
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
-            received = [pool.gradient(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
+            received = [pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
             is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
             self._loss_scale.update(is_finite)
             if not is_finite:
@@ -300,14 +303,14 @@ class TaskOptimizer:
         """Update a shard before its step is committed, and give its gradients' place back."""
         self.secure(shard.owned)
         record = self._record_released(epoch)
-        if not pool.keeps_gradients:  # the device has stepped it
+        if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
             self._average(pool.owned(shard), record)
             return
         try:
             hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
-            pool.take_gradients_back(shard)
+            pool.gradients.take_back(shard)
 
     def _record_released(self, epoch: int) -> StepRecord:
         """The record of the step in progress, made where its first shard is released."""
@@ -385,7 +388,7 @@ class TaskOptimizer:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
         if slot.index in hooked:
             return hooked[slot.index]
-        gradient = pool.gradient(slot).to(slot.dtype)
+        gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
     @torch.no_grad()  # as in a backward
@@ -476,7 +479,7 @@ class TaskOptimizer:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
         owned = pool.owned(shard) if not record.is_skipped else []
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
-        gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
+        gradients = [record.hooked.get(slot.index, pool.gradients.of(slot)) for slot in slots]
         averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
@@ -498,7 +501,7 @@ class TaskOptimizer:
             self._step_wide(part, slots, pool, record)
             return
         updates = [
-            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradient(slot)), pool.narrow(slot))
+            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradients.of(slot)), pool.narrow(slot))
             for slot in slots
         ]
         clip = None
@@ -520,7 +523,7 @@ class TaskOptimizer:
     ) -> None:
         try:
             for slot in slots:
-                slot.parameter.grad = record.hooked.get(slot.index, pool.gradient(slot))
+                slot.parameter.grad = record.hooked.get(slot.index, pool.gradients.of(slot))
             if record.total_norm is not None and self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
                 nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)

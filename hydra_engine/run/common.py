@@ -1,4 +1,4 @@
-"""What the departments of a run share: the inbox, the trace, the tasks by name, the host's threads."""
+"""Things that the departments of a run share: the inbox, the trace, the tasks by name, the host's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a task ends: one fact with one home, told by whoever ends it, in whatever thread."""
+"""A task's end: one fact with one home, set by whoever ends the task, in any thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_engine.tasks import FAILED, FINISHED, STOPPED, TaskReport
 
 
 class EndKind(Enum):
-    """How a task ends, as its report says it."""
+    """Kinds of ends, as a report names them."""
 
     FINISHED = FINISHED  # it was trained on all its batches
     STOPPED = STOPPED  # its user has ended it, or nonfinite="stop"
@@ -22,7 +22,7 @@ class EndKind(Enum):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a task ends, and why."""
+    """A task's end, and its reason."""
 
     kind: EndKind
     error: BaseException | None = None  # the first that was raised
@@ -31,7 +31,7 @@ class Ending:
 
 
 class TaskEnd:
-    """What is known of a task's end. A failure outweighs all else, and of failures the first one stays."""
+    """The end of a task, as far as it is known. A failure outweighs all else, and of failures the first one stays."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,12 +39,12 @@ class TaskEnd:
 
     @property
     def has_failed(self) -> bool:
-        """Whether something of the task has raised."""
+        """True if something of the task has raised."""
         return self.ending is not None and self.ending.kind is EndKind.FAILED
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing more of the task is to be committed."""
+        """True if nothing more of the task is to be committed."""
         return self.ending is not None and not self.ending.commits
 
     def finish(self) -> None:

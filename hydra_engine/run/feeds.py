@@ -35,6 +35,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
+from hydra_engine.tasks import Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -55,7 +56,7 @@ class Feeds:
         self._planning: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile, whose loaders are read
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """What it carries out."""
+        """Return the method for each instruction that it carries out."""
         return {Read: lambda instruction: self._read(self._common.tasks[instruction.task])}
 
     # -- batches
@@ -277,7 +278,7 @@ class Joining:
             self._is_over = True
 
     def has_ended(self) -> bool:
-        """Whether nobody is on the way, while the scheduler has nothing to do; then nobody is let in any more."""
+        """Return True if all tasks have ended and none is on its way; then none is let in any more."""
         if any(task.life is not Life.ENDED for task in self._common.tasks.values()):
             return False
         with self._arriving:
@@ -352,7 +353,7 @@ class Joining:
         num_batches = _length(planned.task.dataloader)
         num_steps = None if num_batches is None else num_batches * planned.task.epochs
         optimizer = None
-        if planned.task.trains:
+        if planned.task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(planned.task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)

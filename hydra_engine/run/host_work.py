@@ -51,7 +51,7 @@ class HostWork:
         self._next_trim_s = TRIM_INTERVAL_S
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """What it carries out."""
+        """Return the method for each instruction that it carries out."""
         return {
             Begin: self._begin,
             Fit: self._fit,

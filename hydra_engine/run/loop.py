@@ -54,7 +54,7 @@ from hydra_engine.tasks import Evaluation, Report
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How a run is run."""
+    """Settings of a run."""
 
     policy: Policy
     double_buffer: bool
@@ -161,7 +161,7 @@ class EngineRun:
         return found
 
     def report(self) -> Report:
-        """What became of it."""
+        """Report the run."""
         return Report(
             makespan_s=self._makespan_s,
             tasks={name: task.report for name, task in self._common.tasks.items()},
@@ -172,12 +172,12 @@ class EngineRun:
         )
 
     def figures(self) -> dict[str, Any]:
-        """What it has taken so far, as JSON; from any thread."""
+        """Return seconds and bytes so far, as JSON; from any thread."""
         devices = [vars(report) for report in self._workers.reports()]
         return {"elapsed_s": self._common.trace.now_s(), "devices": devices}
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
-        """Whether its devices have so much memory for a unit and its shard's parameters."""
+        """Return True if every device has these bytes for a unit and its shard's parameters."""
         return self._workers.can_hold(work_bytes, slab_bytes)
 
     def add(self, planned: PlannedTask) -> bool:
@@ -201,7 +201,7 @@ class EngineRun:
             self._common.due.append(TaskStopped(name))
 
     def _has_ended(self) -> bool:
-        """Whether all is finished and told, and nothing more can come."""
+        """Return True if all tasks have ended and nothing more can come."""
         return self._scheduler.finished and self._joining.has_ended()
 
     def _work(self) -> RunningTask | None:

@@ -35,7 +35,17 @@ from hydra_engine.run.signals import Signals
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import HostThreads, bound, dram, host_threads
 from hydra_engine.system import process as restart
-from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report, TaskPlan, TaskReport
+from hydra_engine.tasks import (
+    FAILED,
+    Evaluation,
+    EvaluationTask,
+    ModelTask,
+    Plan,
+    Purpose,
+    Report,
+    TaskPlan,
+    TaskReport,
+)
 from partitioners import Budget, Partitioner, format_bytes, parse_bytes
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
@@ -354,7 +364,7 @@ class ModelOrchestrator:
         try:
             for device in self._devices:
                 device.check_free()
-            if not (task.predicts and planned.reader.is_empty):  # then there is nothing to do
+            if not (task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
                 planned.make_plan(self._smallest, self._budget(), torch.get_num_threads())
         except BaseException:
             planned.reader.close()
@@ -534,7 +544,7 @@ class ModelOrchestrator:
         return replace(report, tasks=tasks, messages=(*messages, *told))
 
     def _about(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
+        """Return the run's figures for a checkpoint."""
         plan, run = self.plan, self._running
         return {
             "command": restart.command(),

@@ -52,7 +52,7 @@ class Recovery:
             self._common.tasks[event.task].end.fail(event)
 
     def _begins_again(self, event: Failed, unit: Unit) -> bool:
-        """Whether the step in which a unit has raised begins again: cut finer, or as it is."""
+        """Return True if the step of a unit that has raised begins again: cut finer, or as it is."""
         task = self._common.tasks[event.task]
         step = task.step
         assert step is not None
@@ -68,7 +68,7 @@ class Recovery:
         return True
 
     def _may_go_again(self, task: RunningTask, event: Failed | DataFailed) -> bool:
-        """Whether what raised is tried again. Another part of a step that begins again anyway counts no more."""
+        """Return True if a failure is tried again. A second part of a step that begins again anyway is not counted."""
         if self._common.is_interrupted or task.end.ending is not None:
             return False
         unit = event.unit if isinstance(event, Failed) else None

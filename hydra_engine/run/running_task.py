@@ -21,7 +21,17 @@ from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.schedule import Commit, TaskUnits
-from hydra_engine.tasks import Evaluation, EvaluationMeans, ModelWatch, Retry, Revision, TaskReport, batch_size, joined
+from hydra_engine.tasks import (
+    Evaluation,
+    EvaluationMeans,
+    ModelWatch,
+    Purpose,
+    Retry,
+    Revision,
+    TaskReport,
+    batch_size,
+    joined,
+)
 from partitioners.precision import cast
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
@@ -39,11 +49,11 @@ class Retries:
 
     @property
     def are_asked_for(self) -> bool:
-        """Whether the task is ever to be tried again, so that something has to be kept for it."""
+        """True if the task may be tried again, so that something has to be kept for it."""
         return self._most > 0
 
     def allow(self, error: BaseException, where: str, step: int) -> bool:
-        """Whether what raised this may be tried again; then it is counted and reported."""
+        """Return True if this error may be tried again; then count and report the retry."""
         if not isinstance(error, Exception) or isinstance(error, FINAL):
             return False
         with self._lock:
@@ -56,7 +66,7 @@ class Retries:
 
 
 class Life(Enum):
-    """How far a task is in its run."""
+    """Stations of a task in its run."""
 
     SETTING_UP = auto()  # its reader's thread takes its memory and calls its user's factories
     WAITING = auto()  # it is set up, and others that it begins with are not
@@ -66,7 +76,7 @@ class Life(Enum):
 
 
 class Asked(Enum):
-    """How far the next batch is."""
+    """Stations of the next batch."""
 
     NOTHING = auto()  # none is asked for, or it is there
     LATER = auto()  # it is asked for once the step in progress is committed
@@ -75,7 +85,7 @@ class Asked(Enum):
 
 @dataclass(eq=False)
 class Feed:
-    """What a task is to compute next."""
+    """The batch that a task computes next."""
 
     asked: Asked = Asked.NOTHING
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
@@ -122,7 +132,7 @@ def revise(state: TaskState, report: TaskReport, reason: str) -> None:
 
 
 class Figures:
-    """What evaluated batches give, what predicted ones do, and which epochs are over."""
+    """Figures of evaluated batches, outputs of predicted ones, and the epochs that are over."""
 
     def __init__(self, planned: PlannedTask, notifier: Notifier) -> None:
         self._planned, self._report, self._notifier = planned, planned.report, notifier
@@ -134,7 +144,7 @@ class Figures:
 
     def commit(self, batch: Batch) -> None:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
-        if self._planned.task.predicts:
+        if self._planned.task.purpose is Purpose.PREDICT:
             self._commit_prediction()
         else:
             self._commit_evaluation(batch)
@@ -246,7 +256,7 @@ class RunningTask:
 
     @property
     def report(self) -> TaskReport:
-        """What becomes of it, for its user: written here, never read to decide anything but by number of steps."""
+        """The report for its user: written, and of all in it only the number of steps is read to decide anything."""
         return self.planned.report
 
     @property
@@ -256,7 +266,7 @@ class RunningTask:
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing of it is under way any more."""
+        """True if nothing of it is under way any more."""
         return self.life in (Life.ENDING, Life.ENDED)
 
     @property
@@ -295,7 +305,7 @@ class RunningTask:
 
     @property
     def loss(self) -> float:
-        """Of the step in progress, once its units are through: of all its micro-batches."""
+        """Loss of the step in progress, over all its micro-batches, once its units are through."""
         losses = self.state.staging.losses
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
         return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
@@ -328,7 +338,7 @@ class RunningTask:
 
     @property
     def progress(self) -> TaskProgress:
-        """Where it stands."""
+        """Steps and loss so far."""
         losses = self.report.losses
         return TaskProgress(self.report.name, self.report.steps, self.num_steps, losses[-1] if losses else None)
 
@@ -367,7 +377,7 @@ class RunningTask:
                 num_parts,
                 in_sums=self.planned.spreads[num_parts - 1].in_sums,
                 is_narrow=self.state.layout.narrow is not None,
-                place=lambda index: pool.gradient(slots[index]),
-                fit=lambda index, gradient: pool.place_gradient(slots[index], gradient),
+                place=lambda index: pool.gradients.of(slots[index]),
+                fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )

@@ -34,12 +34,12 @@ class Saves:
         saver.when_free = partial(self._common.events.put, SaverFree())  # not a method: the two would hold each other
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """What it carries out."""
+        """Return the method for each instruction that it carries out."""
         return {Capture: self._capture}
 
     @property
     def report(self) -> CheckpointReport | None:
-        """What was saved, if anything was to be."""
+        """Checkpoints that were saved; None where none were to be."""
         return None if self._saver is None else self._saver.report
 
     def began(self, task: RunningTask) -> None:

@@ -33,7 +33,7 @@ class Overdue(NamedTuple):
 
 
 class Deadlines(Generic[K]):
-    """Of the answers that are waited for, by name.
+    """Deadlines of the answers that are waited for, by name.
 
     An answer that comes does not move `next_s`: one look too early is cheaper than a search at each.
     """
@@ -62,7 +62,7 @@ class Deadlines(Generic[K]):
 
 
 class Inbox(Generic[T]):
-    """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
+    """Events for the thread that decides, one at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
@@ -77,7 +77,7 @@ class Inbox(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is there now."""
+        """True if no event is there now."""
         return not self._taken and self._queue.empty()
 
     def __enter__(self) -> T | StopRequested | Overdue:
@@ -155,7 +155,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """What is not to be cut off: a signal waits for the end, and whoever works there sees to an early one."""
+        """Defer signals to the end of the block; whoever works there sees to an early end."""
         self._deferrals += 1
         try:
             with _children_unheard(lambda: self._first == signal.SIGTERM):

@@ -21,7 +21,7 @@ class Workers:
         self.all: list[Worker] = []  # by device
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """What it carries out."""
+        """Return the method for each instruction that it carries out."""
         return {Load: self._load, Drop: self._drop, Run: self._run}
 
     def open(self, planned: Sequence[PlannedTask]) -> None:
@@ -39,15 +39,15 @@ class Workers:
             worker.close()
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
-        """Whether each has so many bytes for a unit, and for its shard's parameters."""
+        """Return True if each has these bytes for a unit, and for its shard's parameters."""
         return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self.all)
 
     def is_resident(self, device: int, task: str, shard: int) -> bool:
-        """Whether a device has what it takes to run units of a shard."""
+        """Return True if a device holds most of a shard."""
         return self.all[device].holds(self._common.tasks[task].state, shard)
 
     def reports(self) -> list[DeviceReport]:
-        """What each has done so far; from any thread."""
+        """Report the work of each so far; from any thread."""
         return [self._report(worker) for worker in list(self.all)]
 
     def _report(self, worker: Worker) -> DeviceReport:

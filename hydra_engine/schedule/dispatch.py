@@ -220,7 +220,7 @@ class Dispatch:
         self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
 
     def _is_critical(self, task: ScheduledTask) -> bool:
-        """Whether the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
+        """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * len(self._devices) >= self._remaining_s
 
     def _run_best(self, device: ScheduledDevice) -> None:

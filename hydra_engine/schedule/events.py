@@ -1,4 +1,4 @@
-"""What the scheduler is told and what it says: plain values, so that a simulator can speak them too."""
+"""Events for the scheduler and instructions from it: plain values, so that a simulator can speak them too."""
 
 from __future__ import annotations
 

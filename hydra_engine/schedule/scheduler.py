@@ -93,11 +93,11 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether every task is finished."""
+        """True if every task is finished."""
         return self._num_unfinished == 0
 
     def knows(self, task: str) -> bool:
-        """Whether a task was added."""
+        """Return True if a task was added."""
         return task in self._tasks
 
     def handle(self, event: Event) -> list[Instruction]:

@@ -146,7 +146,7 @@ MOST_AHEAD = 2
 
 
 class Phase(Enum):
-    """How near a task is to its end. It only goes forward."""
+    """Stations of a task on the way to its end. It only goes forward."""
 
     OPEN = 0  # batches come
     ALL_READ = 1  # no more come: it ends after those that were read
@@ -160,7 +160,7 @@ class Phase(Enum):
 
 
 class OnHost(Enum):
-    """What the host does with the batch in progress; meanwhile none of its units runs."""
+    """Work of the host on the batch in progress; meanwhile none of its units runs."""
 
     NOTHING = auto()
     FIT = auto()  # `Fit` was said
@@ -190,7 +190,7 @@ class Part:
 
     @property
     def under_way(self) -> bool:
-        """Whether a unit is on a device, or on its way to DRAM."""
+        """True if a unit is on a device, or on its way to DRAM."""
         return self.computing is not None or self.storing > 0
 
     @property
@@ -200,7 +200,7 @@ class Part:
 
     @property
     def in_turn(self) -> bool:
-        """Whether the offered unit waits for no other part's."""
+        """True if the offered unit waits for no other part's."""
         task, before = self.task, self.before
         if before is None:
             return True
@@ -266,12 +266,12 @@ class ScheduledTask:
 
     @property
     def under_way(self) -> bool:
-        """Whether a unit of any part is on a device, or on its way to DRAM."""
+        """True if a unit of any part is on a device, or on its way to DRAM."""
         return any(part.under_way for part in self.parts)
 
     @property
     def is_releasing(self) -> bool:
-        """Whether shards are updated before the step in progress is committed, and some may have been."""
+        """True if shards are updated before the step in progress is committed, and some may have been."""
         return (
             self.added.early_release
             and self.training
@@ -280,12 +280,12 @@ class ScheduledTask:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all of its state is of one step: nothing commits, releases or updates."""
+        """True if all of its state is of one step: nothing commits, releases or updates."""
         return not self.stale and self.on_host is not OnHost.COMMIT and not self.is_releasing
 
     @property
     def spread(self) -> Spread:
-        """How the batch in progress is spread."""
+        """The spread of the batch in progress."""
         return self.units.spreads[len(self.parts) - 1]
 
     def num_stored(self) -> int:

@@ -22,7 +22,8 @@ class Claims:
         self._waiting: dict[Unit, tuple[Claim, Ticket]] = {}  # neither begun nor dropped
         self._outstanding: set[Claim] = set()  # not ended
         self._at_work: set[Claim] = set()  # begun, and their slabs not let go
-        self._changed = threading.Condition()  # guards the two sets
+        self._lock = threading.Lock()  # of the two sets
+        self._changed = threading.Condition(self._lock)
 
     def request(self, unit: Unit, state: TaskState) -> None:
         """Ask for a unit's shard, and load it as soon as its bytes are granted."""
@@ -36,7 +37,7 @@ class Claims:
             for region in claim.regions:
                 claim.slabs[region] = self._pinned(claim, region)
 
-        with self._changed:
+        with self._lock:
             self._outstanding.add(claim)
         ticket = Ticket(num_bytes=wanted, granted=granted, refused=claim.fail, kind=SLABS)
         self._waiting[unit] = (claim, ticket)
@@ -45,7 +46,7 @@ class Claims:
     def begin(self, unit: Unit) -> Claim:
         """Return the claim of a unit that is to be computed."""
         claim, _ = self._waiting.pop(unit)
-        with self._changed:
+        with self._lock:
             self._at_work.add(claim)
         return claim
 
@@ -73,14 +74,14 @@ class Claims:
             # After an error the load may still be under way: into a region that is then nobody else's yet.
             is_whole = load.settle()
             self._residents.unpin(region.key, is_whole=is_whole and claim.error is None)
-        with self._changed:
+        with self._lock:
             self._at_work.discard(claim)
         if not claim.freed.is_done:
             claim.freed.keep(None)
 
     def end(self, claim: Claim) -> None:
         """Forget a claim: nothing of it is on its way any more."""
-        with self._changed:
+        with self._lock:
             self._outstanding.discard(claim)
             self._changed.notify_all()
 
@@ -93,7 +94,7 @@ class Claims:
         """End all of them, after an error elsewhere: those whose unit is in the lanes fail there."""
         for unit in list(self._waiting):
             self.drop(unit)
-        with self._changed:
+        with self._lock:
             for claim in self._outstanding:
                 claim.fail(GivenUp(f"{claim.unit} was given up: the run is closing"))
             self._outstanding = {claim for claim in self._outstanding if claim.stage is Stage.IN_LANES}
@@ -109,7 +110,7 @@ class Claims:
         found: SlabLoad | None = residents.pin(region.key, state.name, next_use_s)
         if found is not None:
             return found
-        is_late = self._device.copies_at_once(claim.slab_bytes)
+        is_late = self._device.copies_at_once(shard.slab_bytes)
         load = SlabLoad(partial(self._spiller.load_slab, state, shard, region.trainable, self._make_room), late=is_late)
 
         def dispose() -> None:
@@ -128,7 +129,7 @@ class Claims:
         """
         if self._residents.give_up_slab():
             return True
-        with self._changed:
+        with self._lock:
             granted = [claim for claim in self._at_work if claim.stage is not Stage.ASKED]
             loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
         return bool(loaded) and loaded[0].freed.is_kept()

@@ -57,11 +57,6 @@ class UnitSpec(NamedTuple):
     written: Collection[int] = ()
     on_recomputed: OnRecomputed | None = None
 
-    @property
-    def has_gradients(self) -> bool:
-        """The unit runs a backward."""
-        return self.kind in (FUSED, BACKWARD)
-
 
 class Inspector(Protocol):
     """Looks on while units run on trial."""
@@ -203,10 +198,13 @@ class UnitRunning:
         self._graphs = graphs
         self._gradients = Gradients(executor.structure, shard, (*views.values(), *buffers.values()))
         self._written = {index for index in shard.buffers if index in spec.written}
-        self._modes_before: list[tuple[nn.Module, bool]] = []  # of modules, while they evaluate
+        self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
+        self._had_gradients = True  # in the caller's thread
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._spec.kind != EVALUATE)
         try:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
@@ -214,7 +212,7 @@ class UnitRunning:
                 self._inspector.begins(self._spec.kind, self._shard, self._views)
             if self._spec.kind == EVALUATE:
                 layers = self._structure.layers[self._shard.first : self._end]
-                self._modes_before = [(module, module.training) for layer in layers for module in layer.modules()]
+                self._was_training = [(module, module.training) for layer in layers for module in layer.modules()]
                 for layer in layers:
                     layer.eval()
             if self._so_far:
@@ -225,7 +223,8 @@ class UnitRunning:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        for module, training in self._modes_before:
+        torch.set_grad_enabled(self._had_gradients)
+        for module, training in self._was_training:
             module.training = training
         try:
             if exc[0] is not None:  # what a layer has bound or set must not stay for the next run
@@ -240,7 +239,7 @@ class UnitRunning:
         spec, executor, inspector = self._spec, self._executor, self._inspector
         if executor.is_narrow and m > spec.micro_batches.start:
             self._gradients.accumulate()
-        with executor.modes(), torch.no_grad() if spec.kind == EVALUATE else torch.enable_grad():
+        with executor.modes():
             if self._graphs:
                 out = self._from_graph(micro, self._graphs[m - spec.micro_batches.start])
             else:
@@ -257,7 +256,7 @@ class UnitRunning:
                     out = self._through_layers(m, micro, drawing)
                 if drawing.drew_in_backward and inspector is not None:
                     inspector.drew_in_backward()
-        if spec.in_pieces and spec.has_gradients:
+        if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
             out.pieces = self._gradients.taken(self._shard.owned)
         return out
 
@@ -271,7 +270,7 @@ class UnitRunning:
             self._inspector.ends(self._views, structure.parameters)
         gradients: dict[int, Tensor | None] = {}
         stepped = None
-        if spec.has_gradients and not spec.in_pieces:
+        if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
             gradients = self._gradients.totals(are_rounded=spec.is_last)
             if step is not None:
                 stepped, gradients = step(structure.parameters, gradients), {}
@@ -293,7 +292,12 @@ class UnitRunning:
         skips = {name: self._arrive(skip) for name, skip in micro.skips.items()}
         arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
         gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
-        with self._hooks(), drawing.forward(), Frame(arriving) as frame:
+        hooks: AbstractContextManager[Any] = nullcontext()  # of what autograd saves: dropped, or counted and kept
+        if self._saved is not None:
+            hooks = self._saved.hooks()
+        elif kind == FORWARD and not self._spec.keep_saved:
+            hooks = saved_tensors_hooks(_drop, _drop)
+        with hooks, drawing.forward(), Frame(arriving) as frame:
             value = self._layers(micro.value.build(tensors), frame)
             if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
                 raise ValueError(
@@ -326,18 +330,10 @@ class UnitRunning:
         return MicroOutput(
             random=drawing.state,
             gradients=self._of_arrivals(arrivals) if self._shard.index else None,
-            tied=self._gradients.taken(self._shard.borrowed),
+            tied=self._gradients.taken(self._shard.borrowed) if self._shard.borrowed else {},
             skip_gradients={name: self._of_arrivals(found) for name, (found, _) in skips.items()},
             loss=_number(loss) if loss is not None else None,
         )
-
-    def _hooks(self) -> AbstractContextManager[Any]:
-        """Drop, count or keep what autograd saves in a forward."""
-        if self._saved is not None:
-            return self._saved.hooks()
-        if self._spec.kind == FORWARD and not self._spec.keep_saved:
-            return saved_tensors_hooks(_drop, _drop)
-        return nullcontext()
 
     def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
         """Return what a forward leaves to the shards above."""
@@ -399,12 +395,15 @@ class UnitRunning:
     def _around(self, value: Boundary) -> Boundary:
         """Return a value without its graph, that nothing else writes to."""
         apart, current = self._gradients.apart, self._executor.current
-        return value.around([tensor for each in value.tensors if (tensor := apart(each, current)) is not None])
+        return value.around([apart(tensor, current) for tensor in value.tensors])
 
     def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
         """Return the gradients of what entered the shard."""
-        apart, current = self._gradients.apart, self._executor.current
-        return [apart(None if each is None else each.gradient, current) for each in arrivals]
+        found: list[Tensor | None] = []
+        for arrival in arrivals:
+            gradient = None if arrival is None else arrival.gradient
+            found.append(None if gradient is None else self._gradients.apart(gradient, self._executor.current))
+        return found
 
     def _leaving(self, name: str, frame: Frame) -> Boundary:
         if name not in frame.values:

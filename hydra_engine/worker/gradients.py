@@ -64,13 +64,11 @@ class Gradients:
                 totals[index] = total.to(self._structure.parameters[index].dtype) if are_rounded else total
         return totals
 
-    def apart(self, tensor: Tensor | None, layer: str) -> Tensor | None:
+    def apart(self, tensor: Tensor, layer: str) -> Tensor:
         """Return the tensor without its graph, and as a copy where it lies in the slab or in a buffer.
 
         layer: the last one that ran, for messages.
         """
-        if tensor is None:
-            return None
         if tensor.layout != torch.strided:
             check_fit(f"a gradient that leaves a shard, up to {layer},", tensor)
         tensor = tensor.detach()
@@ -84,4 +82,4 @@ class Gradients:
                 f"parameter {self._structure.slot_names[index]} received a gradient of layout {gradient.layout}, "
                 f"limit: dense gradients; build its layer with sparse=False, or let its backward give a dense one"
             )
-        return self.apart(gradient, "")
+        return None if gradient is None else self.apart(gradient, "")

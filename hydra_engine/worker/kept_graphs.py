@@ -36,7 +36,7 @@ class KeptGraphs:
         if kind == BACKWARD:
             return self._go_on(run, wanted_bytes, num_bytes)
         following = max(each.slab_bytes for each in state.cut.shards)
-        if self._ledger.can_hold(wanted_bytes + num_bytes, claim.slab_bytes + following):
+        if self._ledger.can_hold(wanted_bytes + num_bytes, claim.shard.slab_bytes + following):
             run.graphs.saved, run.graphs.granted_bytes = Saved(num_bytes), num_bytes
             return wanted_bytes + num_bytes
         return wanted_bytes
@@ -53,7 +53,7 @@ class KeptGraphs:
         account.signature = account.signature.in_role("graph")
         account.known = claim.state.unit_bytes(claim.unit.kind, claim.shard, account.signature)
         with_graph = wanted_bytes if account.wanted_bytes is None else account.wanted_bytes
-        if not self._ledger.can_hold(with_graph + num_bytes, claim.slab_bytes):
+        if not self._ledger.can_hold(with_graph + num_bytes, claim.shard.slab_bytes):
             self._residents.unpin(key, is_whole=False)
             account.signature, account.known = before
             return wanted_bytes

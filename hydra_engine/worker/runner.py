@@ -6,8 +6,8 @@ so there is one way out for good and bad.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceLost
-from hydra_engine.host import BuffersChanged, UnitBytes
+from hydra_engine.host import BuffersChanged, DeviceStepper
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
@@ -24,7 +24,6 @@ from hydra_engine.worker.executor import Executor, Step, UnitSpec
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Arriving, Spiller
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
-from partitioners import MemoryMeter
 
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
@@ -72,8 +71,10 @@ class Runner:
             self._bring_first(run)
             self._set_views(claim)
             start_s, executing, timer = self._trace.now_s(), True, device.timer()  # waiting is not work
-            with self._metered(run) if run.is_metered else nullcontext():
+            with run.account.metered(run.graphs.saved) if run.is_metered else nullcontext():
                 output = self._run_micro_batches(run, executor)
+            if run.is_metered and not run.graphs.granted_bytes:  # what a forward keeps is counted apart
+                self._learn(run)
             if timer is not None:
                 timer.launched()
             if claim.state.note_resized(output.buffers) and not run.is_metered:
@@ -87,7 +88,7 @@ class Runner:
         except BaseException as error:
             self._struck = self._struck or claim.unit
             claim.fail(error, "a kernel")
-        if self._struck is None and isinstance(self._explained(claim), DeviceLost):
+        if claim.error is not None and self._struck is None and isinstance(device.explained(claim.error), DeviceLost):
             self._struck = claim.unit
         run.so_far = {}  # what became of them is in the output
         if output is None or not output.buffers:
@@ -129,7 +130,7 @@ class Runner:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
                 del entered, out  # before the next one's arrive
-            output = running.end(self._step(run))
+            output = running.end(None if run.stepper is None else self._step(run, run.stepper))
         output.last = last
         return output
 
@@ -182,7 +183,7 @@ class Runner:
                 if load.is_late and not load.slab.is_done:
                     load.load()
         try:
-            run.first_input = self._done(LOAD, claim, partial(self._load_first, run))
+            run.first_input = claim.do(LOAD, self._device, partial(self._load_first, run))
         finally:
             self._trace.add(self._device.name, LOAD, claim.label, start_s)
 
@@ -195,8 +196,8 @@ class Runner:
             run.so_far = self._spiller.load_so_far(claim.state, claim.shard)
         if run.stepper is not None:
             run.step = self._spiller.load_step(run.stepper, claim.shard)
-        first = run.micro_batches.start
-        return self._load_input(claim, first, self._place_input(run, first))
+        m = run.micro_batches.start
+        return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, self._place_input(run, m))
 
     def _charge_buffers(self, run: UnitRun, after: bool) -> None:
         """Charge buffers that are larger than when the unit was begun: a shard below may have changed one meanwhile."""
@@ -205,12 +206,8 @@ class Runner:
             return
         num_bytes = self._spiller.buffer_bytes(claim.state, claim.shard, claim.unit.part, after=after)
         if num_bytes > run.account.buffer_bytes:
-            self._grow(run, num_bytes - run.account.buffer_bytes)
+            run.account.grow(num_bytes - run.account.buffer_bytes)
             run.account.count_buffers(num_bytes)
-
-    def _grow(self, run: UnitRun, num_bytes: int) -> None:
-        self._device.ledger.grow(num_bytes)
-        run.account.held_bytes += num_bytes
 
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""
@@ -223,11 +220,11 @@ class Runner:
         # It may lie where the one before the last did: the lane begins once what computed on that is through.
         with _disable_current_modes() if run.is_metered else nullcontext():  # inputs are counted apart
             arriving = [self._place_input(run, m)]  # not held by the lane, once it is loaded
-        self._device.submit(
-            INPUT,
-            claim.label,
-            lambda: self._do(LOAD, claim, promise, lambda: self._load_input(claim, m, arriving.pop())),
-        )
+
+        def load() -> MicroInput:
+            return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, arriving.pop())
+
+        self._device.submit(INPUT, claim.label, lambda: claim.keep(LOAD, self._device, promise, load))
 
     def _place_input(self, run: UnitRun, m: int) -> Arriving:
         claim, has_graph = run.claim, bool(run.graphs.graphs)
@@ -235,9 +232,6 @@ class Runner:
         if run.is_metered:
             run.account.input_bytes = max(run.account.input_bytes, arriving.micro.num_bytes)
         return arriving
-
-    def _load_input(self, claim: Claim, m: int, arriving: Arriving) -> MicroInput:
-        return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, arriving)
 
     def _take_input(self, run: UnitRun, m: int) -> MicroInput:
         promise = run.inputs.pop(m, None)
@@ -273,9 +267,9 @@ class Runner:
         held = [out]  # not by the lane, once it is stored
 
         def store() -> None:
-            self._do(STORE, claim, stored, lambda: self._store_micro(claim, m, held.pop()))
+            self._store_micro(claim, m, held.pop())
 
-        self._device.submit(STORE, claim.label, store)
+        self._device.submit(STORE, claim.label, lambda: claim.keep(STORE, self._device, stored, store))
         if run.is_metered:
             # What is stored counts apart: a metered run must not find it in one run and miss it in another.
             stored.result()
@@ -288,13 +282,11 @@ class Runner:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
 
-    def _step(self, run: UnitRun) -> Step | None:
-        """Return what steps the optimizer on the device, where that is asked for."""
-        if run.stepper is None:
-            return None
+    def _step(self, run: UnitRun, stepper: DeviceStepper) -> Step:
+        """Return what steps the optimizer on the device."""
         loaded, run.step = run.step, None
         assert loaded is not None
-        return partial(run.stepper.step, run.claim.shard, loaded)
+        return partial(stepper.step, run.claim.shard, loaded)
 
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
@@ -339,54 +331,15 @@ class Runner:
 
     # -- what it took, and what went wrong
 
-    @contextmanager
-    def _metered(self, run: UnitRun) -> Iterator[None]:
-        """Count the bytes that the unit creates, and ask for more where they are more than it was granted."""
-        claim, account = run.claim, run.account
-
-        def on_change(delta: int) -> None:
-            if delta > 0:
-                now = UnitBytes(meter.current_bytes + delta, account.input_bytes, account.output_bytes)
-                missing = account.total_bytes(now) - account.held_bytes
-                if missing > 0:
-                    self._grow(run, missing)
-
-        meter = MemoryMeter(on_change)
-        if run.graphs.saved is not None:
-            run.graphs.saved.created_bytes = lambda: meter.current_bytes
-        with meter:
-            yield
-        measured = UnitBytes(meter.peak_bytes, account.input_bytes, account.output_bytes)
-        if not run.graphs.granted_bytes:  # what a forward keeps is counted apart
-            claim.state.learn_unit_bytes(claim.unit.kind, claim.shard, account.signature, measured)
-        if account.known is None:
-            needed = account.total_bytes(measured)
-            self._device.ledger.settle(account.held_bytes, needed)
-            account.held_bytes = needed
+    def _learn(self, run: UnitRun) -> None:
+        """Remember what a metered unit took."""
+        unit, account = run.claim.unit, run.account
+        run.claim.state.learn_unit_bytes(unit.kind, run.claim.shard, account.signature, account.measured())
 
     def _note(self, claim: Claim, timing: Timing) -> None:
         """Add what a unit took of the interpreter and of the device."""
         self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
         claim.state.measured.timings[claim.unit.kind, claim.unit.shard] = timing
-
-    def _do(self, lane: str, claim: Claim, promise: Promise[T], job: Callable[[], T]) -> None:
-        """Do part of a unit; where the unit has failed, the part fails too without being done."""
-        try:
-            promise.keep(self._done(lane, claim, job))
-        except BaseException as error:
-            promise.give_up(error)
-
-    def _done(self, lane: str, claim: Claim, job: Callable[[], T]) -> T:
-        try:
-            if claim.error is not None:
-                raise claim.error
-            try:
-                return job()
-            finally:
-                self._device.finish()
-        except BaseException as error:
-            claim.fail(error, f"{lane} lane")
-            raise
 
     def _failed(self, claim: Claim, error: BaseException) -> Failed:
         """Report a unit that has failed, or the whole device under it: then what was computed is to blame."""
@@ -396,6 +349,3 @@ class Runner:
         if isinstance(error, DeviceLost):
             error.task = (self._struck or struck).task
         return Failed(claim.unit.task, error, claim.where, claim.unit)
-
-    def _explained(self, claim: Claim) -> BaseException | None:
-        return None if claim.error is None else self._device.explained(claim.error)

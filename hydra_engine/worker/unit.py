@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeVar
 
 from torch import Tensor
 
 from hydra_engine.data import Boundary, RandomState, Signature
-from hydra_engine.devices import Promise, Slab
+from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
 from hydra_engine.host import DeviceStep, DeviceStepper, Region, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
-from hydra_engine.worker.graphs import GraphUse
+from hydra_engine.worker.graphs import GraphUse, Saved
+from partitioners import MemoryMeter
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -150,16 +155,31 @@ class Claim:
         self.where = ""
         self.freed: Promise[None] = Promise()
 
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of all its slabs."""
-        return sum(region.num_bytes for region in self.regions)
-
     def fail(self, error: BaseException, where: str = "") -> None:
         """Remember the first error."""
         forget_frames(error)
         if self.error is None:
             self.error, self.where = error, where
+
+    def do(self, lane: str, device: OpenDevice, job: Callable[[], T]) -> T:
+        """Do part of the unit in a lane, to the end. Where the unit has failed, raise why instead."""
+        try:
+            if self.error is not None:
+                raise self.error
+            try:
+                return job()
+            finally:
+                device.finish()
+        except BaseException as error:
+            self.fail(error, f"{lane} lane")
+            raise
+
+    def keep(self, lane: str, device: OpenDevice, promise: Promise[T], job: Callable[[], T]) -> None:
+        """Keep a promise by doing part of the unit, or give it up."""
+        try:
+            promise.keep(self.do(lane, device, job))
+        except BaseException as error:
+            promise.give_up(error)
 
 
 class Account:
@@ -170,27 +190,72 @@ class Account:
         buffer_bytes: of its shard's buffers.
         beside_bytes: granted beside `known`: for buffers, the optimizer's step, gradients that it adds to.
         held_bytes: granted now.
+        work_bytes: peak of what a metered unit created.
         input_bytes, output_bytes: of one micro-batch, the largest seen.
     """
 
-    def __init__(self, signature: Signature, known: UnitBytes | None, num_micro_batches: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        signature: Signature,
+        known: UnitBytes | None,
+        num_micro_batches: int,
+        buffer_bytes: int,
+        beside_bytes: int,
+    ) -> None:
+        self._ledger = ledger
         self.signature = signature
         self.known = known
         self.num_micro_batches = num_micro_batches
-        self.buffer_bytes = 0
-        self.beside_bytes = 0
+        self.buffer_bytes = buffer_bytes
+        self.beside_bytes = beside_bytes
         self.held_bytes = 0
+        self.work_bytes = 0
         self.input_bytes = 0
         self.output_bytes = 0
 
     @property
     def wanted_bytes(self) -> int | None:
         """Bytes to ask for; None: not known yet."""
-        return None if self.known is None else self.total_bytes(self.known)
+        return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
 
-    def total_bytes(self, measured: UnitBytes) -> int:
-        """Bytes that the unit takes beside its slabs, where it was measured to take these."""
+    def measured(self) -> UnitBytes:
+        """Return what the unit took, as metered."""
+        return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
+
+    def total_bytes(self, work_bytes: int) -> int:
+        """Bytes that the unit takes beside its slabs, where it has created so many."""
+        measured = UnitBytes(work_bytes, self.input_bytes, self.output_bytes)
         return self.beside_bytes + measured.total(self.num_micro_batches)
+
+    def grow(self, num_bytes: int) -> None:
+        """Take more bytes than were granted."""
+        self._ledger.grow(num_bytes)
+        self.held_bytes += num_bytes
+
+    @contextmanager
+    def metered(self, saved: Saved | None) -> Iterator[None]:
+        """Count the bytes that the body creates, and grow where they are more than was granted.
+
+        saved: told what is alive.
+        """
+
+        def on_change(delta: int) -> None:
+            if delta > 0:
+                missing = self.total_bytes(meter.current_bytes + delta) - self.held_bytes
+                if missing > 0:
+                    self.grow(missing)
+
+        meter = MemoryMeter(on_change)
+        if saved is not None:
+            saved.created_bytes = lambda: meter.current_bytes
+        with meter:
+            yield
+        self.work_bytes = meter.peak_bytes
+        if self.known is None:
+            needed = self.total_bytes(self.work_bytes)
+            self._ledger.settle(self.held_bytes, needed)
+            self.held_bytes = needed
 
     def count_buffers(self, num_bytes: int) -> None:
         """Replace the bytes of its buffers."""
@@ -225,9 +290,9 @@ class UnitRun:
         stores: outputs on their way to DRAM, but for the last.
     """
 
-    def __init__(self, claim: Claim, after: Passage | None) -> None:
+    def __init__(self, claim: Claim, ledger: Ledger, after: Passage | None) -> None:
         unit, state = claim.unit, claim.state
-        staging, shard, has_gradients = state.staging, claim.shard, claim.unit.kind in (FUSED, BACKWARD)
+        staging, shard, has_gradients = state.staging, claim.shard, unit.kind in (FUSED, BACKWARD)
         self.claim = claim
         self.micro_batches = range(*staging.range_of(unit.part))  # of the step's
         self.stepper: DeviceStepper | None = state.stepper if has_gradients else None
@@ -239,10 +304,11 @@ class UnitRun:
                 self.sums = Sums.GOES_ON
         signature = staging.signature_of(unit.part)
         known = state.unit_bytes(unit.kind, shard, signature)
-        self.account = Account(signature, known, len(self.micro_batches))
-        self.account.count_buffers(state.buffer_bytes(shard))
-        self.account.beside_bytes += 0 if self.stepper is None else state.step_bytes(shard)
-        self.account.beside_bytes += state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
+        buffer_bytes = state.buffer_bytes(shard) if state.observed.resized else shard.buffer_bytes
+        beside_bytes = buffer_bytes
+        beside_bytes += 0 if self.stepper is None else state.step_bytes(shard)
+        beside_bytes += state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
+        self.account = Account(ledger, signature, known, len(self.micro_batches), buffer_bytes, beside_bytes)
         self.is_metered = False
         self.graphs = GraphUse()
         self.after = after

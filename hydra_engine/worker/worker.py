@@ -98,9 +98,9 @@ class Worker:
 
     def holds(self, state: TaskState, shard: int) -> bool:
         """Return True if most of a shard is on the device, or on its way there."""
-        regions = state.regions(state.cut.shards[shard])
-        resident = sum(region.num_bytes for region in regions if region.key in self._residents)
-        return 2 * resident > sum(region.num_bytes for region in regions)
+        wanted = state.cut.shards[shard]
+        resident = (region.num_bytes for region in state.regions(wanted) if region.key in self._residents)
+        return 2 * sum(resident) > wanted.slab_bytes
 
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
@@ -116,7 +116,7 @@ class Worker:
         before = self._passages.get((unit.task, unit.part))
         # After one that has failed in its store, the unit finds that out: its caller may not have heard of it yet.
         is_there = before is None or before.is_void or (before.stored.is_done and before.stored.is_kept())
-        run = UnitRun(claim, after=None if is_there else before)
+        run = UnitRun(claim, self.device.ledger, after=None if is_there else before)
         self._passages[unit.task, unit.part] = run.passage
         wanted_bytes = self._kept_graphs.prepare(run)
 
