@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, SLABS, STORE, OpenDevice, Promise, Residents, Ticket, Timer
 from hydra_engine.errors import DeviceLost
-from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Region, Structure, TaskState, UnitBytes
+from hydra_engine.host import BuffersChanged, DeviceStep, Region, Structure, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.compiled import CompiledLayers
@@ -509,7 +509,7 @@ class Worker:
     def _step(
         self,
         work: Work,
-        stepper: DeviceStepper,
+        stepper: TaskOptimizer,
         parameters: Sequence[nn.Parameter],
         gradients: dict[int, Tensor | None],
     ) -> DeviceStep:
