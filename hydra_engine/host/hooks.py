@@ -42,11 +42,11 @@ def call_hooks(
     staging: StepStaging,
     pool: HostPool,
     finished: Callable[[Slot], Tensor],
-    secure: Callable[[], None],
+    secure: Callable[[None], None],
 ) -> dict[int, Tensor]:
     """Let hooks act on the finished gradients of these parameters; gives what they left of them, by slot.
 
-    secure: called before a hook, which may step what it likes.
+    secure: called, with None for all parameters, before a hook, which may step what it likes.
     """
     hooked: dict[int, Tensor] = {}
     drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
@@ -57,7 +57,7 @@ def call_hooks(
         after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
         if not (hooks or after) or not staging.has_gradient.get(slot.index):
             continue
-        secure()
+        secure(None)
         gradient = hooked[slot.index] = finished(slot)
         places = places or _Places(pool.layout, staging, pool)
         with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):

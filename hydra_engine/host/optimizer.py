@@ -147,7 +147,7 @@ class TaskOptimizer:
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._is_torchs = is_torchs(self.optimizer)
-        self._epoch = 0
+        self._schedule_epoch = 0  # that the scheduler has reached
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
         self._releasing = threading.Lock()  # shards of a step are released side by side
@@ -179,7 +179,7 @@ class TaskOptimizer:
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return replace(self.skipped(), loss_scale=scale)
-        hooked = self._call_hooks(self._slots, staging, pool, scale)
+        hooked = call_hooks(self._slots, staging, pool, partial(self._finished, pool, scale, {}), self.secure)
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
@@ -253,7 +253,8 @@ class TaskOptimizer:
             self._averages.move(pool.owned(shard), is_first=record.is_first)
             return
         try:
-            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
+            finished = partial(self._finished, pool, None, {})
+            hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
             pool.gradients.take_back(shard)
@@ -337,11 +338,6 @@ class TaskOptimizer:
         gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
-    def _call_hooks(
-        self, slots: Iterable[Slot], staging: StepStaging, pool: HostPool, scale: float | None
-    ) -> dict[int, Tensor]:
-        return call_hooks(slots, staging, pool, partial(self._finished, pool, scale, {}), partial(self.secure, None))
-
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
         slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
@@ -360,10 +356,10 @@ class TaskOptimizer:
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
-        while self._epoch < epoch:
+        while self._schedule_epoch < epoch:
             if self._task.lr_scheduler_interval == "epoch":
                 self._move_schedule()
-            self._epoch += 1
+            self._schedule_epoch += 1
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
@@ -463,7 +459,7 @@ class TaskOptimizer:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
             "num_steps": self._num_steps,
-            "epoch": self._epoch,
+            "epoch": self._schedule_epoch,
         }
 
     def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
@@ -483,7 +479,7 @@ class TaskOptimizer:
             self.scheduler.load_state_dict(schedule["scheduler"])
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
-        self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
+        self._num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])

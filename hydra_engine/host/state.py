@@ -61,9 +61,10 @@ class Observed:
 
 
 class TaskState:
-    """Joins what devices, optimizer and reader need of a task.
+    """Joins what devices, optimizer and reader need of a task: its weights, its step, its cut, and what is known of it.
 
-    Its staging is written by one unit of each part of a step at a time.
+    Its staging is written by one unit of each part of a step at a time. Its cut is replaced by the thread that plans,
+    while no unit of the task is at work.
     """
 
     def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool) -> None:

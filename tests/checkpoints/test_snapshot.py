@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.checkpoints.snapshot import SaveCost, Snapshot
+from hydra_engine.host.cut import Cut
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.tasks.report import TaskReport
 from tests.promises.test_resumed import NUM_STEPS, PATIENCE_S, orchestra_of, task_of
@@ -16,7 +17,7 @@ def snapshot_of(**optimizer):
     """Of a task without weights, whose optimizer gives these."""
     layout = SimpleNamespace(named_slots=list, persistent_buffers=dict, trainable_slots=list)
     return Snapshot(
-        SimpleNamespace(layout=layout, accumulation_steps=1),
+        SimpleNamespace(layout=layout, cut=Cut()),
         SimpleNamespace(schedule=dict, **optimizer),
         TaskReport(name="task", seed=0),
         SimpleNamespace(to_state=dict),
