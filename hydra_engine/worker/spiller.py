@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.data import Boundary, check_indices, extent_bytes, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Shard, TaskState
+from hydra_engine.host import BuffersChanged, DeviceStep, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -107,7 +107,7 @@ class Spiller:
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
-    def load_step(self, stepper: DeviceStepper, shard: Shard) -> DeviceStep:
+    def load_step(self, stepper: TaskOptimizer, shard: Shard) -> DeviceStep:
         """Bring what stepping a shard on the device takes."""
         host = stepper.host_step(shard)
         return DeviceStep(
@@ -122,7 +122,7 @@ class Spiller:
         )
 
     def store_step(
-        self, state: TaskState, stepper: DeviceStepper, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
+        self, state: TaskState, stepper: TaskOptimizer, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
     ) -> None:
         """Send what a step on the device left: weights, masters of narrow ones, and states."""
         if not stepper.commits:
@@ -171,8 +171,8 @@ class Spiller:
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
-            micro.target = placed_all(staging.targets[m])
-            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
+            micro.target = placed_all(staging.given.targets[m])
+            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.given.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
