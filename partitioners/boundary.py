@@ -1,11 +1,14 @@
 """What crosses from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and other values."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree
+from torch.utils import _pytree as pytree
 
 from partitioners.fingerprint import fingerprint
 
@@ -14,8 +17,8 @@ class UnfitTensor(TypeError):
     """A tensor cannot be carried from layer to layer, because it is more than strided memory."""
 
 
-def check_fit(where: str, tensor: torch.Tensor) -> None:
-    """Raises UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
+def check_fit(where: str, tensor: Tensor) -> None:
+    """Raise UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
     kind = unusual_kind(tensor)
     if kind is not None:
         raise UnfitTensor(
@@ -24,7 +27,7 @@ def check_fit(where: str, tensor: torch.Tensor) -> None:
         )
 
 
-def unusual_kind(tensor: torch.Tensor) -> str | None:
+def unusual_kind(tensor: Tensor) -> str | None:
     """A name for a tensor that is more than strided memory; None for a plain one."""
     if tensor.is_nested:
         return "nested tensor"
@@ -32,33 +35,111 @@ def unusual_kind(tensor: torch.Tensor) -> str | None:
         return f"tensor of layout {tensor.layout}"
     if tensor.is_quantized:
         return "quantized tensor"
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor)
+    plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, FakeTensor)
     return None if plain else f"tensor of class {type(tensor).__name__}"
 
 
-class Boundary:
-    """A value, its tensors and how to put it together again; a tensor that appears twice is one.
+class _Slot(NamedTuple):
+    """Stands in a tree where tensor `number` goes: one tensor appearing twice has two slots, one number."""
 
-    ``views`` tells of each tensor whether its producer made it as a view; None asks the tensors themselves.
-    """
+    number: int
 
-    def __init__(self, value: Any, views: Sequence[bool] | None = None) -> None:
-        self._leaves, self._spec = _pytree.tree_flatten(value)
-        for leaf in self._leaves:
-            if isinstance(leaf, torch.Tensor):
-                check_fit("a layer's input or output", leaf)
-            elif any(isinstance(held, torch.Tensor) for held in getattr(leaf, "__dict__", {}).values()):
+
+# How a value is made up: by tensor its dtype, number of dimensions and how they lie in memory; where tensors appear.
+Form: TypeAlias = "tuple[tuple[Any, ...], ...]"
+
+
+class Sizes(NamedTuple):
+    """The sizes of a value, which decide the memory that a unit takes on it."""
+
+    form: Form
+    sizes: tuple[int, ...]  # every dimension of its tensors
+    numbers: tuple[int, ...]  # whole numbers that are no less than 0
+    values: tuple[Any, ...]  # other plain values; of what has no hash, its type
+
+
+# Of a lone tensor, which most values are: taken apart and put together without walking a tree.
+_LEAF = pytree.tree_structure(0)
+_LONE = (_Slot(0),)
+
+
+class Boundary(NamedTuple):
+    """A value taken apart: its unique tensors, and how to build it again around other tensors."""
+
+    tensors: tuple[Tensor, ...]
+    requires_grad: tuple[bool, ...]
+    views: tuple[bool, ...]  # which of them their producer made as views
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    shares_memory: bool  # two of its tensors lie in one storage, which their copies do not
+
+    @classmethod
+    def of(cls, value: Any, where: str) -> Boundary:
+        """Take `value` apart; `where` names its origin in errors.
+
+        Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
+        """
+        if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
+            return cls((value,), (value.requires_grad,), (value._is_view(),), _LONE, _LEAF, False)
+        flat, spec = pytree.tree_flatten(value)
+        numbers: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        leaves: list[Any] = []
+        for leaf in flat:
+            if not isinstance(leaf, Tensor):
+                leaves.append(leaf)
+                continue
+            check_fit(where, leaf)
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            leaves.append(_Slot(numbers[id(leaf)]))
+        places = [_place(tensor) for tensor in tensors if tensor.numel()]  # what is empty lies nowhere
+        return cls(
+            tuple(tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+            tuple(tensor._is_view() for tensor in tensors),
+            tuple(leaves),
+            spec,
+            shares_memory=len(set(places)) < len(places),
+        )
+
+    @classmethod
+    def of_layer(cls, value: Any) -> Boundary:
+        """Take a layer's input or output apart; raises UnfitTensor for objects that hide tensors, too."""
+        boundary = cls.of(value, "a layer's input or output")
+        for leaf in boundary.leaves:
+            if any(isinstance(held, Tensor) for held in getattr(leaf, "__dict__", {}).values()):
                 raise UnfitTensor(
                     f"a layer's input or output holds a {type(leaf).__name__} with tensors inside, which nobody would "
                     f"carry from layer to layer; pass tuples, lists and dicts of tensors"
                 )
-        self.tensors = list({id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}.values())
-        self.views = [tensor._is_view() for tensor in self.tensors] if views is None else views
+        return boundary
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """The value around these tensors; its containers are new each time, so a layer may change them."""
+        if self.spec is _LEAF and tensors:
+            return tensors[0]
+        leaves = [tensors[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def value(self) -> Any:
+        """The value around its own tensors."""
+        return self.build(self.tensors)
+
+    def around(self, tensors: Sequence[Tensor]) -> Boundary:
+        """The same value with its tensors elsewhere."""
+        return Boundary(tuple(tensors), *self[1:])
+
+    def with_numbers(self, numbers: Sequence[int]) -> Boundary:
+        """The same value with other whole numbers, in the order of its signature."""
+        others = iter(numbers)
+        return self._replace(leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes between first and last element of each tensor: strides are kept, so gaps travel too."""
-        return sum(_extent_bytes(tensor) for tensor in self.tensors)
+        """Bytes its tensors take once copied: strides are kept, so gaps travel too."""
+        return sum(extent_bytes(tensor) for tensor in self.tensors)
 
     @property
     def storage_bytes(self) -> int:
@@ -67,15 +148,27 @@ class Boundary:
         return sum(storage.nbytes() for storage in storages.values())
 
     @property
-    def signature(self) -> Any:
-        """Hashable; equal for values of the same structure, shapes, strides and types."""
-        return fingerprint(self._leaves), str(self._spec), tuple(self.views)
+    def signature(self) -> Sizes:
+        """The sizes that decide how much memory a unit takes on this value."""
+        form = tuple((t.dtype, t.dim(), _order(t)) for t in self.tensors)
+        sizes = tuple(size for t in self.tensors for size in t.shape)
+        if self.spec is _LEAF and self.tensors:
+            return Sizes((form,), sizes, (), ())
+        slots = tuple(leaf.number for leaf in self.leaves if isinstance(leaf, _Slot))
+        numbers = tuple(leaf for leaf in self.leaves if _is_number(leaf))
+        values = tuple(_value(leaf) for leaf in self.leaves if not (isinstance(leaf, _Slot) or _is_number(leaf)))
+        return Sizes((form, slots, (len(numbers),)), sizes, numbers, values)
 
-    def detached(self) -> "Boundary":
+    @property
+    def fingerprint(self) -> Any:
+        """Hashable; equal for values of the same structure, shapes, strides, types and plain values."""
+        return fingerprint((self.tensors, self.leaves)), str(self.spec), self.views
+
+    def detached(self) -> Boundary:
         """The same values without the graph that made them, requiring grad where they did."""
-        return self._replaced([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors])
+        return self.around([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors])
 
-    def copied(self) -> "Boundary":
+    def copied(self) -> Boundary:
         """Fresh tensors for one run of a layer, which may work in place on them.
 
         Autograd forbids that on a leaf that requires grad, so those are made by a function of this boundary's tensors,
@@ -87,35 +180,66 @@ class Boundary:
             tensor.grad = None  # the run before this one
         entered = iter(_Enter.apply(*differentiable) if differentiable else ())  # type: ignore[no-untyped-call]
         copies = [next(entered) if tensor.requires_grad else tensor.detach().clone() for tensor in self.tensors]
-        return self._replaced(
+        return self.around(
             [copy.view_as(copy) if view else copy for copy, view in zip(copies, self.views, strict=True)]
         )
 
-    def value(self) -> Any:
-        return _pytree.tree_unflatten(self._leaves, self._spec)
 
-    def _replaced(self, tensors: Sequence[torch.Tensor]) -> "Boundary":
-        others = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
-        return Boundary(
-            _pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in self._leaves], self._spec), self.views
-        )
+def _place(tensor: Tensor) -> int:
+    """The tensor's storage, by address; a fake one has no address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if isinstance(tensor, FakeTensor) else storage.data_ptr()
 
 
 class _Enter(torch.autograd.Function):
     """Copies tensors in and passes their gradients out."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # zeros for an unused input would be counted as the layer's
         return tuple(tensor.detach().clone() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return grads
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
+def _is_number(leaf: Any) -> bool:
+    """Return True for a number that a tensor may be cut by."""
+    return type(leaf) is int and leaf >= 0
+
+
+def _value(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return leaf
+
+
+def _order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Order of a tensor's dimensions in memory; its strides if gaps lie between. None: one after the other."""
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.is_contiguous() and 1 not in shape:
+        return None
+    order = tuple(sorted(range(len(shape)), key=lambda k: -stride[k]))
+    step = 1
+    for k in reversed(order):
+        if stride[k] != step:
+            return stride
+        step *= max(1, shape[k])
+    return None if order == tuple(range(len(shape))) else (-1, *order)
+
+
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one of a strided tensor, gaps included."""
+    if 0 in shape:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return extent(tensor.shape, tensor.stride()) * tensor.element_size()

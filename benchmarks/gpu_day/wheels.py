@@ -39,7 +39,7 @@ PACKAGES = (
     Package("roundpipe", "0.1.1", "benchmark"),
     Package("trainstream", "0.4.1", "benchmark"),
     Package("deepspeed", "0.19.8", "benchmark", from_source=True),
-    Package("beartype", "0.23.1", "roundpipe"),
+    Package("beartype", "0.22.9", "roundpipe"),
     Package("hjson", "3.1.0", "deepspeed"),
     Package("pydantic", "2.14.3", "deepspeed"),
     Package("pydantic-core", "2.50.4", "pydantic"),

@@ -1,12 +1,12 @@
 """Batches and random streams: the loader's reader, boundaries, positions in the data."""
 
-from hydra_engine.data.boundary import (
+from hydra_engine.data.batch import Batch
+from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual
+from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
+from hydra_engine.data.memory import (
     ALIGNMENT_BYTES,
-    Boundary,
     copy_in_dram,
     copy_of,
-    extent,
-    extent_bytes,
     flat,
     identical,
     memory_of,
@@ -16,11 +16,9 @@ from hydra_engine.data.boundary import (
     same_bits,
     with_bits_of,
 )
-from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual, noting
-from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from hydra_engine.data.position import TaskPosition
-from hydra_engine.data.reader import Batch, Reader
-from hydra_engine.data.signature import NO_BATCH, Signature, narrower, no_larger, resized, wider
+from hydra_engine.data.reader import Reader
+from hydra_engine.data.signature import NO_BATCH, Signature, resized
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     DrawsRefused,
@@ -31,12 +29,10 @@ from hydra_engine.data.streams import (
     copied,
     install,
     installed,
-    losses_from_state,
-    losses_to_state,
-    restore_optimizer,
     seeded,
     stream_seed,
 )
+from partitioners.boundary import Boundary, extent, extent_bytes
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -67,20 +63,13 @@ __all__ = [
     "identical",
     "install",
     "installed",
-    "losses_from_state",
-    "losses_to_state",
     "memory_of",
-    "narrower",
-    "no_larger",
-    "noting",
     "place_for",
     "place_in_dram",
     "residue",
     "resized",
-    "restore_optimizer",
     "same_bits",
     "seeded",
     "stream_seed",
-    "wider",
     "with_bits_of",
 ]

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -52,8 +53,16 @@ _REMEDY = (
 )
 
 
+class _Turn(Enum):
+    """The company in which a loader is read."""
+
+    WATCHED = "watched"  # alone, and looked at: its first reads, and all reads since it came into doubt
+    BESIDE = "beside"  # beside other loaders: it was seen to draw from torch at most
+    ALONE = "alone"  # it draws from generators that cannot be redirected, or its user says so
+
+
 class LoaderDraws:
-    """Knows whether a loader has to be read alone, and reads it so that every draw is the plain loop's.
+    """Reads a loader so that every draw is the plain loop's, alone or beside others.
 
     The first reads are alone and watched. After them a loader that drew at most from torch is read beside others; if
     `random`, `numpy.random` or torch's own state moves meanwhile, it is an error where nobody else can have done it.
@@ -61,9 +70,12 @@ class LoaderDraws:
     """
 
     def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
-        """`name`: of the task. alone: its user says that it draws where nobody would expect it. what: is read."""
+        """Watch the loader's first reads, or none with `alone`.
+
+        name: the task's. alone: its user says that it draws where nobody would expect it. what: the code that draws.
+        """
         self._name = f"{name}: {what}"
-        self._is_alone = alone
+        self._turn = _Turn.ALONE if alone else _Turn.WATCHED
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
@@ -81,13 +93,13 @@ class LoaderDraws:
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
-        if self._is_alone:
+        if self._turn is _Turn.ALONE:
             before = stream.state
             with installed(stream):
                 yield
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
-        elif self._num_watched < NUM_WATCHED or self._doubt is not None:
+        elif self._turn is _Turn.WATCHED:
             with self._watched(stream):
                 yield
         else:
@@ -103,8 +115,11 @@ class LoaderDraws:
                 yield
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
-            self._is_alone = watch.is_passed_by or bool(self.drawn)
-        if self._is_alone and self._doubt is not None:
+            if watch.is_passed_by or self.drawn:
+                self._turn = _Turn.ALONE
+            elif self._num_watched >= NUM_WATCHED and self._doubt is None:
+                self._turn = _Turn.BESIDE
+        if self._turn is _Turn.ALONE and self._doubt is not None:
             raise RuntimeError(
                 f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
                 f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
@@ -124,18 +139,24 @@ class LoaderDraws:
         if moved is None and not turn.is_in_doubt:
             return
         if moved is not None and not turn.had_company:
-            self._is_alone = True  # if it is read again
+            self._turn = _Turn.ALONE  # if it is read again
             raise RuntimeError(
                 f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
                 f"batches, so that it is not read alone; {_REMEDY}"
             )
+        self._turn = _Turn.WATCHED
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
 
 
 @contextmanager
-def beside_loaders() -> Iterator[Beside]:
-    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost."""
-    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())):
+def beside_loaders(drawn: set[str] | None = None) -> Iterator[Beside]:
+    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost.
+
+    drawn: to which `random` and `numpy.random` are added where the body draws from them.
+    """
+    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())), ExitStack() as stack:
+        if drawn is not None:
+            stack.enter_context(_noting(drawn, set(), turn))
         yield turn
 
 
@@ -182,7 +203,7 @@ class CallbackDraws:
         moved: set[str] = set()
         with GLOBAL_GENERATORS.beside(is_call=True) as turn, _standing_in(self._own), ExitStack() as stack:
             if is_noted:
-                moved = stack.enter_context(noting(self._drawn, self._maybe_drawn, turn))
+                moved = stack.enter_context(_noting(self._drawn, self._maybe_drawn, turn))
             yield
         if moved:
             self._note_disturbed()
@@ -203,7 +224,7 @@ class CallbackDraws:
 
 
 @contextmanager
-def noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
+def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
     """Add what the body draws from, of `random` and `numpy.random`; in company, what it may have drawn from.
 
     Gives all that somebody has drawn from, at its end.
@@ -235,7 +256,7 @@ def drawing_as_usual() -> Iterator[None]:
 
 
 def _outside() -> RandomState:
-    """The process-wide states as they are while nobody has replaced them; torch's is empty where it is not known."""
+    """Return the process-wide states as they are while nobody has replaced them; torch's is empty if unknown."""
     found: list[RandomState] = []
 
     def look(hold: Hold | None) -> None:
@@ -291,7 +312,7 @@ class _Watch:
 
     @property
     def is_passed_by(self) -> bool:
-        """True if somebody drew so, until now."""
+        """True if somebody drew past torch's functions, until now."""
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -311,11 +332,11 @@ class _Watch:
             self._last = _GLOBAL.get_state()
 
     def install_in_child(self) -> None:
-        """A process that was forked in the middle of a read has the stream's states already."""
+        """Do nothing: a process that was forked in the middle of a read has the stream's states already."""
 
 
 class _Here(threading.local):
-    """This thread's own."""
+    """The stand-in of this thread."""
 
     stand_in: _Own | _Watch | None = None
 
@@ -338,7 +359,7 @@ class _Readers:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """So many more."""
+        """Count `number` threads more."""
         with self._mutex:
             self._number += number
             _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL
@@ -364,7 +385,7 @@ def _standing_in(stand_in: _Own | _Watch) -> Iterator[None]:
 
 
 def _leave_in_child() -> None:
-    """In a process that was forked by a thread that reads, a loader's worker, the global generator is its own."""
+    """Give a process that was forked by a thread that reads, a loader's worker, the global generator as its own."""
     stand_in, _HERE.stand_in = _HERE.stand_in, None
     _READERS.__init__()  # type: ignore[misc]  # its lock may have been another thread's
     _TORCH_RANDOM.default_generator = _GLOBAL

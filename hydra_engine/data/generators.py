@@ -37,12 +37,12 @@ def generators_of(loader: Any) -> list[Any]:
 
 
 def states_of(loader: Any) -> tuple[Any, ...]:
-    """Of its generators, in an order that is the same in every process."""
+    """Return the states of its generators, in an order that is the same in every process."""
     return tuple(map(_state, generators_of(loader)))
 
 
 def putting_back(loader: Any) -> Callable[[], None]:
-    """What sets the generators that it holds now to where they are now."""
+    """Return a function that sets the generators that it holds now to where they are now."""
     states = [(generator, _state(generator)) for generator in generators_of(loader)]
 
     def put_back() -> None:
@@ -80,7 +80,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def same_states(a: Any, b: Any) -> bool:
-    """Whether two generators' states are, or two tuples of them."""
+    """Return True if two generators' states, or two tuples of them, are equal."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_states(a[key], b[key]) for key in a)
     if isinstance(a, tuple):

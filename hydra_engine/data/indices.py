@@ -9,16 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data.boundary import Boundary
+from partitioners.boundary import Boundary
 
 
 def direct_limit(layer: nn.Module) -> int | None:
-    """What indices that enter a layer must stay below, where that can be told from its class."""
+    """Return the number that indices into a layer must stay below, where its class tells it."""
     return layer.num_embeddings if isinstance(layer, nn.Embedding) else None
 
 
 class IndexLimit:
-    """What indices that enter a layer must stay below, as its first run shows: embeddings get them as they came."""
+    """The number that indices into a layer must stay below, as its first run shows: embeddings get them unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.found = direct_limit(layer)
@@ -28,7 +28,7 @@ class IndexLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The body runs the layer."""
+        """Run the body, which runs the layer."""
         inside = [module for module in self._layer.modules() if isinstance(module, nn.Embedding)]
         if self._is_seen or not inside or inside == [self._layer]:
             yield
@@ -54,7 +54,7 @@ class IndexLimit:
 
 
 def check_indices(value: Boundary, limit: int, layer: str) -> None:
-    """Refuse what a batch gives a layer that looks it up; raises IndexError."""
+    """Raise IndexError where a batch gives a layer indices that it cannot look up."""
     tensors = [tensor for tensor in value.tensors if not tensor.is_floating_point() and tensor.numel()]
     if len(tensors) != 1 or tensors[0].is_complex() or not tensors[0].dtype.is_signed:
         return  # which of them is looked up, it cannot tell

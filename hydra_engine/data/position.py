@@ -1,4 +1,4 @@
-"""Where a task and its loader stand in their data, and how another loader like it is brought there.
+"""Positions of a task and its loader in their data, and the way to bring another loader to one.
 
 A loader with a `state_dict` of its own is left to it. Any other begins its epoch again, with the random states that the
 epoch began with. Then, where a sampler gives the order, its indices are drawn and dropped without loading a sample;
@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 class EpochStart(NamedTuple):
-    """What an epoch's iterator was opened with."""
+    """States that an epoch's iterator was opened with."""
 
     random: RandomState
     generators: tuple[Any, ...]  # states of those that the loader holds
@@ -43,7 +43,14 @@ class EpochStart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPosition:
-    """num_batches: that were read of the epoch. random, generators: as they are then. own: the loader's state dict."""
+    """A loader's position in an epoch.
+
+    Attributes:
+        num_batches: batches of the epoch that were read.
+        random: the task's stream after them.
+        generators: states of the generators that the loader holds, after them.
+        own: the loader's state dict, if it has one.
+    """
 
     num_batches: int
     start: EpochStart
@@ -52,14 +59,14 @@ class LoaderPosition:
     own: Any = None
 
     def to_state(self) -> dict[str, Any]:
-        """As `hydra_engine.nested.flatten` takes it."""
+        """Return it as a nested state, which a checkpoint takes."""
         start = {**self.start._asdict(), "random": random_to_state(self.start.random)}
         own = {name: getattr(self, name) for name in ("num_batches", "generators", "own")}
         return {**own, "start": start, "random": random_to_state(self.random)}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> LoaderPosition:
-        """The other way round."""
+        """Make it of such a state."""
         start = {**saved["start"], "random": random_from_state(saved["start"]["random"])}
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
 
@@ -72,12 +79,12 @@ class Restored(NamedTuple):
 
 
 def epoch_start(loader: Any, stream: Stream) -> EpochStart:
-    """Of an epoch that is about to begin: before `iter`."""
+    """Return the states that an epoch is about to begin with; to be called before `iter`."""
     return EpochStart(stream.state, states_of(loader), getattr(loader, "_iterator", None) is not None)
 
 
 def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
-    """Where a loader stands; right after the batch was read, since a state dict knows no earlier one."""
+    """Return a loader's position, right after a batch was read: a state dict knows no earlier one."""
     own = copied(loader.state_dict()) if _is_stateful(loader) else None
     return LoaderPosition(
         num_batches=num_batches, start=start, random=stream.state, generators=states_of(loader), own=own
@@ -136,7 +143,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _has_index_stream(loader: Any) -> bool:
-    """Whether samples are asked for by index, in an order that something else than the data set gives."""
+    """Return True if samples are asked for by index, in an order that something else than the data set gives."""
     own = (DataLoader.__iter__, DataLoader._get_iterator)
     is_plain = isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
     return is_plain and not isinstance(loader.dataset, IterableDataset)
@@ -198,7 +205,7 @@ class _AdvancedOnce:
 
 
 def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
-    """The iterator, and whether the sampler draws at every batch."""
+    """Return the iterator, and True if the sampler draws at every batch."""
     other = copy.copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = _AdvancedOnce(loader, getattr(loader, name), position)
@@ -212,7 +219,7 @@ def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], boo
 
 
 class _DrawsProbe(Dataset[bool]):
-    """Of an index: whether loading its sample draws random numbers."""
+    """Tells, for an index, if loading its sample draws random numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -227,7 +234,7 @@ class _DrawsProbe(Dataset[bool]):
 
 
 def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
-    """Whether samples are made with random numbers, of workers that would have to draw all those before as well.
+    """Return True if workers make samples with random numbers: they would have to draw all those before as well.
 
     Asked in a worker: here, a data set might open what a fork must not inherit.
     """
@@ -253,7 +260,7 @@ def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
 
 
 def _skipped(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
-    """The iterator, and whether it draws at every batch."""
+    """Return the iterator, and True if it draws at every batch."""
     iterator = iter(loader)
     after_first = None
     for k in range(position.num_batches):
@@ -272,11 +279,13 @@ def _too_short(num_batches: int, position: LoaderPosition) -> ValueError:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPosition:
-    """Right after a training batch was read, or an epoch has begun.
+    """A task's position in its data, right after a training batch was read or an epoch has begun.
 
-    num_steps: training batches that were read. validation: states of the generators that its loader holds.
-    num_evaluations, num_evaluated: evaluations that ended, and all their batches. is_evaluated: the evaluation that is
-    due after so many steps, if one is, lies before this.
+    Attributes:
+        num_steps: training batches that were read.
+        validation: states of the generators that the validation loader holds.
+        num_evaluations, num_evaluated: evaluations that ended, and the batches of all of them.
+        is_evaluated: an evaluation that is due after `num_steps` steps comes before this position.
     """
 
     num_steps: int
@@ -288,14 +297,14 @@ class TaskPosition:
     is_evaluated: bool = False
 
     def with_random(self, random: RandomState) -> TaskPosition:
-        """The same where others drew from the task's stream since."""
+        """The same position, for a stream that others drew from since."""
         return replace(self, loader=replace(self.loader, random=random))
 
     def to_state(self) -> dict[str, Any]:
-        """As `hydra_engine.nested.flatten` takes it."""
+        """Return it as a nested state, which a checkpoint takes."""
         return {**vars(self), "loader": self.loader.to_state()}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
-        """The other way round."""
+        """Make it of such a state."""
         return cls(**{**saved, "loader": LoaderPosition.from_state(saved["loader"])})

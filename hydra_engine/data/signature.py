@@ -1,4 +1,4 @@
-"""What decides the memory of a step's units: the sizes in its batch. Which of two is larger, and sizes rounded up."""
+"""Sizes in a step's batch, which decide the memory of its units: compared with others, and rounded up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hydra_engine.data.boundary import Boundary, Form
+from partitioners.boundary import Boundary, Form
 
 # Sizes are rounded up to one of so many between a power of two and the next: batches that grow are measured as often.
 SIZES_PER_DOUBLING = 8
@@ -58,52 +58,50 @@ class Signature(NamedTuple):
     def num_micro_batches(self) -> int:
         return len(self.sizes)
 
+    def no_larger(self, known: Signature, *, numbers: bool = True) -> bool:
+        """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
+
+        numbers: whole numbers among the values are sizes, too.
+        """
+        if self.role != known.role or self.num_micro_batches > known.num_micro_batches:
+            return False
+        for m, form in enumerate(self.forms):
+            if form != known.forms[m] or any(map(gt, self.sizes[m], known.sizes[m])):
+                return False
+            if numbers and any(map(gt, self.numbers[m], known.numbers[m])):
+                return False
+        return True
+
+    def wider(self, like: Signature) -> Signature:
+        """Round up the sizes in which it differs from another signature of the same forms.
+
+        Whole numbers that are also a tensor's size are rounded as that is. Others are rounded up to a power of two,
+        since ids may count up for ever, and are no less than the other's: of lists of lengths hardly one is the largest
+        in all.
+        """
+        sizes = [
+            tuple(size if size == other else rounded_up(size) for size, other in zip(each, others, strict=True))
+            for each, others in zip(self.sizes, like.sizes, strict=True)
+        ]
+        numbers = []
+        for each, others, own in zip(self.numbers, like.numbers, self.sizes, strict=True):
+            powers = [max(1 << number.bit_length(), other) for number, other in zip(each, others, strict=True)]
+            rounded = [rounded_up(n) if n in own else power for n, power in zip(each, powers, strict=True)]
+            numbers.append(tuple(n if n == other else r for n, other, r in zip(each, others, rounded, strict=True)))
+        return self._replace(sizes=tuple(sizes), numbers=tuple(numbers))
+
+    def narrower(self, like: Signature) -> Signature:
+        """Take one off each size in which it differs from another signature of the same forms."""
+
+        def less(each: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+            return tuple(size - (size != other) for size, other in zip(each, others, strict=True))
+
+        return self._replace(
+            sizes=tuple(map(less, self.sizes, like.sizes)), numbers=tuple(map(less, self.numbers, like.numbers))
+        )
+
 
 NO_BATCH = Signature((), (), (), ())
-
-
-def no_larger(signature: Signature, known: Signature, *, numbers: bool = True) -> bool:
-    """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
-
-    numbers: whole numbers among the values are sizes, too.
-    """
-    if signature.role != known.role or signature.num_micro_batches > known.num_micro_batches:
-        return False
-    for m, form in enumerate(signature.forms):
-        if form != known.forms[m] or any(map(gt, signature.sizes[m], known.sizes[m])):
-            return False
-        if numbers and any(map(gt, signature.numbers[m], known.numbers[m])):
-            return False
-    return True
-
-
-def wider(signature: Signature, like: Signature) -> Signature:
-    """The sizes in which it differs from another of the same forms, rounded up.
-
-    Whole numbers that are also a tensor's size are rounded as that is. Others are rounded up to a power of two, since
-    ids may count up for ever, and are no less than the other's: of lists of lengths hardly one is the largest in all.
-    """
-    sizes = [
-        tuple(size if size == other else rounded_up(size) for size, other in zip(each, others, strict=True))
-        for each, others in zip(signature.sizes, like.sizes, strict=True)
-    ]
-    numbers = []
-    for each, others, own in zip(signature.numbers, like.numbers, signature.sizes, strict=True):
-        powers = [max(1 << number.bit_length(), other) for number, other in zip(each, others, strict=True)]
-        rounded = [rounded_up(n) if n in own else power for n, power in zip(each, powers, strict=True)]
-        numbers.append(tuple(n if n == other else r for n, other, r in zip(each, others, rounded, strict=True)))
-    return signature._replace(sizes=tuple(sizes), numbers=tuple(numbers))
-
-
-def narrower(signature: Signature, like: Signature) -> Signature:
-    """One less in each size in which it differs from another of the same forms."""
-
-    def less(each: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-        return tuple(size - (size != other) for size, other in zip(each, others, strict=True))
-
-    return signature._replace(
-        sizes=tuple(map(less, signature.sizes, like.sizes)), numbers=tuple(map(less, signature.numbers, like.numbers))
-    )
 
 
 def rounded_up(size: int) -> int:

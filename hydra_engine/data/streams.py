@@ -4,9 +4,7 @@ The process has one CPU generator, one `random` and one `numpy.random`. Who draw
 states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
 mode, without a lock; a loader's as `hydra_engine/data/draws.py` says.
 
-A stream, an optimizer and a learning-rate schedule are also turned into values that a checkpoint takes, and back.
-`hydra_engine.checkpoints.nested.flatten` takes them bit for bit. The state dicts of torch's own optimizers and
-schedulers it takes as they are; what is here is for what would change on the way back, or has no state dict.
+A stream's states are also turned into values that a checkpoint takes bit for bit, and back.
 """
 
 from __future__ import annotations
@@ -27,54 +25,13 @@ from hydra_engine.system import Hold, RevocableLock
 from partitioners.measure import draws_random, given_generators
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put back what `optimizer.state_dict()` gave; its tensors are taken over, so that DRAM holds them once.
-
-    `load_state_dict` of torch casts state to its parameter's type and rebuilds whatever can be iterated, so that an
-    average in float32 beside a bfloat16 weight, or counts, would be rounded. Here each value is put back as it was;
-    only groups go through `load_state_dict`. An optimizer that has a `load_state_dict` of its own is trusted with all.
-
-    After the scheduler was made, which sets learning rates. Raises ValueError where groups or parameters differ.
-    """
-    now, then = (
-        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
-    )
-    if now != then:
-        raise ValueError(
-            f"the optimizer has groups of {now} parameters, and the saved one of {then}; resume with the model and the "
-            f"optimizer= that were saved"
-        )
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        optimizer.load_state_dict(dict(saved))
-        return
-    optimizer.load_state_dict({**saved, "state": {}})
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = dict(zip(indices, parameters, strict=True))
-    for key, state in saved["state"].items():
-        parameter = by_index.get(key, key)  # an optimizer may keep something under a name
-        _check_shapes(key, parameter, state)
-        optimizer.state[parameter] = state
-
-
-def _check_shapes(key: Any, parameter: Any, state: Any) -> None:
-    """Averages have their parameter's shape; a swap of two would be noticed late, or never."""
-    names = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg")
-    for name, value in state.items() if isinstance(parameter, Tensor) and isinstance(state, Mapping) else ():
-        if name in names and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
-            raise ValueError(
-                f"parameter {key} has shape {tuple(parameter.shape)}, and its saved {name} {tuple(value.shape)}; "
-                f"resume with the model that was saved"
-            )
-
-
 def random_to_state(random: RandomState) -> dict[str, Any]:
-    """A random stream's states by name, the way they are."""
+    """Return a random stream's states by name, as they are."""
     return random._asdict()
 
 
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
-    """The other way round; raises ValueError where one is missing, or there is one more."""
+    """Make a random stream's states of such a dict; raises ValueError where one is missing, or there is one more."""
     if saved.keys() != set(RandomState._fields):
         raise ValueError(
             f"a random stream's states are {list(saved)}, expected {list(RandomState._fields)}; resume with the "
@@ -83,18 +40,8 @@ def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     return RandomState(**saved)
 
 
-def losses_to_state(losses: list[float]) -> Tensor:
-    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room."""
-    return torch.tensor(losses, dtype=torch.float64)
-
-
-def losses_from_state(saved: Tensor) -> list[float]:
-    """The other way round, every NaN with the bits it had."""
-    return saved.tolist()
-
-
 def copied(state: Any) -> Any:
-    """State that goes on changing, as it is now: its tensors in DRAM of their own, strides kept, one for each object.
+    """Copy state that goes on changing: its tensors go to DRAM of their own, strides kept, one for each object.
 
     Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept.
     """
@@ -140,15 +87,15 @@ class RandomState(NamedTuple):
     device: int | bytes = 0  # the seed, until something was drawn on a device
 
     def same_as(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return True if nothing was drawn between the two."""
         return torch.equal(self.torch, other.torch) and self.device == other.device and self.same_outside_torch(other)
 
     def same_outside_torch(self, other: RandomState) -> bool:
-        """Whether nothing was drawn from `random` and `numpy.random`."""
+        """Return True if nothing was drawn from `random` and `numpy.random`."""
         return not self.moved_outside_torch(other)
 
     def moved_outside_torch(self, other: RandomState) -> set[str]:
-        """Return which of `random` and `numpy.random` were drawn from between the two."""
+        """Return those of `random` and `numpy.random` that were drawn from between the two."""
         is_same = (
             self.numpy[2] == other.numpy[2]
             and bool(np.array_equal(self.numpy[1], other.numpy[1]))
@@ -159,7 +106,7 @@ class RandomState(NamedTuple):
 
 
 def capture() -> RandomState:
-    """The process-wide states as they are."""
+    """Return the process-wide states as they are."""
     return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
@@ -171,12 +118,12 @@ def install(state: RandomState) -> None:
 
 
 def seeded(seed: int) -> Tensor:
-    """State of a fresh torch generator with this seed."""
+    """Return the state of a fresh torch generator with this seed."""
     return torch.Generator().manual_seed(seed).get_state()
 
 
 class Stream:
-    """Where a task's random stream stands; `state` moves as the body of `installed` draws."""
+    """A task's random stream; its `state` moves as the body of `installed` draws."""
 
     def __init__(self, state: RandomState) -> None:
         self.state = state
@@ -250,13 +197,13 @@ def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwar
 
 
 def is_elsewhere(values: Iterable[Any]) -> bool:
-    """Whether an op with these arguments draws on a device and not on the CPU."""
+    """Return True if an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
 
 
 class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where `who` draws from torch's generator of the process, which may be another task's now.
+    """Raises RuntimeError where `who` draws from the process's torch generator, which may be another task's now.
 
     Attributes:
         own: the generators that ops were given instead, as `given_generators` has them.
@@ -296,7 +243,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def generator(self) -> torch.Generator:
-        """What ops draw from."""
+        """The generator that ops draw from."""
         if isinstance(self._start, Tensor):
             generator = torch.Generator()
             generator.set_state(self._start)
@@ -305,7 +252,7 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def state(self) -> Tensor:
-        """Where the stream stands: what it began with, where nothing was drawn. Not to be written to."""
+        """The stream's state, which is the one that it began with where nothing was drawn. Not to be written to."""
         return self._start if isinstance(self._start, Tensor) else self._start.get_state()
 
     def __torch_dispatch__(

@@ -17,7 +17,7 @@ ROW, GAP, LABEL, AXIS = 28, 8, 96, 24  # pixels
 def draw_text(schedule: Sequence[Placed], width: int = 100) -> str:
     """A line of `width` characters for each device: the task that computes most of a character's time, or a dot.
 
-    Forward units in the task's letter, backward and fused ones in bold would not print: a legend names the letters.
+    Every unit stands as its task's letter; a legend names the letters.
     """
     if width < 1:
         raise ValueError(f"width: {width}, at least 1 character")
@@ -76,6 +76,6 @@ def draw_svg(schedule: Sequence[Placed], width: int = 1000) -> str:
 
 
 def _letters(schedule: Sequence[Placed]) -> dict[str, str]:
-    """By task, in the order in which they come up."""
+    """Return the letter of each task, in the order in which tasks come up."""
     tasks = dict.fromkeys(placed.unit.task for placed in schedule)
     return {task: LETTERS[k % len(LETTERS)] for k, task in enumerate(tasks)}

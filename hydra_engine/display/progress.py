@@ -17,7 +17,7 @@ DOTS = "..."  # where a line is cut: what every terminal can show
 
 
 class TaskProgress(NamedTuple):
-    """Where a task stands."""
+    """The progress of one task."""
 
     name: str
     steps: int
@@ -26,7 +26,7 @@ class TaskProgress(NamedTuple):
 
 
 class Progress:
-    """Prints where every task stands, not oftener than is pleasant to read."""
+    """Prints the progress of every task, no more often than is pleasant to read."""
 
     def __init__(self, verbose: int, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
@@ -54,7 +54,7 @@ class Progress:
         self._stream.flush()
 
     def _columns(self) -> int:
-        """The terminal's now: it may be resized at any time."""
+        """Return the terminal's columns as they are now: it may be resized at any time."""
         try:
             columns = os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):  # no terminal of the system's

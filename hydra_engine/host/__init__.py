@@ -16,6 +16,7 @@ from hydra_engine.host.optimizer import (
     is_torchs,
     kept_groups,
     make_optimizer,
+    restore_optimizer,
     with_averages,
 )
 from hydra_engine.host.pool import BorrowedPool, HostPool
@@ -52,5 +53,6 @@ __all__ = [
     "layout_of",
     "make_optimizer",
     "part_of",
+    "restore_optimizer",
     "with_averages",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.measured import Measured
 from hydra_engine.schedule import EVALUATE, Flow, Unit, evaluation_chain, training_chain
+from partitioners.cost import Skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Cut:
     serial: int = 0
     boundaries: tuple[int, ...] = ()  # cumulative ends of the shards
     shards: tuple[Shard, ...] = ()
+    skips: tuple[Skip, ...] = ()  # values that skip layers
     chains: dict[bool, tuple[tuple[str, int], ...]] = field(default_factory=dict)  # (kind, shard) in order, by training
     num_micro_batches: int = 1  # of a training step
     lowest_backward: int = 0  # the lowest shard with a trainable parameter; the number of shards: there is none
@@ -26,9 +28,9 @@ class Cut:
     drawing: frozenset[int] = frozenset()  # shards with layers that draw random numbers, or may
     keep_saved: frozenset[int] = frozenset()  # shards that differentiate inside their forward
 
-    def at(self, layout: ModelLayout, boundaries: Sequence[int]) -> Cut:
+    def at(self, layout: ModelLayout, boundaries: Sequence[int], skips: Sequence[Skip]) -> Cut:
         """The next cut, at these boundaries. A shard with a layer of a marked one is marked likewise."""
-        shards = tuple(layout.shards(boundaries))
+        shards = tuple(layout.shards(boundaries, skips))
         num = len(shards)
         trained = (shard.index for shard in shards if any(layout.slots[index].trainable for index in shard.slots))
         lowest = min(trained, default=num)
@@ -36,6 +38,7 @@ class Cut:
             serial=self.serial + 1,
             boundaries=tuple(boundaries),
             shards=shards,
+            skips=tuple(skips),
             chains={True: training_chain(num, lowest), False: evaluation_chain(num)},
             num_micro_batches=self.num_micro_batches,
             lowest_backward=lowest,

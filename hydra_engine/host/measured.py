@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from hydra_engine.data import Signature, narrower, no_larger, wider
+from hydra_engine.data import Signature
 from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import EVALUATE
 from hydra_engine.trace import Timing
@@ -86,11 +86,11 @@ class KnownUnits:
         batch = signature.of_batch
         for kind, other in reversed(self._batches):
             if kind == training and other.forms == batch.forms and self._has_costs:
-                sizes = wider(batch, other)
+                sizes = batch.wider(other)
                 is_first, self._compared = (training, batch.forms) not in self._compared, self._compared[-MOST_KNOWN:]
                 if is_first and sizes != batch:
                     self._compared.append((training, batch.forms))
-                return sizes, narrower(sizes, other) if is_first else None
+                return sizes, sizes.narrower(other) if is_first else None
         return None
 
     def distrust_sizes(self) -> None:
@@ -190,7 +190,7 @@ class KnownUnits:
         return same_numbers and signature.values == other.values[:number]
 
     def _no_larger(self, signature: Signature, other: Signature) -> bool:
-        return no_larger(signature, other, numbers=self._has_costs)
+        return signature.no_larger(other, numbers=self._has_costs)
 
 
 class Measured:
@@ -228,7 +228,7 @@ class Measured:
         if found is not None:
             return found
         known = list(self.graph_bytes.items())
-        above = [n for (j, other), n in known if j == shard.index and no_larger(signature, other)]
+        above = [n for (j, other), n in known if j == shard.index and signature.no_larger(other)]
         return min(above) if above else self.known.saved_bytes(shard, signature)
 
     def learn_graph_bytes(self, shard: Shard, signature: Signature, num_bytes: int) -> None:

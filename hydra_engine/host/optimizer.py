@@ -21,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, extent_bytes, identical, restore_optimizer
+from hydra_engine.data import DrawsRefused, copied, identical
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+from partitioners.boundary import extent_bytes
 
 
 class BeforeUpdate:
@@ -225,7 +227,7 @@ class TaskOptimizer:
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
-            received = [pool.gradient(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
+            received = [pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
             is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
             self._loss_scale.update(is_finite)
             if not is_finite:
@@ -300,14 +302,14 @@ class TaskOptimizer:
         """Update a shard before its step is committed, and give its gradients' place back."""
         self.secure(shard.owned)
         record = self._record_released(epoch)
-        if not pool.keeps_gradients:  # the device has stepped it
+        if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
             self._average(pool.owned(shard), record)
             return
         try:
             hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
-            pool.take_gradients_back(shard)
+            pool.gradients.take_back(shard)
 
     def _record_released(self, epoch: int) -> StepRecord:
         """The record of the step in progress, made where its first shard is released."""
@@ -385,7 +387,7 @@ class TaskOptimizer:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
         if slot.index in hooked:
             return hooked[slot.index]
-        gradient = pool.gradient(slot).to(slot.dtype)
+        gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
     @torch.no_grad()  # as in a backward
@@ -476,7 +478,7 @@ class TaskOptimizer:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
         owned = pool.owned(shard) if not record.is_skipped else []
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
-        gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
+        gradients = [record.hooked.get(slot.index, pool.gradients.of(slot)) for slot in slots]
         averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
@@ -498,7 +500,7 @@ class TaskOptimizer:
             self._step_wide(part, slots, pool, record)
             return
         updates = [
-            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradient(slot)), pool.narrow(slot))
+            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradients.of(slot)), pool.narrow(slot))
             for slot in slots
         ]
         clip = None
@@ -520,7 +522,7 @@ class TaskOptimizer:
     ) -> None:
         try:
             for slot in slots:
-                slot.parameter.grad = record.hooked.get(slot.index, pool.gradient(slot))
+                slot.parameter.grad = record.hooked.get(slot.index, pool.gradients.of(slot))
             if record.total_norm is not None and self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
                 nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
@@ -684,3 +686,44 @@ def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put back what `optimizer.state_dict()` gave; its tensors are taken over, so that DRAM holds them once.
+
+    `load_state_dict` of torch casts state to its parameter's type and rebuilds whatever can be iterated, so that an
+    average in float32 beside a bfloat16 weight, or counts, would be rounded. Here each value is put back as it was;
+    only groups go through `load_state_dict`. An optimizer that has a `load_state_dict` of its own is trusted with all.
+
+    After the scheduler was made, which sets learning rates. Raises ValueError where groups or parameters differ.
+    """
+    now, then = (
+        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if now != then:
+        raise ValueError(
+            f"the optimizer has groups of {now} parameters, and the saved one of {then}; resume with the model and the "
+            f"optimizer= that were saved"
+        )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(dict(saved))
+        return
+    optimizer.load_state_dict({**saved, "state": {}})
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = dict(zip(indices, parameters, strict=True))
+    for key, state in saved["state"].items():
+        parameter = by_index.get(key, key)  # an optimizer may keep something under a name
+        _check_shapes(key, parameter, state)
+        optimizer.state[parameter] = state
+
+
+def _check_shapes(key: Any, parameter: Any, state: Any) -> None:
+    """Averages have their parameter's shape; a swap of two would be noticed late, or never."""
+    names = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg")
+    for name, value in state.items() if isinstance(parameter, Tensor) and isinstance(state, Mapping) else ():
+        if name in names and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {key} has shape {tuple(parameter.shape)}, and its saved {name} {tuple(value.shape)}; "
+                f"resume with the model that was saved"
+            )

@@ -18,11 +18,13 @@ from hydra_engine.host.device_step import DeviceStepper
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from hydra_engine.system import HostMemory
-from hydra_engine.tasks import ModelTask
+from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
+from partitioners.cost import Skip
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
@@ -40,7 +42,8 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`."""
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
-    return ModelLayout(layers, names, loss, task.precision, trains=task.trains, alignment_bytes=alignment_bytes)
+    trains = task.purpose is Purpose.TRAIN
+    return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes)
 
 
 @dataclass(kw_only=True)
@@ -77,7 +80,6 @@ class TaskState:
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
-        self.steps_on_device = False
         self.stepper: DeviceStepper | None = None  # while steps are taken on devices
         self.num_commits = 0  # of training steps in this run
 
@@ -105,10 +107,14 @@ class TaskState:
             return math.inf
         return self.progress.next_use_s(shard, beyond_step=not region.trainable)
 
+    @property
+    def steps_on_device(self) -> bool:
+        """Return True if devices step the optimizer."""
+        return self.pool.gradients.room is GradientRoom.NONE
+
     def step_on_device(self) -> None:
         """Let devices step the optimizer, each shard's at the end of its backward unit."""
-        self.steps_on_device = self.pool.early_release = True
-        self.pool.keeps_gradients = False
+        self.pool.gradients.room = GradientRoom.NONE
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
         """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.
@@ -179,8 +185,11 @@ class TaskState:
         self.pool.close()
         self.staging = StepStaging()
 
-    def cut_at(self, boundaries: Sequence[int]) -> None:
-        """Cut the task anew. A shard that is part of an old one draws and differentiates as that one did."""
+    def cut_at(self, boundaries: Sequence[int], skips: Sequence[Skip] | None = None) -> None:
+        """Cut the task anew; `skips`: values that skip layers, if it is not known yet.
+
+        A shard that is part of an old one draws and differentiates as that one did.
+        """
         for low, high in self.observed.coupled:
             if any(low < end <= high for end in boundaries):
                 names = self.layout.names
@@ -189,7 +198,7 @@ class TaskState:
                     f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
                     f"with Skips"
                 )
-        self.cut = self.cut.at(self.layout, boundaries)
+        self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
         self.progress = Progress(self.cut, self.measured)
 

@@ -11,7 +11,7 @@ from hydra_engine.data import Batch, Boundary, Reader, Signature, Stream, TaskGe
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
-from hydra_engine.tasks import batch_size
+from hydra_engine.tasks import Purpose, batch_size
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 
 
@@ -161,7 +161,7 @@ def _count(state: TaskState, training: bool, inputs: Any, target: Any) -> Sequen
         try:
             if training:
                 return profile_shapes(task.model, inputs, target, task.loss_fn, task.precision, state.place)
-            loss_fn = None if task.predicts else task.loss_fn
+            loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision, may_run=False)
         except Exception:  # the layer's own mistake shows when the step runs
             return None
@@ -171,7 +171,7 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
     """Why a batch cannot be in more micro-batches, and a remedy, if there is one; None when it can."""
     if len(batch.micro_batches) >= batch.num_samples:
         return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already", ""
-    if state.task.predicts:
+    if state.task.purpose is Purpose.PREDICT:
         return "the outputs of its parts would not be the bits of the whole batch's", ""
     if not batch.training:
         return None

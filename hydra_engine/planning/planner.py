@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed, noting
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -34,7 +34,7 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import dram
-from hydra_engine.tasks import ModelTask, ModelWatch, TaskPlan, TaskReport, begin_epochs
+from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -122,8 +122,9 @@ class PlannedTask:
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
         self._frozen.plan(self.layout)
-        own_pool = HostPool if task.trains else BorrowedPool
-        pool = own_pool(self.layout, early_release=task.trains and task.early_release, frozen=self._frozen)
+        own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
+        early_release = task.purpose is Purpose.TRAIN and task.early_release
+        pool = own_pool(self.layout, early_release=early_release, frozen=self._frozen)
         self.state = TaskState(task, name, self.layout, pool)
         self.spreads: tuple[Spread, ...] = (Spread(),)
         self.one_device_because = ""  # why no step is spread over several
@@ -164,9 +165,10 @@ class PlannedTask:
         if self.state.place.type != "cpu":
             self._rates(device)  # layers are not timed there, but counted against them
         if self.task.model.has_own_forward:
-            inputs, validates = self.reader.sample_inputs, self.task.trains and self.task.validation is not None
+            inputs, trains = self.reader.sample_inputs, self.task.purpose is Purpose.TRAIN
+            validates = trains and self.task.validation is not None
             with _naming(self.name):
-                for training in (True, False) if validates else (self.task.trains,):
+                for training in (True, False) if validates else (trains,):
                     check_own_forward(self.task.model, self.layout, inputs, training=training)
         wanted = self.task.accumulation_steps
         number = 1 if isinstance(wanted, str) else wanted
@@ -188,12 +190,14 @@ class PlannedTask:
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
-                may_split = not self.task.predicts if not self.task.trains else wanted == "auto"
+                may_split = (
+                    wanted == "auto" if self.task.purpose is Purpose.TRAIN else self.task.purpose is Purpose.EVALUATE
+                )
                 if not may_split or number >= batch.num_samples:
                     raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
                 number *= 2
         step_s = self._decide(machine)
-        if wanted == "auto" and self.task.trains and not is_chosen:
+        if wanted == "auto" and self.task.purpose is Purpose.TRAIN and not is_chosen:
             number = self._raised(number, step_s, machine)
         return self._plan(number)
 
@@ -201,10 +205,12 @@ class PlannedTask:
         """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
         device, state = machine.device, self.state
         step_s = 0.0
-        if self.task.trains:
+        if self.task.purpose is Purpose.TRAIN:
             keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
             state.cut = replace(state.cut, keeps_from=keeps_from)
-        self.spread_over(machine.devices, len(self._sample().micro_batches) if self.task.trains else 1)
+        self.spread_over(
+            machine.devices, len(self._sample().micro_batches) if self.task.purpose is Purpose.TRAIN else 1
+        )
         return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
 
     def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
@@ -266,7 +272,7 @@ class PlannedTask:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
         self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
         self.num_micro_batches = number = num_micro_batches
-        if len(devices) == 1 or not self.task.trains:
+        if len(devices) == 1 or self.task.purpose is not Purpose.TRAIN:
             return
         if number == 1:
             wanted = self.task.accumulation_steps
@@ -362,7 +368,7 @@ class PlannedTask:
         return {
             "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
-            "gradients": state.pool.gradient_bytes(state.cut.shards),
+            "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.measured.staging_bytes,
@@ -371,7 +377,7 @@ class PlannedTask:
 
     def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
         """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
-        if self.task.trains or not isinstance(error, LayerTooLarge):
+        if self.task.purpose is Purpose.TRAIN or not isinstance(error, LayerTooLarge):
             return str(error)
         needed, available = error.needed_bytes, error.available_bytes
         return (
@@ -390,25 +396,24 @@ class PlannedTask:
 
     def _sample(self) -> Batch:
         """What the plan is made for."""
-        sample = self.reader.sample(training=self.task.trains)
+        sample = self.reader.sample(training=self.task.purpose is Purpose.TRAIN)
         number = self._evaluated_parts
         return sample if number == 1 else self.reader.split_again(sample, number)
 
     def _cut(self, number: int, machine: _Machine) -> None:
         state = self.state
-        if not self.task.trains:
+        if self.task.purpose is not Purpose.TRAIN:
             self._evaluated_parts, number = number, 1
         costs = self._costs(number)
         batch = self._sample()
-        validates = self.task.trains and self.task.validation is not None
+        validates = self.task.purpose is Purpose.TRAIN and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
-        self.layout.skips = skips_of(costs)
         self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
-            state.cut_at(boundaries)
+            state.cut_at(boundaries, skips_of(costs))
             spans = zip([0, *boundaries], boundaries, strict=False)
             held = [costs[first:last] for first, last in spans]
             state.cut = replace(
@@ -441,7 +446,7 @@ class PlannedTask:
                 if finer is None:
                     first, last = state.cut.shards[error.shard].first, state.cut.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
-                    fewer = "raise accumulation_steps" if self.task.trains else "give smaller batches"
+                    fewer = "raise accumulation_steps" if self.task.purpose is Purpose.TRAIN else "give smaller batches"
                     raise ShardDoesNotFit(
                         f"shard {error.shard} (layers {first} to {last - 1}) needs "
                         f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
@@ -462,7 +467,7 @@ class PlannedTask:
         self.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())), self._naming():
-            if task.trains:
+            if task.purpose is Purpose.TRAIN:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
                     task.model,
@@ -474,7 +479,7 @@ class PlannedTask:
                     rates=self._kernel_rates(),
                     time_layers=self.state.place.type == "cpu",
                 )
-            loss_fn = None if task.predicts else task.loss_fn
+            loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
     @contextmanager
@@ -497,7 +502,7 @@ class PlannedTask:
             raise
 
     def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
-        if not self.task.trains:
+        if self.task.purpose is not Purpose.TRAIN:
             return replace(budget, link_bytes_per_s=self._rates(device).link_bytes_per_s, unit_s=UNIT_S)
         return replace(
             budget,
@@ -552,7 +557,7 @@ class PlannedTask:
             shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
             dram=self.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number if self.task.trains else 1,
+            accumulation_steps=number if self.task.purpose is Purpose.TRAIN else 1,
             step_s=sum(self.unit_s.values()),
             speedups=[spread.speedup for spread in self.spreads],
             shares_cores=self.state.place.type == "cpu",
@@ -569,7 +574,7 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
         return
     watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        with beside_loaders() as turn, noting(drawn, set(), turn):
+        with beside_loaders(drawn):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except StopTask as stop:

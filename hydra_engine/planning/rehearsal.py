@@ -47,6 +47,7 @@ from hydra_engine.devices import COMPUTE, DeviceSpec, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
+from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroInput, Worker
 from partitioners.boundary import UnfitTensor
@@ -444,7 +445,7 @@ class _Stage:
         state, written = self._state, self._guard.written
         loader = state.task.dataloader if batch.training else state.task.validation
         found = None
-        for (side, m), layer in self._guard.rearranged.items() if state.task.trains else ():
+        for (side, m), layer in self._guard.rearranged.items() if state.task.purpose is Purpose.TRAIN else ():
             given = batch.micro_batches[m][side]
             held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
             path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
@@ -455,7 +456,7 @@ class _Stage:
                     f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
                     f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
-        for (side, m, k), (layer, _) in written.items() if state.task.trains else ():
+        for (side, m, k), (layer, _) in written.items() if state.task.purpose is Purpose.TRAIN else ():
             given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
             own = given[side][k]
             if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
@@ -523,7 +524,7 @@ class _Stage:
             else:
                 seconds[kind, shard] = outcome
             seen |= self._digests(kind, state.cut.shards[shard])
-            state.pool.take_gradients_back(state.cut.shards[shard])
+            state.pool.gradients.take_back(state.cut.shards[shard])
         return seconds, seen
 
     @contextmanager
@@ -581,7 +582,7 @@ class _Stage:
                 seen[j, "gradient of its input", m] = _digest(chain.from_iterable(gradients))
         if kind in (FUSED, BACKWARD) and not state.steps_on_device:
             for slot in state.pool.owned(shard):
-                given = state.pool.gradient(slot) if staging.has_gradient.get(slot.index) else None
+                given = state.pool.gradients.of(slot) if staging.has_gradient.get(slot.index) else None
                 seen[j, f"gradient of {slot.name!r}", 0] = _digest([given])
         for index in shard.buffers:
             if kind != BACKWARD and index in staging.buffers:
@@ -741,7 +742,7 @@ class _Stage:
         state = self._state
         shard = state.cut.shards[j]
         layers = state.layout.names[shard.first : shard.last]
-        if state.cut.is_last(shard) and not state.task.predicts:
+        if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
         raise ValueError(

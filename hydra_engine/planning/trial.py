@@ -24,8 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hydra_engine.data import TaskGenerator, capture, copied, restore_optimizer, seeded
-from hydra_engine.host import TORCHS, ModelLayout, Slot, has_step_hooks, is_torchs, kept_groups, make_optimizer, part_of
+from hydra_engine.data import TaskGenerator, capture, copied, seeded
+from hydra_engine.host import (
+    TORCHS,
+    ModelLayout,
+    Slot,
+    has_step_hooks,
+    is_torchs,
+    kept_groups,
+    make_optimizer,
+    part_of,
+    restore_optimizer,
+)
 from hydra_engine.tasks import ModelTask
 from partitioners.measure import given_generators
 

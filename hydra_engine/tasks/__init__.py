@@ -2,7 +2,9 @@
 
 from hydra_engine.tasks.callback import Callback, begin_epochs
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined
+from hydra_engine.tasks.model import Model
 from hydra_engine.tasks.model_watch import ModelWatch
+from hydra_engine.tasks.options import check_optimizer_needs_no_closure
 from hydra_engine.tasks.report import (
     AGAIN,
     FAILED,
@@ -20,7 +22,7 @@ from hydra_engine.tasks.report import (
     table,
 )
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
-from hydra_engine.tasks.task import Model, ModelTask, check_optimizer_needs_no_closure
+from hydra_engine.tasks.task import ModelTask, Purpose
 
 __all__ = [
     "AGAIN",
@@ -38,6 +40,7 @@ __all__ = [
     "ModelTask",
     "ModelWatch",
     "Plan",
+    "Purpose",
     "Report",
     "Retry",
     "Revision",

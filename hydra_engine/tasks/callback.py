@@ -1,4 +1,4 @@
-"""What users may hook into a task's training."""
+"""Callbacks: the user's code that a task calls as it trains."""
 
 from __future__ import annotations
 

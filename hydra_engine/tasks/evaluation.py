@@ -1,4 +1,4 @@
-"""A task that trains nothing: a loader is evaluated, or predicted on, through the same shards.
+"""Tasks that train nothing: a loader is evaluated, or predicted on, through the same shards.
 
 Its figures are means over batches, kept as sums.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydra_engine.tasks.report import Evaluation
-from hydra_engine.tasks.task import ModelTask
+from hydra_engine.tasks.task import ModelTask, Purpose
 from partitioners import Partitioner
 
 
@@ -63,15 +63,22 @@ class EvaluationTask(ModelTask):
     Its weights are borrowed: nothing that the run leaves is kept. A model without a trainable parameter will do.
     """
 
-    trains = False
-
-    def __init__(self, model: Any, loss_fn: Callable[[Any, Any], Tensor], loader: Iterable[Any], **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        loader: Iterable[Any],
+        *,
+        purpose: Purpose = Purpose.EVALUATE,
+        **options: Any,
+    ) -> None:
         if isinstance(loader, (Tensor, nn.Module)) or not (
             hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
         ):
             raise TypeError(
                 f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
             )
+        self.purpose = purpose
         super().__init__(model, loss_fn, (), validation=loader, **options)
 
     @classmethod
@@ -108,21 +115,23 @@ class EvaluationTask(ModelTask):
         precision: str,
         seed: int,
     ) -> EvaluationTask:
-        """What gives a model's outputs; `unpack` picks the inputs of a batch."""
+        """A task that gives a model's outputs; `unpack` picks the inputs of a batch."""
         if unpack is not None and not callable(unpack):
             raise TypeError(f"unpack: {unpack!r} is not callable; give a function")
 
         def inputs_alone(batch: Any) -> tuple[Any, None]:
             return batch if unpack is None else unpack(batch), None
 
-        task = cls(
-            model, _no_loss, loader, partitioner=partitioner, precision=precision, seed=seed, unpack=inputs_alone
+        return cls(
+            model,
+            _no_loss,
+            loader,
+            purpose=Purpose.PREDICT,
+            partitioner=partitioner,
+            precision=precision,
+            seed=seed,
+            unpack=inputs_alone,
         )
-        task.predicts = True
-        return task
-
-    def _check_trainable(self) -> None:
-        """Nothing has to be."""
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:

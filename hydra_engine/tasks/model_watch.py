@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partitioners.boundary import extent, extent_bytes
+from partitioners.reach import IN_MODULES
+
 _WHY = (
     "devices compute with copies of the layers that were made when training began, and with weights that were loaded "
     "before, so that it would not have the effect that it has in a plain loop: end the task there (raise StopTask) and "
@@ -63,7 +66,7 @@ class ModelWatch:
         self._writes = _Writes(())
 
     def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
-        """From now on watch these as well: the weights that updates change, which lie in one piece of memory.
+        """Watch these as well: the weights that updates change, which lie in one piece of memory.
 
         is_steady: no update changes them during a call. stays: none gives them other memory meanwhile.
         """
@@ -71,7 +74,7 @@ class ModelWatch:
         self._elements = _Elements(weights) if weights and is_steady else None
 
     def begin(self) -> AbstractContextManager[Any]:
-        """A callback is about to be called, by this thread and in the context that is returned."""
+        """Note how the model is, and return the context in which this thread is to call a callback."""
         self._tensors = self._held()  # a forward may have bound a buffer of another shape
         elements = None if self._elements is None else self._elements.take()
         self._before = (self._versions(), self._places(), elements)
@@ -150,7 +153,7 @@ class ModelWatch:
                     continue
                 if attribute.endswith("_hooks"):
                     return f"registered or removed a hook ({attribute}) of {where}"
-                if attribute in ("_modules", "_parameters", "_buffers"):
+                if attribute in IN_MODULES:
                     return f"changed which {attribute[1:]} {where} has"
                 return f"set {attribute} of {where} from {reprlib.repr(old)} to {reprlib.repr(new)}"
         return None
@@ -212,12 +215,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
 def _spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
     for each in tensors:
         if each.numel() and each.device.type == "cpu" and each.layout == torch.strided:
-            yield each.data_ptr(), each.data_ptr() + (_last(each) + 1) * each.element_size(), each
-
-
-def _last(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    return int(sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+            yield each.data_ptr(), each.data_ptr() + extent_bytes(each), each
 
 
 @cache
@@ -236,7 +234,7 @@ class _Elements:
         places, owners = [], []
         for k, each in enumerate(tensors):
             number, size = min(max(NUM_SAMPLED, MOST_SAMPLED // len(tensors)), each.numel()), each.element_size()
-            last = _last(each) if number else 0
+            last = max(0, extent(each.shape, each.stride()) - 1)
             spread = (torch.arange(number) * last).div(max(1, number - 1), rounding_mode="floor")
             first = (spread + int(each.storage_offset())) * size
             places.append((first[:, None] + torch.arange(size)).flatten())

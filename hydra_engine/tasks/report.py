@@ -1,4 +1,4 @@
-"""What a user gets back: the plan before training, the report after it."""
+"""Plans and reports: what a user gets before training and after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
-    """How one task will run."""
+    """The plan of one task."""
 
     name: str
     boundaries: list[int]  # cumulative end indices of the shards
@@ -48,7 +48,7 @@ class TaskPlan:
         return f"where tasks are fewer than devices, a step uses up to {number}, then {faster}"
 
     def _launches(self, num_devices: int) -> str:
-        """What the interpreter takes; all devices' kernels are launched by the one that there is."""
+        """Say what launching takes of the devices' time: one interpreter launches the kernels of all devices."""
         assert self.launch_share is not None
         text = f"launching takes {self.launch_share:.0%} of the time that a device works"
         if self.launch_share > 1 / num_devices:
@@ -59,20 +59,20 @@ class TaskPlan:
 
     @property
     def dram_bytes(self) -> int:
-        """All of the task's DRAM."""
+        """Bytes of DRAM that the task takes in all."""
         return sum(self.dram.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the tasks will run; prints as a table."""
+    """The plan of all tasks; prints as a table."""
 
     tasks: dict[str, TaskPlan]
     devices: list[str]
     host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
 
     def figures(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the plan's figures, for JSON."""
         tasks = {name: {**vars(plan), "dram_bytes": plan.dram_bytes} for name, plan in self.tasks.items()}
         return {"tasks": tasks, "devices": self.devices, "text": str(self)}
 
@@ -135,7 +135,7 @@ class Retry:
 
 @dataclass(kw_only=True)
 class TaskReport:
-    """What became of one task.
+    """The outcome of one task.
 
     Attributes:
         skipped_steps: of float16 those whose gradients were not all finite; with nonfinite="skip" those whose loss was
@@ -177,7 +177,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceReport:
-    """What one device did."""
+    """The work of one device."""
 
     name: str
     busy_s: float  # seconds its compute lane worked
@@ -191,7 +191,7 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """What a run has saved, and what that cost it."""
+    """Checkpoints that a run has saved, and what they cost it."""
 
     num_saved: int = 0  # checkpoints, those at tasks' ends too
     num_failed: int = 0  # that the directory did not take
@@ -213,7 +213,7 @@ class CheckpointReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What became of a run; prints as two tables.
+    """The outcome of a run; prints as two tables.
 
     Attributes:
         spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
@@ -233,7 +233,7 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Where and when units were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`.
+        """Where and when units were computed, for `hydra_engine.display` and `hydra_engine.schedule`.
 
         Of a step that began again, what was computed then.
         """

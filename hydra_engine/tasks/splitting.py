@@ -1,4 +1,4 @@
-"""What a loader hands over: unpacking a batch, and splitting it into micro-batches."""
+"""Batches of a loader: unpacked, and split into micro-batches."""
 
 from __future__ import annotations
 

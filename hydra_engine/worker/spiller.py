@@ -13,6 +13,7 @@ from hydra_engine.data import Boundary, check_indices, extent_bytes, flat, ident
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
 from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
+from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 
 # What of a boundary is kept on a device; keeping less costs more than copying it again.
@@ -169,7 +170,7 @@ class Spiller:
             return value.around([self._place(each, copies.loads) for each in value.tensors])
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
-        if state.cut.is_last(shard) and not state.task.predicts:
+        if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             micro.target = placed_all(staging.targets[m])
             micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
@@ -229,11 +230,11 @@ class Spiller:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
         elif out.gradients:
-            state.pool.lend_gradients(shard)
+            state.pool.gradients.lend(shard)
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
-                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
+                    self._copy_gradient(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""

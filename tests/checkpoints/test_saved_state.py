@@ -11,19 +11,17 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from hydra_engine.checkpoints.nested import flatten, unflatten
+from hydra_engine.checkpoints.nested import flatten, losses_from_state, losses_to_state, unflatten
 from hydra_engine.data.streams import (
     Stream,
     capture,
     copied,
     installed,
-    losses_from_state,
-    losses_to_state,
     random_from_state,
     random_to_state,
-    restore_optimizer,
 )
 from hydra_engine.host.loss_scale import LossScale
+from hydra_engine.host.optimizer import restore_optimizer
 
 
 def through(state):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.data.boundary import Boundary
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
+from partitioners.boundary import Boundary
 
 VOCABULARY, LENGTH = 11, 4
 

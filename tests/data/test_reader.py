@@ -337,6 +337,34 @@ def test_loader_that_raises_is_reported_after_what_was_read(at, num_read):
     assert capture().same_as(before)
 
 
+def test_batch_that_could_not_be_split_is_split_again_after_a_restart():
+    failing = [1, 2]
+
+    def split_at_times(inputs, target, number):
+        draws = torch.rand(())
+        if failing and float(inputs[0, 0]) == failing[0]:
+            raise RuntimeError(f"boom at {failing.pop(0)}")
+        return [(inputs + draws, target, 1.0)]
+
+    def read():
+        loader = [(torch.full((2, 2), float(k)), torch.ones(2)) for k in range(4)]
+        seen, failures = [], 0
+        with Client(task_of(loader, epochs=1, split=split_at_times)) as client:
+            client.reader.accumulation_steps = 2
+            while not isinstance(event := client.next_event(), DataEnded):
+                if isinstance(event, DataFailed):
+                    failures += 1
+                    client.reader.restart()
+                else:
+                    seen.append(values(client.reader.take())[0])
+        return seen, failures
+
+    seen, failures = read()
+    expected, none = read()
+    assert (failures, none, len(seen)) == (2, 0, 4)
+    assert all(map(torch.equal, seen, expected))
+
+
 @pytest.mark.parametrize("at", [None, 0])
 def test_sample_of_a_loader_that_raises_raises_the_same_again(at):
     reader = Reader(task_of(Fails(at)), "task-0")

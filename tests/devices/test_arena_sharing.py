@@ -9,7 +9,7 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Residents, Ticket
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.planning.planner import arena_bytes
-from hydra_engine.tasks.task import Model
+from hydra_engine.tasks.model import Model
 from partitioners import Presharded
 
 WIDTH, NUM_LAYERS = 64, 6

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine.data.boundary import copy_of
+from hydra_engine.data.memory import copy_of
 from hydra_engine.host.layout import ModelLayout, Structure
 from hydra_engine.host.pool import HostPool
 from tests import zoo

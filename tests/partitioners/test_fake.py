@@ -45,7 +45,7 @@ COUNTED = (
 
 def metered(layers, inputs, target, loss_fn):
     """Each layer's figures from a metered run on real tensors."""
-    copies, boundary, found = Copies(), Boundary(inputs).detached(), []
+    copies, boundary, found = Copies(), Boundary.of_layer(inputs).detached(), []
     for index, layer in enumerate(layers):
         is_last = index == len(layers) - 1
         work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, target)

@@ -47,10 +47,12 @@ def peak_of_shard(model, first, last, inputs, target):
     for layer in model[:first]:
         x = layer(x)
     shard, is_last = model[first:last], last == len(model)
-    entering = Boundary(x).detached()
+    entering = Boundary.of_layer(x).detached()
     handed = entering.copied()
     held = [*shard.parameters(), *handed.tensors, *([target] if is_last else [])]
-    roots = [] if is_last else [t for t in Boundary(shard(entering.copied().value())).tensors if t.requires_grad]
+    roots = (
+        [] if is_last else [t for t in Boundary.of_layer(shard(entering.copied().value())).tensors if t.requires_grad]
+    )
     gradients = [torch.ones_like(root) for root in roots]
     num_bytes = sum(tensor.nbytes for tensor in (*held, *gradients))
     with MemoryMeter() as meter:
@@ -60,7 +62,7 @@ def peak_of_shard(model, first, last, inputs, target):
             if output.requires_grad:
                 output.backward()
         else:
-            outputs = [t for t in Boundary(output).tensors if t.requires_grad]
+            outputs = [t for t in Boundary.of_layer(output).tensors if t.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, gradients)
     model.zero_grad()

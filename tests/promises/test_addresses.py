@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Skips, split
-from hydra_engine.data.boundary import copy_in_dram, copy_of, place_for, residue
+from hydra_engine.data.memory import copy_in_dram, copy_of, place_for, residue
 from hydra_engine.host.layout import ModelLayout
 from partitioners import Presharded, profile
 from partitioners.cost import slab_bytes

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine.data.boundary import Boundary, copy_of
+from hydra_engine.data.memory import copy_of
 from hydra_engine.data.streams import Stream, capture, install, installed
 from hydra_engine.host.layout import ModelLayout, Structure
 from hydra_engine.schedule.units import BACKWARD, EVALUATE, FORWARD, FUSED, evaluation_chain, training_chain
 from hydra_engine.worker.executor import Executor, UnitSpec
 from hydra_engine.worker.unit import MicroInput
 from partitioners import MemoryMeter
+from partitioners.boundary import Boundary
 from tests import exact, zoo
 
 CPU = torch.device("cpu")

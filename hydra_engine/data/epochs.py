@@ -1,0 +1,230 @@
+"""A task's epochs and evaluations, in the order of the plain loop, from the beginning or from a saved position on."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
+
+from hydra_engine.data.batch import Item
+from hydra_engine.data.calls import UserCalls
+from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.generators import putting_back, set_states, states_of
+from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
+from hydra_engine.data.streams import RandomState, Stream
+from hydra_engine.schedule import EpochAhead
+from hydra_engine.tasks import ModelTask
+
+_END = object()
+
+
+class _Goal(NamedTuple):
+    """A place to go back to: a position, the batches of the evaluation after it that were given, and the stream."""
+
+    last: TaskPosition
+    num_given: int
+    random: RandomState
+
+
+class _Loader:
+    """One of the user's loaders; its draws move the stream that it is read with."""
+
+    def __init__(self, loader: Any, task: ModelTask, name: str, calls: UserCalls) -> None:
+        self.loader = loader
+        self.draws = LoaderDraws(name, alone=task.loader_alone)
+        self._unpack = task.unpack
+        self._calls = calls
+
+    def opened(self, stream: Stream) -> Iterator[Any]:
+        """Open its iterator."""
+        with self._asking(stream):
+            return iter(self.loader)
+
+    def pairs(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
+        """Give (inputs, target) of each batch that its iterator gives."""
+        while True:
+            with self._asking(stream):
+                batch = next(iterator, _END)
+                if batch is not _END:
+                    batch = self._unpack(batch)
+            if batch is _END:
+                return
+            yield batch
+
+    @contextmanager
+    def _asking(self, stream: Stream) -> Iterator[None]:
+        """Call user code; the time in which others' loaders were waited for does not count."""
+        self._calls.prepare()
+        with self.draws.reading(stream), self._calls.timed():
+            yield
+
+
+class Epochs:
+    """Reads a task's loaders item by item, with the task's random stream.
+
+    Attributes:
+        stream: the task's main random stream.
+        messages: reasons why batches may differ from those of the run that was saved.
+    """
+
+    def __init__(
+        self, task: ModelTask, name: str, calls: UserCalls, stream: Stream, start: TaskPosition | None, keeps: bool
+    ) -> None:
+        """`start`: it goes on from there. keeps: items of training say where the task stands."""
+        self._task = task
+        self._name = name
+        self._calls = calls
+        self._keeps_positions = keeps
+        self._training = _Loader(task.dataloader, task, name, calls)
+        self._validation = _Loader(task.validation, task, name, calls)
+        self.stream = stream
+        self.messages: list[str] = []
+        self._begun_epoch = -1  # the last that was told to begin
+        self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
+        self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
+        self._last = start  # the last position, where they are kept
+        self._asked_at = stream.state  # the stream, when the last item was asked for
+        self._goal: _Goal | None = None  # to go back to before the next item
+        self._items = self._sequence(start)
+
+    @property
+    def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
+        """The draws of its two loaders."""
+        return self._training.draws, self._validation.draws
+
+    def next(self) -> Item | EpochAhead | None:
+        """Read the next batch; or say once that an epoch is about to begin; None at the end."""
+        return next(self._items, None)
+
+    def apart(self) -> Generator[Any, None, None]:
+        """Give (inputs, target) of an epoch that is read apart, from where the stream stands; for a plan.
+
+        On a copy of the stream; generators of the loader's own are put back, so that training reads what it would have
+        read.
+        """
+        stream = Stream(self.stream.state)
+        put_back = putting_back(self._training.loader)
+        try:
+            yield from self._training.pairs(self._training.opened(stream), stream)
+        finally:
+            put_back()
+
+    def first_apart(self) -> Item:
+        """The first batch of an epoch that is read apart."""
+        with closing(self.apart()) as pairs:
+            for inputs, target in pairs:
+                return Item(inputs, target)
+        raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
+
+    def restart(self) -> None:
+        """Before the next item, go back to where the one that failed was asked for: its iterator is gone.
+
+        To the last position, that is, and past the batches that were given since. That may raise, and is tried again.
+        """
+        if self._goal is None:
+            assert self._last is not None, "positions are not kept"
+            self._goal = _Goal(self._last, self._num_evaluated - self._last.num_evaluated, self._asked_at)
+
+    def go_to(self, main: RandomState | None) -> None:
+        """Set the stream to where the next item begins, and go back where that was asked for.
+
+        main: where the layers have left the stream; None: they draw nothing from it.
+        """
+        if self._goal is not None:
+            self._go_back(self._goal)
+            self._goal = None
+            return
+        if main is not None:
+            self.stream.state = main
+        self._asked_at = self.stream.state
+        if self._last is not None and self._last.num_evaluated == self._num_evaluated:  # it was given last
+            self._last = self._last.with_random(self.stream.state)
+
+    def close(self) -> None:
+        """End the loader's iterator."""
+        self._items.close()
+
+    def _go_back(self, goal: _Goal) -> None:
+        last, num_given, random = goal
+        self._num_evaluations, self._num_evaluated = last.num_evaluations, last.num_evaluated
+        self._items.close()
+        self._items = self._sequence(last)
+        for _ in range(num_given):
+            next(self._items)
+        if num_given:  # layers may have drawn in between
+            self.stream.state = random
+
+    def _sequence(self, start: TaskPosition | None) -> Generator[Item | EpochAhead, None, None]:
+        """Epochs and evaluations; a generator, so that it can change threads."""
+        interval = self._task.validation_interval
+        num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
+        for epoch in range(first_epoch, self._task.epochs):
+            if epoch > self._begun_epoch:  # not again where a retry goes back
+                self._begun_epoch = epoch
+                yield EpochAhead(self._name, epoch)
+            began, iterator = self._begun(epoch, num_steps) if start is None else self._resumed(start)
+            num_batches = 0 if start is None else start.loader.num_batches
+            is_due = start is not None and isinstance(interval, int) and num_steps % interval == 0
+            if start is not None and is_due and not start.is_evaluated:
+                yield from self._evaluation(epoch)
+            start = None
+            for inputs, target in self._training.pairs(iterator, self.stream):
+                num_steps, num_batches = num_steps + 1, num_batches + 1
+                self._note(began, num_batches, epoch, num_steps)
+                yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
+                if isinstance(interval, int) and num_steps % interval == 0:
+                    yield from self._evaluation(epoch)
+            if num_batches == 0 and num_steps > 0:
+                raise ValueError(
+                    f"{self._name}: its loader gave no batch in epoch {epoch}, and did in those before; give one that "
+                    f"starts anew at each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or "
+                    f"fewer epochs"
+                )
+            if interval == "epoch":
+                yield from self._evaluation(epoch)
+
+    def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
+        """An epoch's iterator, and the states that it was opened with."""
+        began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
+        self._note(began, 0, epoch, num_steps)
+        return began, self._training.opened(self.stream)
+
+    def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
+        """The iterator of an epoch in progress, and the states that it was opened with."""
+        if self._task.validation is not None:
+            set_states(self._task.validation, start.validation)
+        self._calls.begin()
+        restored = restore(self._training.loader, self.stream, start.loader)
+        if restored.message is not None:
+            self.messages.append(f"{self._name}: {restored.message}")
+        return start.loader.start, restored.iterator
+
+    def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
+        """Keep where the task stands, if positions are kept."""
+        if began is None:
+            return
+        task = self._task
+        self._last = TaskPosition(
+            num_steps=num_steps,
+            epoch=epoch,
+            loader=position_of(task.dataloader, self.stream, began, num_batches),
+            validation=() if task.validation is None else states_of(task.validation),
+            num_evaluations=self._num_evaluations,
+            num_evaluated=self._num_evaluated,
+            is_evaluated=num_batches == 0,
+        )
+
+    def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
+        """The batches of one evaluation, which may lie between two of an epoch, whose iterator stays open meanwhile.
+
+        As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
+        """
+        if self._task.validation is None:
+            return
+        outside = self.stream.state
+        iterator = self._validation.opened(self.stream)
+        for inputs, target in self._validation.pairs(iterator, self.stream):
+            self._num_evaluated += 1
+            yield Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
+        self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
+        self._num_evaluations += 1

@@ -1,0 +1,123 @@
+"""Memory of tensors: places with the same strides and alignment, copies that keep every bit, and comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from partitioners.boundary import extent, extent_bytes
+
+# The CPU's kernels choose by where operands lie modulo so many bytes, and so do the bits: copies keep it. torch's own
+# allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
+ALIGNMENT_BYTES = 64
+
+
+def residue(tensor: Tensor) -> int:
+    """Bytes from a multiple of 64 to a tensor's first element in DRAM; 0 on a device, or if it is not strided."""
+    is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return tensor.data_ptr() % ALIGNMENT_BYTES if is_here else 0
+
+
+def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:
+    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path.
+
+    `start`: its residue, on the CPU; None: the tensor's.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return with_bits_of(tensor, place_for(memory_of(tensor), device, start))
+    device = device if device is not None else tensor.device
+    start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
+    if not start and tensor.is_contiguous():
+        place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        # Dimensions of size 1 may have any stride, and torch tells channels_last by them.
+        if place.stride() == tensor.stride():
+            return place
+    storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
+    if start:
+        storage = storage[start:]  # a storage of its own in the same memory, of as many bytes as a copy has elsewhere
+    # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
+    return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def place_in_dram(tensor: Tensor) -> Tensor:
+    """Uninitialised memory with the same strides in DRAM, wherever the tensor is."""
+    return place_for(tensor, torch.device("cpu"))
+
+
+def copy_in_dram(tensor: Tensor) -> Tensor:
+    """A copy in DRAM, in storage of its own, with the very same strides; it is there on return."""
+    place = place_in_dram(tensor)
+    flat(place).copy_(flat(tensor))
+    return place
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The tensor's memory from its first to its last element: a copy that keeps strides moves all of it."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = memory_of(tensor)
+    if tensor.is_contiguous():
+        return tensor.detach() if tensor.requires_grad else tensor
+    return tensor.detach().as_strided((extent(tensor.shape, tensor.stride()),), (1,))
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """The tensor's numbers as they lie in memory, without its graph.
+
+    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
+    and give other bits than for the numbers written out: so it travels as a bit.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def with_bits_of(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Let fresh `memory` be read as `tensor` is. In place, not as a view: see `place_for`."""
+    if tensor.is_conj():
+        torch._C._set_conj(memory, True)
+    if tensor.is_neg():
+        torch._C._set_neg(memory, True)
+    return memory
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if the memory of both is read alike."""
+    return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Return True if both are the same bytes read alike: NaN equals NaN, and 0.0 does not equal -0.0."""
+    same_kind = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
+    return same_kind and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return its elements as bytes: a view of them, unless gaps lie between them, which may hold anything."""
+    is_dense = extent(tensor.shape, tensor.stride()) == tensor.numel()
+    memory = flat(tensor) if is_dense else memory_of(tensor).contiguous()
+    return memory.reshape(-1).view(torch.uint8).cpu()
+
+
+def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
+    """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
+    place = place_for(tensor, start=start)
+    flat(place).copy_(flat(tensor))
+    return place
+
+
+def copy_of_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array, with the very same strides and residue, since torch may take it as a tensor."""
+    if array.dtype.hasobject or not array.size or type(array) is not np.ndarray:
+        return array.copy()
+    first, end = np.lib.array_utils.byte_bounds(array)
+    memory = np.empty(end - first + ALIGNMENT_BYTES, np.uint8)
+    start = (first - memory.ctypes.data) % ALIGNMENT_BYTES
+    place: np.ndarray[Any, Any] = np.ndarray(
+        array.shape, array.dtype, memory[start:].data, array.__array_interface__["data"][0] - first, array.strides
+    )
+    place[...] = array
+    return place

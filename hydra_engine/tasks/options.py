@@ -1,0 +1,247 @@
+"""Checks of a task's options and of its model: what can be seen before a batch is read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hydra_engine.tasks.callback import Callback
+from partitioners.boundary import check_fit
+from partitioners.precision import DTYPES
+
+# A rule: an option, the check of its value, and the error's text, which is formatted with the value.
+Rule: TypeAlias = "tuple[str, Callable[[Any], bool], str]"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_partitioner(value: object) -> bool:
+    return not isinstance(value, type) and hasattr(value, "partition") and hasattr(value, "revise")
+
+
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _known(field: str, *known: str, beside: Callable[[Any], bool] = lambda value: False) -> Rule:
+    """One of the known names, or a value that is fit `beside` them."""
+    return field, lambda value: value in known or beside(value), "{!r}, known: " + ", ".join(map(repr, known))
+
+
+_FUNCTIONS = ("loss_fn", "optimizer", "lr_scheduler", "param_groups", "unpack", "split")
+_FLAGS = ("loader_alone", "read_ahead")
+_TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
+# Raise TypeError.
+TYPES: tuple[Rule, ...] = (
+    *((field, _or_none(callable), "{!r} is not callable; give a function") for field in _FUNCTIONS),
+    ("loss_fn", lambda value: not isinstance(value, type), "{.__name__} is a class; give an instance of it"),
+    ("epochs", _is_int, "{!r} is not an int"),
+    ("seed", _or_none(_is_int), "{!r} is not an int"),
+    ("accumulation_steps", lambda value: value == "auto" or _is_int(value), "{!r} is not an int"),
+    ("validation_interval", lambda value: isinstance(value, str) or _is_int(value), "{!r} is not an int"),
+    ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
+    ("max_retries", _is_int, "{!r} is not an int; give a number of retries, 0 for none"),
+    ("weight", _is_number, "{!r} is not a number"),
+    ("max_grad_norm", _or_none(lambda value: isinstance(value, (int, float))), "{!r} is not a number"),
+    *((field, _or_none(_is_number), "{!r} is not a number; None waits for ever") for field in _TIMEOUTS),
+    *((field, lambda value: isinstance(value, bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
+    (
+        "compile",
+        lambda value: isinstance(value, bool),
+        "{!r} is not a bool; give True for torch.compile of each layer, or False",
+    ),
+    (
+        "partitioner",
+        _or_none(lambda value: isinstance(value, str) or _is_partitioner(value)),
+        "{!r} is not a partitioner; give Pilot() or Presharded([...])",
+    ),
+    (
+        "metrics",
+        _or_none(lambda value: isinstance(value, Mapping) and all(map(callable, value.values()))),
+        "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
+    ),
+    (
+        "grad_scaler",
+        _or_none(lambda value: isinstance(value, torch.amp.GradScaler)),
+        "{!r} is not a torch.amp.GradScaler",
+    ),
+)
+# Raise ValueError; their types have been checked.
+LIMITS: tuple[Rule, ...] = (
+    _known("precision", *DTYPES),
+    _known("optimizer_scope", "shard", "task"),
+    _known("optimizer_device", "host", "device", "auto"),
+    _known("lr_scheduler_interval", "step", "epoch"),
+    _known("loss_reduction", "mean", "sum", beside=callable),
+    _known("nonfinite", "skip", "stop", "raise", beside=lambda value: value is None),
+    ("epochs", lambda value: value >= 1, "{}, limit: at least 1"),
+    ("accumulation_steps", lambda value: value == "auto" or value >= 1, "{}, limit: at least 1"),
+    (
+        "validation_interval",
+        lambda value: value == "epoch" or not isinstance(value, str),
+        "{!r}, known: 'epoch', or a number of training steps",
+    ),
+    ("validation_interval", lambda value: value == "epoch" or value >= 1, "{}, limit: at least 1"),
+    ("max_retries", lambda value: value >= 0, "{}, limit: at least 0, which fails the task at its first error"),
+    ("max_grad_norm", _or_none(lambda value: value > 0), "{}, limit: above 0; leave it out to clip nothing"),
+    (
+        "ema_decay",
+        _or_none(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
+        "{!r}, limit: 0 <= ema_decay < 1; 0.999 is common",
+    ),
+    ("weight", lambda value: 0 < value < math.inf, "{}, limit: finite, above 0; 1 is every task's"),
+    *(
+        (field, _or_none(lambda value: 0 < value < math.inf), "{}, limit: finite, above 0; None waits for ever")
+        for field in _TIMEOUTS
+    ),
+)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for the first of a task's options that is not fit, alone or beside the others."""
+    for error, rules in ((TypeError, TYPES), (ValueError, LIMITS)):
+        for field, is_fit, text in rules:
+            if not is_fit(options[field]):
+                raise error(f"{field}: {text.format(options[field])}")
+    for callback in options["callbacks"]:
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
+    for text in _conflicts(options):
+        raise ValueError(text)
+
+
+def vetoes(options: Mapping[str, Any]) -> list[str]:
+    """The options that may veto a step once all of its gradients are there, so that updates wait for them."""
+    found = {
+        "max_grad_norm": options["max_grad_norm"] is not None,
+        "precision='float16'": options["precision"] == "float16",
+        "optimizer_scope='task'": options["optimizer_scope"] == "task",
+        "max_retries": options["max_retries"] > 0,
+        "nonfinite": options["nonfinite"] is not None,
+    }
+    return [option for option, may_veto in found.items() if may_veto]
+
+
+def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
+    """The errors of options that do not go together."""
+    scaler, precision, validation = options["grad_scaler"], options["precision"], options["validation"]
+    if scaler is not None and precision != "float16":
+        yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"
+    if scaler is not None and not scaler.is_enabled():
+        yield "grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')"
+    is_early = {
+        "early_release": options["early_release"],
+        "optimizer_device='device'": options["optimizer_device"] == "device",
+    }
+    for option, veto in ((option, veto) for option in is_early if is_early[option] for veto in vetoes(options)):
+        yield f"{option}: with {veto} a step waits until all gradients are there; leave out one"
+    interval, metrics = options["validation_interval"], options["metrics"]
+    if validation is None and interval != "epoch":
+        yield f"validation_interval: {interval} without a validation loader; give validation="
+    if validation is None and metrics:
+        yield f"metrics: {', '.join(metrics)} without a validation loader; give validation="
+    epochs, loader = options["epochs"], options["dataloader"]
+    for field, number, when in (
+        ("dataloader", epochs, f"in {epochs} epochs"),
+        ("validation", epochs if interval == "epoch" else 2, "at every validation"),
+    ):
+        if number > 1 and _is_used_up(options[field]):
+            kind = type(options[field]).__name__
+            yield (
+                f"{field}: a {kind} gives its batches once, and is to be read {when}; give a loader that starts anew "
+                f"at each iter() (a list, a DataLoader, an object whose __iter__ is a generator)"
+            )
+    if options["scan_batches"] and isinstance(loader, Iterator):
+        yield (
+            f"scan_batches: the loader is a {type(loader).__name__}, which can be read only once; give one "
+            f"that starts anew at each iter(), or leave scan_batches out"
+        )
+    if options["scan_batches"] and getattr(loader, "persistent_workers", False):
+        yield (
+            "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
+            "give one with persistent_workers=False, or leave scan_batches out"
+        )
+
+
+def _is_used_up(loader: object) -> bool:
+    """Return True for a loader that can be read only once: a generator, a map, a zip. A user's class may start anew."""
+    is_ours_to_ask = isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)
+    return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
+
+
+def check_parameters(model: nn.Module, precision: str) -> None:
+    """Raise for a parameter or buffer that cannot be streamed."""
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter, precision)
+        address = parameter.data_ptr()
+        if address and address in seen:
+            raise ValueError(
+                f"parameters {seen[address]} and {name} are two Parameter objects over the same memory; tie them "
+                f"by assigning the same object to both"
+            )
+        seen[address] = name
+    for name, buffer in model.named_buffers():
+        check_fit(f"buffer {name}", buffer)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, precision: str) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"parameter {name} is not initialised yet; run the lazy module once before")
+    if parameter.device.type == "meta":
+        raise ValueError(f"parameter {name} is on the meta device and has no values; materialise it first")
+    if parameter.device.type != "cpu":
+        raise ValueError(
+            f"parameter {name} is on {parameter.device}; DRAM is the home of every weight, move the model with "
+            f"model.cpu() and let the engine stream it"
+        )
+    if precision != "float32" and parameter.is_floating_point() and parameter.dtype != torch.float32:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}, limit with precision {precision!r}: float32, the "
+            f"masters' type; convert the model with model.float()"
+        )
+    if type(parameter) is not nn.Parameter:
+        raise TypeError(f"parameter {name} is a {type(parameter).__name__}; only plain nn.Parameter is streamed")
+    check_fit(f"parameter {name}", parameter)
+    if parameter.is_conj() or parameter.is_neg():
+        raise ValueError(
+            f"parameter {name} is kept as the conjugate or negative of what lies in memory; give its numbers "
+            f"with resolve_conj() and resolve_neg()"
+        )
+
+
+def check_trainable(model: nn.Module, loss_fn: object) -> None:
+    """Raise for a model that cannot be trained, and for a loss that would have to be."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"layer {name} is an {type(module).__name__} with sparse=True, whose gradient is sparse, limit: "
+                f"dense gradients; set sparse=False, and choose an optimizer that steps from dense ones"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("the model has no trainable parameter; set requires_grad on at least one")
+    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
+        if parameter.requires_grad:
+            raise ValueError(f"parameter {name} of the loss is trainable; make it a layer of the model, or freeze it")
+
+
+def check_optimizer_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model again inside its step (LBFGS)."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer: {type(optimizer).__name__} runs the whole model again inside its step (it needs a closure), "
+            f"which a streamed model cannot do; choose one that steps from gradients"
+        )

@@ -1,0 +1,85 @@
+"""Copies keep every bit and every stride."""
+
+import pytest
+import torch
+
+from hydra_engine.data.memory import copy_of, flat, memory_of, place_for, same_bits
+from partitioners.boundary import Boundary, extent, extent_bytes
+
+BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
+
+TENSORS = {
+    "contiguous": BASE,
+    "transposed": BASE.transpose(1, 3),
+    "permuted": BASE.permute(3, 0, 2, 1),
+    "channels last": BASE.contiguous(memory_format=torch.channels_last),
+    "channels last, one channel": torch.rand(2, 1, 4, 5).contiguous(memory_format=torch.channels_last),
+    "channels last, one pixel": torch.rand(2, 3, 1, 1).contiguous(memory_format=torch.channels_last),
+    "size 1 with an odd stride": torch.rand(3, 1, 4).as_strided((3, 1, 4), (4, 7, 1)),
+    "expanded": torch.rand(3, 1).expand(3, 4),
+    "expanded from one number": torch.tensor(2.5).expand(2, 3),
+    "sliced with gaps": BASE[:, ::2, 1:3],
+    "sliced with an offset": BASE.view(-1)[7:19],
+    "every other column": BASE.view(24, 5)[:, ::2],
+    "overlapping windows": torch.rand(10).unfold(0, 4, 1),
+    "scalar": torch.tensor(1.5),
+    "empty": torch.empty(0, 3),
+    "empty slice": BASE[:, 3:],
+    "integers": torch.arange(6).view(2, 3).t(),
+    "booleans": torch.rand(4, 3).t() > 0.5,
+    "bfloat16": BASE.bfloat16().transpose(0, 1),
+    "complex": torch.rand(3, 2, dtype=torch.complex64).t(),
+    "NaN and infinities": torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
+}
+
+
+@pytest.fixture(params=TENSORS.values(), ids=TENSORS)
+def tensor(request):
+    return request.param
+
+
+def bits(tensor):
+    """The elements' bytes, so that NaN equals NaN and 0.0 does not equal -0.0."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class TestCopies:
+    def test_copy_has_the_bits_and_the_strides(self, tensor):
+        copied = copy_of(tensor)
+        assert torch.equal(bits(copied), bits(tensor))
+        assert copied.stride() == tensor.stride()
+        assert (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
+
+    def test_copy_is_in_storage_of_its_own_and_no_larger(self, tensor):
+        copied = copy_of(tensor)
+        assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
+        assert copied.untyped_storage().nbytes() == extent_bytes(tensor)
+        assert copied.storage_offset() == 0
+
+    def test_place_has_the_strides_that_kernels_choose_by(self, tensor):
+        place = place_for(tensor, torch.device("cpu"))
+        assert place.stride() == tensor.stride()
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            if tensor.dim() == 4 or memory_format == torch.contiguous_format:
+                same = tensor.is_contiguous(memory_format=memory_format)
+                assert place.is_contiguous(memory_format=memory_format) == same
+
+    def test_flat_covers_the_memory_from_the_first_to_the_last_element(self, tensor):
+        memory = flat(tensor)
+        assert memory.numel() == extent(tensor.shape, tensor.stride())
+        assert memory.nbytes == extent_bytes(tensor)
+        assert memory.data_ptr() == tensor.data_ptr()
+
+    def test_place_is_no_view(self, tensor):
+        assert not place_for(tensor)._is_view(), "autograd lets nobody work in place on a view of a leaf"
+
+    def test_copies_of_conjugated_and_negated_views_are_read_as_they_are(self):
+        conjugated = torch.rand(2, dtype=torch.complex64).conj()
+        negated = torch.rand(2, dtype=torch.complex64).conj().imag
+        both = torch._neg_view(conjugated)
+        for tensor in Boundary.of([conjugated, negated, both], "a value").tensors:
+            copied = copy_of(tensor)
+            assert torch.equal(copied, tensor)
+            assert torch.equal(memory_of(copied), memory_of(tensor))
+            assert same_bits(copied, tensor)
+            assert copied.stride() == tensor.stride()
