@@ -1,4 +1,4 @@
-"""Streams one device's shards and boundaries between DRAM and the device. Knows which shard is in which slab."""
+"""Copies one device's shards, boundaries and gradients between DRAM and the device."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class Spiller:
         self._device.give_slab_back(slab)
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
-        """The buffers that a shard's forward begins with; a shard below may have changed a shared one.
+        """Bring the buffers that a shard's forward begins with; a shard below may have changed a shared one.
 
-        `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
+        after: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
         if not shard.buffers:
             return {}
@@ -92,7 +92,7 @@ class Spiller:
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 
     def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
-        """Bytes that the same take on the device."""
+        """Return the bytes that the same take on the device."""
         return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
 
     @staticmethod
@@ -103,7 +103,7 @@ class Spiller:
         return sources
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
-        """The gradients of the parts of the step before this one."""
+        """Bring the gradients of the parts of the step before this one."""
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
@@ -144,7 +144,7 @@ class Spiller:
         stepper.keep(shard, states)
 
     def _stored(self, before: Any, tensor: Tensor) -> Tensor:
-        """A state in DRAM, in the place it had."""
+        """Send a state to DRAM, to the place it had if it still fits there."""
         kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
         if not kept or before.stride() != tensor.stride():
             return self._sent(tensor)
@@ -152,7 +152,7 @@ class Spiller:
         return cast("Tensor", before)
 
     def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
-        """Room for what one micro-batch of a unit starts from; of what its forward did, nothing if that is there.
+        """Make room for what one micro-batch of a unit starts from; `has_graph`: its forward's input is not needed.
 
         In the compute lane, so that the room is of its stream's memory, whichever lane fills it. Whoever drops it then
         gives it to kernels that come after those that read it; of another stream's memory, the next input would be
@@ -264,11 +264,11 @@ class Spiller:
         self._device.copy(STORE, [(place, gradient)])
 
     def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
-        """Keep what entered a shard's forward for its backward, if there is room; `is_held`: its output is it, too."""
+        """Keep the input of a shard's forward for its backward, if there is room; is_held: others have its memory."""
         self._keep(state, VALUE, shard.index, m, tensors, shard, 0, is_held=is_held)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
-        """Keep what a unit left for the next one, if there is room; how many of the bytes granted for it that takes.
+        """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.
 
         granted_bytes: still granted for it; 0: others have to be found.
         """
@@ -334,7 +334,7 @@ class Spiller:
         return place
 
     def _place(self, tensor: Tensor, pairs: Pairs) -> Tensor:
-        """Room on the device for a copy of a tensor, which is added to those to be made."""
+        """Make room on the device for a copy of a tensor, and add the copy to those to be made."""
         place = place_for(tensor, self._device.torch_device)
         pairs.append((flat(place), flat(tensor)))
         return place
@@ -354,6 +354,6 @@ def _is_compact(tensor: Tensor) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
+    """Return the same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))

@@ -125,7 +125,7 @@ class SlabLoad:
 
 
 class Stage(Enum):
-    """How far a claim has come."""
+    """Stages of a claim."""
 
     ASKED = auto()  # the ledger has not granted its slabs, or has refused them
     GRANTED = auto()  # its slabs are filled, or on their way
