@@ -1,11 +1,12 @@
 """Train many PyTorch models, each larger than the device, together on one machine.
 
-Names are imported as they are asked for: `hydra-engine --help` needs neither torch nor the rooms that train.
+Each name is imported when it is first used: `hydra-engine --help` needs neither torch nor the packages that train.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hydra_engine import _started_in as _started_in
 from hydra_engine._version import __version__
 
 if TYPE_CHECKING:

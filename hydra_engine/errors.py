@@ -1,10 +1,10 @@
-"""What a caller may want to catch, and nothing else; bad arguments raise the built-in types."""
+"""Errors that a caller may want to catch, and no others. Bad arguments raise the built-in types."""
 
 from partitioners import format_bytes
 
 
 class DeviceOutOfMemory(RuntimeError):
-    """A device was asked for more bytes than its budget leaves."""
+    """A unit asked a device for more bytes than are free of its budget."""
 
     def __init__(self, device: str, needed_bytes: int, free_bytes: int, memory_bytes: int) -> None:
         super().__init__(
@@ -17,14 +17,14 @@ class DeviceOutOfMemory(RuntimeError):
 
 
 class DeviceLost(RuntimeError):
-    """Nothing can be done on a device any more until this process ends: a kernel has failed on it for good.
+    """A kernel has failed for good on a device, which this process cannot use any more.
 
-    The commonest cause is an index out of range, a token or a class, which on the CPU raises an error of the layer.
-    `train_models` then saves what all tasks have committed, and ends the process with exit code 75.
+    The commonest cause is an index out of range (a token or a class). On the CPU the layer raises an error for it.
+    `train_models` saves the committed state of all tasks, and ends the process with exit code 75.
     """
 
     def __init__(self, device: str, error: BaseException, task: str = "") -> None:
-        """`task`: whose unit the device was computing."""
+        """`task`: name of the task whose unit the device was computing."""
         self.task = task
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         super().__init__(
@@ -38,7 +38,7 @@ class ShardDoesNotFit(ValueError):
 
 
 class StopTask(Exception):
-    """Raised by a callback: the task ends with what it has committed, and its status is "stopped"."""
+    """A callback raises it to end its task at the last committed step, with the status "stopped"."""
 
 
 class HostOutOfMemory(RuntimeError):
@@ -46,7 +46,7 @@ class HostOutOfMemory(RuntimeError):
 
 
 class NonFiniteLoss(ArithmeticError):
-    """A training step's loss is infinite or not a number, and the task was told to fail then."""
+    """The loss of a training step is infinite or not a number, and the task has nonfinite="raise"."""
 
     def __init__(self, task: str, step: int, loss: float) -> None:
         super().__init__(
@@ -59,7 +59,7 @@ class NonFiniteLoss(ArithmeticError):
 
 
 class LoaderTimeout(TimeoutError):
-    """A loader did not give a batch in time, or `what` the task needed was not ready."""
+    """A loader did not give a batch in time, or another thing that the task needed was not ready (`what`)."""
 
     def __init__(self, task: str, timeout_s: float, thread: str, what: str = "its loader gave no batch") -> None:
         super().__init__(
@@ -83,7 +83,7 @@ class CallbackTimeout(TimeoutError):
 
 
 class CheckpointError(RuntimeError):
-    """A directory of checkpoints cannot be written to, is another run's, or holds some and none that can be used.
+    """A directory of checkpoints cannot be written to, belongs to another run, or holds no usable checkpoint.
 
-    In a report: why a resume did not train a task, which had struck a device before.
+    In a task's report it says why a resume did not train the task: a kernel of it had failed for good on a device.
     """

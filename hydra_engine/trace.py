@@ -1,4 +1,4 @@
-"""Spans and counters of one run: the only owner of time."""
+"""Spans and counters of one run. No other module measures its time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-# A run of days must not grow: totals are kept for ever, single spans only for the last so many.
+# The memory of a run of days must not grow: totals are kept for ever, of single spans only the last MAX_SPANS.
 MAX_SPANS = 100_000
 
 
 class Span(NamedTuple):
-    """One piece of work of one lane, in seconds since the trace began."""
+    """One job of one lane, with its times in seconds since the trace began."""
 
     device: str
     lane: str
@@ -24,10 +24,10 @@ class Span(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of one unit."""
+    """Seconds that one unit took."""
 
-    launch_s: float  # in which the interpreter handed kernels to the device
-    device_s: float  # in which the device worked on them
+    launch_s: float  # in which the interpreter launched the unit's kernels
+    device_s: float  # in which the device computed them
 
 
 class Trace:
@@ -61,21 +61,21 @@ class Trace:
             self._busy_s[device, lane] += span.end_s - span.start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
-        """Add to the bytes a lane moved."""
+        """Add to the bytes that a lane moved."""
         with self._lock:
             self._bytes[device, lane] += num_bytes
 
     def busy_s(self, device: str, lane: str) -> float:
-        """Total seconds a lane worked."""
+        """Total seconds that a lane worked."""
         with self._lock:
             return self._busy_s[device, lane]
 
     def bytes_moved(self, device: str, lane: str) -> int:
-        """Total bytes a lane moved."""
+        """Total bytes that a lane moved."""
         with self._lock:
             return self._bytes[device, lane]
 
     def spans(self) -> list[Span]:
-        """The last spans, in order of their ends."""
+        """Return the last spans, in the order of their ends."""
         with self._lock:
             return list(self._spans)

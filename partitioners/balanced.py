@@ -1,4 +1,4 @@
-"""A fixed number of shards whose largest load is as small as it can be."""
+"""A fixed number of shards, with the largest load as small as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Balanced:
 
     Args:
         num_shards: at least 1, at most the number of layers.
-        by: what counts: "time" (forward, recomputed forward and backward) or "bytes" (what a shard needs on a device).
+        by: the load of a shard: "time" (seconds of forward, recomputed forward and backward) or "bytes" (on a device).
     """
 
     def __init__(self, num_shards: int, *, by: str = "time") -> None:
@@ -35,7 +35,7 @@ class Balanced:
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Cumulative end indices of ``num_shards`` shards that each fit ``budget``.
 
-        Raises LayerTooLarge when no partition fits, ValueError when none of so many shards does.
+        Raises LayerTooLarge when no partition fits, ValueError when none with this number of shards fits.
         """
         num = len(costs)
         if self.num_shards > num:
@@ -45,7 +45,7 @@ class Balanced:
         if error is not None:
             raise error
         load = np.where(table.fits(budget.memory_bytes), self._loads(costs, table), np.inf)
-        # By last: least largest load of layers [0, last) in so many shards; and where the last of them begins.
+        # By last: the least largest load of layers [0, last) in this number of shards, and where the last shard begins.
         least = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         before = []
         for _ in range(self.num_shards):
@@ -67,7 +67,7 @@ class Balanced:
         return boundaries[::-1]
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
-        """None: the number of shards is the user's."""
+        """Return None: the user has fixed the number of shards."""
         return
 
     def _loads(self, costs: Sequence[LayerCost], table: ShardTable) -> Seconds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,10 +60,10 @@ class Sizes(NamedTuple):
 
 # Of a lone tensor, which most values are: taken apart and put together without walking a tree.
 _LEAF = pytree.tree_structure(0)
+_LONE = (_Slot(0),)
 
 
-@dataclass(frozen=True)
-class Boundary:
+class Boundary(NamedTuple):
     """A value taken apart: its unique tensors, and how to build it again around other tensors."""
 
     tensors: tuple[Tensor, ...]
@@ -81,7 +80,7 @@ class Boundary:
         Raises UnfitTensor for tensors that are more than strided memory, which a copy would not be.
         """
         if type(value) is Tensor and value.layout == torch.strided and not (value.is_nested or value.is_quantized):
-            return cls((value,), (value.requires_grad,), (value._is_view(),), (_Slot(0),), _LEAF, False)
+            return cls((value,), (value.requires_grad,), (value._is_view(),), _LONE, _LEAF, False)
         flat, spec = pytree.tree_flatten(value)
         numbers: dict[int, int] = {}
         tensors: list[Tensor] = []
@@ -130,12 +129,12 @@ class Boundary:
 
     def around(self, tensors: Sequence[Tensor]) -> Boundary:
         """The same value with its tensors elsewhere."""
-        return Boundary(tuple(tensors), self.requires_grad, self.views, self.leaves, self.spec, self.shares_memory)
+        return Boundary(tuple(tensors), *self[1:])
 
     def with_numbers(self, numbers: Sequence[int]) -> Boundary:
         """The same value with other whole numbers, in the order of its signature."""
         others = iter(numbers)
-        return replace(self, leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
+        return self._replace(leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
 
     @property
     def num_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Copies of layers to measure on: with values, or fake, with shapes alone; and of what a loss function remembers."""
+"""Copies of layers to measure, with values or as fake tensors, and copies of what a loss function remembers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
 from partitioners.reach import reach
 
-# What a function may count or gather in, in its globals.
+# Types of globals in which a function may count or gather values.
 KEEPERS = (bool, int, float, str, list, dict, set)
 
 
 class Copies:
-    """Copies of a model's layers, of which nothing is kept here: all of a model's would pile up.
+    """Copies of a model's layers. None is kept here: copies of all layers would pile up.
 
-    Tensors are copies too, so that a layer which writes to its parameters leaves the user's alone.
+    Tensors are copies too, so a layer that writes to its parameters does not write to the user's.
     """
 
     def __init__(
         self, precision: str = "float32", device: torch.device | None = None, model: Iterable[nn.Module] = ()
     ) -> None:
-        """`model`: the user's layers, which a loss may refer to, and of which it gets no copy."""
+        """`model`: the user's layers. A loss may refer to them, and gets no copies of them."""
         self.dtype = DTYPES[precision]
         self._device = device
         self._model = list(model)
@@ -86,12 +86,12 @@ class Copies:
                 raise ChangesParameters(name)
 
     def inputs(self, value: Any) -> Any:
-        """What enters the first layer."""
+        """Return the value that enters the first layer."""
         value = pytree.tree_map_only(Tensor, self._tensor, value)
         return value if self.dtype is torch.float32 else cast(value, self.dtype)
 
     def target(self, value: Any) -> Any:
-        """What enters the loss beside the output."""
+        """Return the target, which enters the loss beside the output."""
         return pytree.tree_map_only(Tensor, self._tensor, value)
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,7 +102,7 @@ class Copies:
 
 
 class FakeCopies(Copies):
-    """Copies on which operations cost no memory and no arithmetic, whatever the size; originals may lie on meta.
+    """Copies of fake tensors: operations cost no memory and no arithmetic. The originals may lie on meta.
 
     Every tensor is a fake CPU tensor, so that the CPU's kernels are chosen, with their bytes: fake CUDA tensors abort
     a build of torch without CUDA as soon as autograd meets them.
@@ -136,11 +136,11 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
-    """A function that remembers by itself: what a loss or metric keeps from call to call, the original does not see.
+    """Copy a function, so that the original does not see what the copy keeps from call to call: a loss or a metric.
 
-    Objects, bound methods, partials and closures are copied, whatever they hold; not `modules` and what is in them, nor
-    any module's parameters; numbers, lists, dicts and sets in globals that a function names. What cannot be copied is
-    shared.
+    Copied are objects, bound methods, partials and closures, whatever they hold; and numbers, lists, dicts and sets in
+    globals that a function names. Not copied are `modules`, what is in them, and the parameters of any module. What
+    cannot be copied is shared.
     """
     held = [module for each in modules for module in each.modules()]
     memo: dict[int, Any] = {id(module): module for module in held}

@@ -1,4 +1,4 @@
-"""What a layer costs, what a device offers, and how many bytes a shard of layers needs."""
+"""Costs of layers, budgets of devices, and the bytes that a shard of layers needs."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """One layer's costs for one micro-batch; the last layer's include the loss function, and its output is the loss."""
+    """Costs of one layer for one micro-batch. The last layer includes the loss function, and its output is the loss."""
 
     index: int
     name: str
-    param_bytes: int  # of all it holds; one shared with another layer counts in both (each shard loads its own)
+    param_bytes: int  # of all its parameters; one shared with another layer counts in both (each shard loads its own)
     grad_bytes: int  # of its trainable parameters
     buffer_bytes: int
     input_bytes: int  # of the boundary that enters it; storage reached through several tensors counts once
     output_bytes: int
     saved_bytes: int  # created by its forward in grad mode and alive afterwards: saved tensors and output
-    peak_bytes: int  # most alive at once of what its forward and backward create, so without incoming gradient
+    peak_bytes: int  # most alive at once of tensors that its forward and backward create, so without incoming gradient
     forward_s: float
     backward_s: float
     draws_random: bool  # its forward ran a seeded operation of torch's CPU generator
@@ -32,13 +32,13 @@ class LayerCost:
     changes_buffers: bool
     shares_with: tuple[int, ...]  # indices of other layers that hold one of its parameters
     target_bytes: int = 0  # last layer only
-    padding_bytes: int = 0  # what starting each parameter and buffer at a 64-byte boundary adds to a slab
-    forward_peak_bytes: int | None = None  # most alive at once of what a forward creates that saves nothing
+    padding_bytes: int = 0  # added to a slab because each parameter and buffer starts at a multiple of 64 bytes
+    forward_peak_bytes: int | None = None  # most alive at once of tensors that a forward creates which saves nothing
     held_bytes: int = 0  # storage behind its output, where that is more than output_bytes
     shared_bytes: int = 0  # of its trainable parameters that other layers hold too
     accumulated_bytes: int | None = None  # of its gradients added up over micro-batches; None: grad_bytes
-    puts: tuple[tuple[str, int], ...] = ()  # what it leaves for layers further up (`Skips`): names and bytes
-    gets: tuple[str, ...] = ()  # what it takes of that
+    puts: tuple[tuple[str, int], ...] = ()  # values that it puts for layers further up (`Skips`): names and bytes
+    gets: tuple[str, ...] = ()  # names of such values that it gets
     forward_flops: int = 0
     backward_flops: int = 0
     timed: bool = True  # seconds were measured; False: counted operations and bytes against stated rates
@@ -58,7 +58,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What one device offers a task. The rates matter to `Optimal` and to predicted times only."""
+    """Memory and rates that one device offers a task. Only `Optimal` and predicted times use the rates."""
 
     memory_bytes: int
     buffer_bytes: int | None = None  # kept free for the next shard's slab; None: as much as the shard's own slab
@@ -80,7 +80,7 @@ class Budget:
             raise ValueError(f"Budget.unit_s: {self.unit_s!r}, limit: finite and >= 0; pass seconds")
 
     def with_micro_batches(self, number: int) -> "Budget":
-        """The same for a step of so many micro-batches."""
+        """Return this budget for a step of `number` micro-batches."""
         return replace(self, num_micro_batches=number)
 
 
@@ -92,13 +92,13 @@ class Partitioner(Protocol):
     """
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        """End indices of shards that each fit ``budget``; every layer is in exactly one, in order.
+        """Return end indices of shards that each fit ``budget``; every layer is in exactly one shard, in order.
 
-        Raises LayerTooLarge when a layer does not fit even alone, ValueError when ``costs`` cannot be cut so.
+        Raises LayerTooLarge when a layer does not fit even alone, ValueError when ``costs`` cannot be cut this way.
         """
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """A finer partition after a run measured that ``shard`` does not fit; None when there is none.
+        """Return a finer partition after a run measured that ``shard`` does not fit; None when there is none.
 
         ``costs`` may be left out; a partitioner that balances bytes then counts layers instead.
         """
@@ -126,7 +126,7 @@ class LayerTooLarge(ValueError):
 
     @classmethod
     def of(cls, cost: LayerCost, needed_bytes: int, available_bytes: int) -> "LayerTooLarge":
-        """The error for a layer that does not fit a device alone."""
+        """Return the error for a layer that does not fit a device alone."""
         return cls(
             f"layer {cost.index} ({cost.name}): needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
             f"device, available: {format_bytes(available_bytes)} ({available_bytes} bytes); give the device more "
@@ -140,7 +140,7 @@ class LayerTooLarge(ValueError):
 def slab_bytes(costs: Sequence[LayerCost], first: int, last: int) -> int:
     """Bytes of the slab that holds the parameters and buffers of layers ``[first, last)``.
 
-    A parameter that two layers of the shard share is counted twice: an upper bound that needs no identities.
+    A parameter that two layers of the shard share is counted twice. This upper bound needs no identities of tensors.
     """
     _check_shard(costs, first, last)
     return sum(_aligned(cost.param_bytes + cost.buffer_bytes + cost.padding_bytes) for cost in costs[first:last])
@@ -149,16 +149,16 @@ def slab_bytes(costs: Sequence[LayerCost], first: int, last: int) -> int:
 def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
     """Most bytes beside the slab while layers ``[first, last)`` run forward and backward over the micro-batches.
 
-    Where neither these layers nor any below hold a trainable parameter, they run forward only, and take less; the last
-    shard, too, with the target beside. Else, with n micro-batches, the sum of
+    If neither these layers nor any below hold a trainable parameter, they run forward only and need less. The last
+    shard then needs the target too. Otherwise, with n micro-batches, it is the sum of
 
     - work: the worst moment of one micro-batch (``_work_bytes``);
     - n > 1: every gradient of the shard, accumulated over the micro-batches before this one;
-    - min(n, 2) times what enters: input, incoming gradient of the shard's output (none for the last shard, which
-      ends in the loss), target. The next micro-batch's is loaded while this one computes;
-    - n > 1: one thing that leaves, output or input gradient of the micro-batch before, still being stored;
-    - parameters that a shard above holds too: their gradient from there enters and is added to; n > 1: what goes to a
-      shard below is being stored;
+    - min(n, 2) times the bytes that enter: input, incoming gradient of the shard's output (none for the last shard,
+      which ends in the loss), target. Those of the next micro-batch are loaded while this one computes;
+    - n > 1: the output or input gradient of the micro-batch before, which is still being stored;
+    - parameters that a shard above holds too: their gradient enters from there and is added to. n > 1: the gradient
+      that goes to a shard below is being stored;
     - values that skip layers (`skipping_bytes`).
     """
     _check_shard(costs, first, last)
@@ -181,10 +181,10 @@ def unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batc
 
 
 def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
-    """Most bytes beside the slab while layers ``[first, last)`` run a forward of which nothing is saved.
+    """Most bytes beside the slab while layers ``[first, last)`` run a forward that saves nothing.
 
     A layer's input stays until its output is there. With several micro-batches, the next input is loaded and the
-    output before is stored meanwhile. Where no forward was measured alone, as much as the unit that runs backward too.
+    previous output is stored meanwhile. If no forward was measured alone: as much as the unit that runs backward too.
     """
     _check_shard(costs, first, last)
     _check_count("num_micro_batches", num_micro_batches, at_least=1)
@@ -200,7 +200,7 @@ def forward_unit_bytes(costs: Sequence[LayerCost], first: int, last: int, num_mi
 
 @dataclass(frozen=True)
 class Skip:
-    """A value that skips layers: put by one, gotten by others."""
+    """A value that skips layers: one layer puts it, others get it."""
 
     name: str
     num_bytes: int
@@ -209,7 +209,7 @@ class Skip:
 
 
 def skips_of(costs: Sequence[LayerCost]) -> list[Skip]:
-    """What skips layers of a model; a value that nobody gets is left out."""
+    """Return the values that skip layers of a model; a value that nobody gets is left out."""
     found = []
     for k, cost in enumerate(costs):
         for name, num_bytes in cost.puts:
@@ -220,10 +220,11 @@ def skips_of(costs: Sequence[LayerCost]) -> list[Skip]:
 
 
 def skipping_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int, *, backward: bool) -> int:
-    """Bytes of a unit for values that enter or leave the shard past other layers, and for their gradients.
+    """Bytes of a unit for values of `Skips` that enter or leave the shard, and for their gradients.
 
-    A value that enters is there once, one more on its way; in a backward so is the gradient of those above that get it
-    too, and the shard's own leaves. Of a value that leaves, a forward holds the value and a backward its gradient.
+    A value that enters counts twice: one is there, and the next is on its way. In a backward, so does its gradient from
+    the shards above that get it too, and the shard's own gradient leaves. Of a value that leaves, a forward holds the
+    value, and a backward its gradient.
     """
     several = num_micro_batches > 1
     total = 0
@@ -252,21 +253,21 @@ def accumulated_bytes(cost: LayerCost) -> int:
 
 
 def shard_bytes(costs: Sequence[LayerCost], first: int, last: int, num_micro_batches: int = 1) -> int:
-    """Bytes a device needs for layers ``[first, last)``: slab and unit, without room for the next slab."""
+    """Bytes that a device needs for layers ``[first, last)``: slab and unit, without room for the next slab."""
     return slab_bytes(costs, first, last) + unit_bytes(costs, first, last, num_micro_batches)
 
 
 def _work_bytes(shard: Sequence[LayerCost], ends_in_loss: bool) -> int:
-    """Most bytes one micro-batch creates and holds at once, over the layers k whose forward or backward runs.
+    """Most bytes that one micro-batch creates and holds at once, over the layers k whose forward or backward runs.
 
     While layer k runs backward, alive are
 
         layers      0 .. k-1            k                  k+1 .. last
         hold        what they saved     its own peak       their gradients
 
-    and, unless k is the last layer, what k's peak leaves out: the gradient of its output, which layer k+1 made, and
-    what the caller of backward holds until it returns: the shard's output, and the loss's gradient if it is one (the
-    gradient of another output is among what enters).
+    Unless k is the last layer, the peak of k leaves out two things that are alive too. One is the gradient of its
+    output, which layer k+1 made. The other is held by the caller of backward until it returns: the shard's output, and
+    its gradient if it is the loss. (The gradient of another output counts among the bytes that enter.)
     """
     held = kept_output_bytes(shard[-1]) + (shard[-1].output_bytes if ends_in_loss else 0)
     saved, grads, most = 0, sum(cost.grad_bytes for cost in shard), 0

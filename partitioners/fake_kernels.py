@@ -1,4 +1,4 @@
-"""Where torch's CPU kernels allocate other memory than its fake kernels say; found by comparing the two."""
+"""Operations whose CPU kernels allocate other memory than torch's fake kernels say; found by comparing the two."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _workspaces: dict[Any, int] = {}
 
 
 def as_on_cpu(func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """The operation, or for fake tensors one whose results take the memory that the CPU's kernel gives them."""
+    """Return the operation; for fake tensors, one whose results have the memory that the CPU's kernel gives them."""
     if func in _CORRECTED and isinstance(args[0], FakeTensor):
         return _CORRECTED[func]
     return func  # type: ignore[no-any-return]
 
 
 def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """With the workspace for backward, whose size only the kernel knows: it is run once on tensors of these shapes."""
+    """Add the workspace for backward. Only the kernel knows its size, so it runs once on tensors of these shapes."""
     key = tuple((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else str(arg) for arg in args)
     if key not in _workspaces:
         with _disable_current_modes():
@@ -42,7 +42,7 @@ def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def _rnn_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """With a gradient of its own for the second bias."""
+    """Give the second bias a gradient of its own."""
     found = list(_RNN_BACKWARD(*args, **kwargs))
     found[4] = torch.empty_like(found[3])
     return tuple(found)

@@ -1,4 +1,4 @@
-"""When two layers, or two batches, are the same as far as costs go."""
+"""Fingerprints: equal for two layers, or two batches, that cost the same."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def fingerprint(part: Any) -> Any:
-    """A hashable value that two layers share only if they hold the same types, shapes and settings.
+    """Return a hashable value that two layers share only if they hold the same types, shapes and settings.
 
-    What is neither a module, a tensor nor a plain value counts by identity: such a layer equals itself alone.
+    An object that is no module, tensor or plain value counts by identity: a layer that holds one equals itself alone.
     """
     seen: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""The kernels of a device that is not here, as far as they decide what a layer saves for backward."""
+"""Kernels of a GPU that is not here, as far as they decide which tensors a layer saves for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class GpuKernels(TorchFunctionMode):
-    """Makes CPU layers save what they would save on a GPU.
+    """Makes layers on the CPU save the tensors that they would save on a GPU.
 
     - Attention: flash kernels, which keep query, key, value, output and a logarithm per row, and redraw dropout in
       backward; the CPU's own fall back to a full matrix of weights as soon as there is dropout.

@@ -1,4 +1,4 @@
-"""Runs one layer forward and backward and writes down what it took: bytes and operations counted, seconds timed."""
+"""Runs one layer forward and backward, counts its bytes and operations, and times it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
 from partitioners.rates import Rates
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
 
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in _ATTENTION_KERNELS}
+_ATTENTION_BACKWARD = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}_backward") for name in _ATTENTION_KERNELS}
 
 
 def generator_key(generator: torch.Generator) -> int:
-    """Return what tells generators apart: an operation is given new objects around them."""
+    """Return a key that is equal for equal generators: each operation is given new Python objects for them."""
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
@@ -47,7 +48,7 @@ def given_generators(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[i
 def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if an operation, as it was called, draws from the generator of its device.
 
-    The tag alone tells that it may: of attention for the dropout that it could do, of some activations in training.
+    The operation's tag says only that it may draw: attention if it has dropout, some activations in training.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -63,9 +64,9 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 @functools.cache
 def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
-    """Arguments of a seeded operation that keep it from drawing where they are 0 or False.
+    """Names of a seeded operation's arguments that keep it from drawing if they are 0 or False.
 
-    Not the probability of `native_dropout`, which draws all the same.
+    The probability of `native_dropout` is not among them: it draws all the same.
     """
     return tuple(
         (position, argument.name, argument.default_value)
@@ -75,7 +76,7 @@ def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
 
 
 class Work:
-    """A layer, and for the last layer the loss function after it."""
+    """A layer to run; with the last layer, also the loss function after it."""
 
     def __init__(
         self,
@@ -91,11 +92,11 @@ class Work:
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
     def prepare(self) -> dict[str, Any]:
-        """What skips layers and arrives here, in tensors of its own for one run."""
+        """Return the arriving values of `Skips`, in new tensors for one run."""
         return {name: boundary.copied().value() for name, boundary in self._arriving.items()}
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
-        with framed(arriving) as self._frame:
+        with Frame(arriving) as self._frame:
             output = self.layer(value)
         if self._loss_fn is not None:
             return _scalar(self._loss_fn(output, target))
@@ -117,7 +118,7 @@ class Work:
 
     @property
     def gotten(self) -> tuple[str, ...]:
-        """What the last run took of what had arrived."""
+        """Return the names of arrived values that the last run got."""
         return tuple(self._frame.gotten)
 
     def replayed(self) -> AbstractContextManager[None]:
@@ -125,7 +126,7 @@ class Work:
         return replayed(self._frame)
 
     def forget(self) -> None:
-        """Let go of what the last run has put."""
+        """Drop the values that the last run put."""
         self._frame = Frame({})
 
     @property
@@ -140,9 +141,9 @@ class Work:
 
 
 def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
-    """The layer's bytes, operations and flags, as fields of a LayerCost, and the boundary that leaves it.
+    """Return the layer's bytes, operations and flags, as fields of a LayerCost, and the boundary that leaves it.
 
-    Works on fake tensors as on real ones. Seconds are estimates, from the operations against `rates`.
+    Works on fake tensors as on real ones. Seconds are estimates: operations divided by `rates`.
     """
     parameters = {name: (parameter, parameter._version) for name, parameter in work.parameters().items()}
     buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
@@ -189,7 +190,7 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
 
 
 def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
-    """The same of what an evaluation runs: a forward in eval() under no_grad, of which nothing is saved."""
+    """Return the same for an evaluation: a forward in eval() under no_grad, which saves nothing."""
     work.eval()
     buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
     sizes = _sizes(work.parameters(), work.buffers())
@@ -224,7 +225,7 @@ def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict
 def timed(
     work: Work, boundary: Boundary, synchronize: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], Boundary]:
-    """Seconds of the layer, as fields of a LayerCost, and the boundary that leaves it."""
+    """Return the layer's seconds, as fields of a LayerCost, and the boundary that leaves it."""
     buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
     values = {name: buffer.clone() for name, buffer in work.buffers().items()}
     before = _host_generators()
@@ -262,7 +263,7 @@ def run_once(
     watch: _Watch | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Forward and backward; the gradients and the graph are dropped."""
+    """Run forward and backward; drop the gradients and the graph."""
     arguments = handed.value(), target.value(), arriving
     begin_s = time.perf_counter()
     output = Boundary.of_layer(work(*arguments))
@@ -313,7 +314,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         self._is_paused = False
 
     def forward_ends(self) -> None:
-        """What is alive now was saved for backward, or is the output."""
+        """Note the bytes that are alive now: saved for backward, or the output."""
         self.saved_bytes = self.current_bytes
 
     def backward_begins(self) -> None:
@@ -321,7 +322,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is created meanwhile does not count."""
+        """Leave out what is created meanwhile."""
         self._is_paused = True
         try:
             yield
@@ -351,18 +352,19 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Floating-point operations by torch's own formulas, for matrix products, convolutions and attention."""
+    """Floating-point operations of attention and, by torch's own formulas, of matrix products and convolutions."""
     packet = getattr(func, "overloadpacket", None)
-    if packet is _FLASH_ON_CPU:
+    if packet in _ATTENTION:
         return _attention_flops(*args[:3])
-    if packet is _FLASH_ON_CPU_BACKWARD:
+    if packet in _ATTENTION_BACKWARD:
         return _attention_flops(*args[1:4]) * 5 // 2  # the scores are computed again
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    """Operations of both products. Heads of queries may share one of keys, which torch 2.11 would refuse to count."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _traffic_bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -392,7 +394,7 @@ def _sizes(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
 
 
 def _changed(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a buffer was added, rebound or written to."""
+    """Return True if a buffer was added, rebound or written to."""
     return before.keys() != after.keys() or any(
         after[name] is not buffer or buffer._version != version for name, (buffer, version) in before.items()
     )

@@ -21,31 +21,31 @@ _Meter = TypeVar("_Meter", bound="MemoryMeter")
 class _State(Enum):
     NEW = "new"  # not entered yet
     ACTIVE = "active"  # counting
-    CLOSED = "closed"  # the figures stand, nothing is followed any more
+    CLOSED = "closed"  # the figures are final, no storage is followed any more
 
 
 class _Seen(weakref.ref[torch.UntypedStorage]):
-    """A storage created or resized under the meter, and the bytes it was counted with."""
+    """A storage that was created or resized under the meter, and the bytes counted for it."""
 
     __slots__ = ("before", "key", "num_bytes")
     key: int
     num_bytes: int
-    before: int  # more that it had when it came in from outside
+    before: int  # bytes that it had when it came in from outside, on top of those
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Counts the bytes of storages that operations create inside it; use one meter for one ``with`` block.
 
-    Storages are counted, not tensors: a view costs nothing, and a storage is given back when its last tensor dies,
-    whoever held it (also autograd). Exact ``nbytes``, no rounding. Backward is counted too: the autograd engine hands
-    its caller's modes on. What a kernel allocates and frees within one operation is not seen, nor is memory that
-    torch did not create by an operation (``torch.UntypedStorage(n)``), nor any on the meta device.
+    It counts storages, not tensors. So a view costs nothing, and a storage is freed when its last tensor dies, whoever
+    held it (also autograd). It counts exact ``nbytes``, without rounding. Backward is counted too: the autograd engine
+    passes on the modes of its caller. Three things are not seen: memory that a kernel allocates and frees within one
+    operation, memory that no operation of torch created (``torch.UntypedStorage(n)``), and the meta device.
 
-    ``on_change(delta)`` is called with a positive delta when a storage appears or is seen to have grown, before
-    anybody gets the operation's result. It may raise: the exception comes out of the operation, and the bytes are
-    not left counted. It is called with a negative delta when a storage dies, in whichever thread drops
-    it and possibly in the middle of any allocation (garbage collection): that call has to be cheap, must not raise,
-    and must not take a lock that the same thread may hold. Nothing is reported after ``__exit__``; outputs may live on.
+    ``on_change(delta)`` is called with a positive delta when a storage appears or has grown, before the operation
+    returns its result. It may raise: the exception comes out of the operation, and the bytes are not counted. It is
+    called with a negative delta when a storage dies, in the thread that drops it, possibly in the middle of any
+    allocation (garbage collection). That call has to be cheap, must not raise, and must not take a lock that the same
+    thread may hold. Nothing is reported after ``__exit__``; outputs may live on.
 
     ``peak_bytes`` is the highest ``current_bytes`` so far; both keep their last value after ``__exit__``.
     """
@@ -55,7 +55,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         self._on_change = on_change
         self._live: dict[int, _Seen] = {}
         # Deltas not added up yet. A storage may die between the read and the write of `current += n`, in the same
-        # thread, where no lock helps: so whoever counts only appends (atomic), and `_settle` alone adds.
+        # thread, where no lock helps. So counting only appends (atomic), and `_settle` alone adds.
         self._deltas: deque[int] = deque()
         self._settling = threading.Lock()
         self._current_bytes = 0
@@ -105,7 +105,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
             if seen is not None:
                 if seen.before + seen.num_bytes != storage.nbytes():  # resize_, set_ with a size, out=
                     self._resized(seen, storage.nbytes() - seen.before)
-            elif func is _RESIZE:  # of what was there before
+            elif func is _RESIZE:  # of storages that were there before
                 if storage.nbytes() > num_bytes:
                     self._created(storage, num_bytes)
             # The schema does not tell a view from a fresh tensor (`_unsafe_view` hides it): compare with what came in.
@@ -133,7 +133,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
         self._settle()
 
     def _freed(self, seen: weakref.ref[torch.UntypedStorage]) -> None:
-        """Called by the interpreter when a storage dies: any thread, any moment."""
+        """Note that a storage died. The interpreter calls this in any thread, at any moment."""
         assert isinstance(seen, _Seen)
         if self._state is not _State.ACTIVE:
             return
@@ -144,7 +144,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
             on_change(-seen.num_bytes)
 
     def _settle(self) -> None:
-        """Add up the deltas in their order; never waits, since whoever is adding already takes ours along."""
+        """Add up the deltas in their order. Never waits: a thread that is adding already adds these too."""
         while self._deltas and self._settling.acquire(blocking=False):
             try:
                 while self._deltas:
@@ -155,7 +155,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __
 
 
 def _storages(values: Iterable[Any], found: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-    """Adds to ``found`` the storages behind an operation's arguments or results, which nest lists at most."""
+    """Add to ``found`` the storages behind an operation's arguments or results, which nest lists at most."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is not _STRIDED:

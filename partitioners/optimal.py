@@ -15,7 +15,7 @@ from partitioners.table import Flags, fewest_shards, too_large
 class Optimal:
     """Finds the partition with the least predicted step time (`predict_step`) among all that fit the device.
 
-    A dynamic program over the last two boundaries: what a shard costs depends on its own layers and on its neighbour,
+    A dynamic program over the last two boundaries. The cost of a shard depends on its own layers and on its neighbour,
     whose parameters are loaded meanwhile. O(layers^3) additions, in arrays. It finds a partition whenever there is one.
     """
 
@@ -23,17 +23,21 @@ class Optimal:
         return "Optimal()"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        """Cumulative end indices; raises LayerTooLarge when no partition fits, naming the layer where all end."""
+        """Return cumulative end indices.
+
+        Raises LayerTooLarge, naming the layer where all partitions end, when none fits.
+        """
         return self._best(StepModel(costs, budget), costs, budget)
 
     def choose(
         self, costs_of: Callable[[int], Sequence[LayerCost]], numbers: Iterable[int], budget: Budget
     ) -> tuple[int, list[int]]:
-        """The number of micro-batches with the least predicted step, and its partition.
+        """Return the number of micro-batches with the shortest predicted step, and its partition.
 
-        costs_of: the layers' costs for one micro-batch, given the number of micro-batches in a step. It is asked for
-        each of `numbers`, in order, until a larger number that fits makes the step no shorter. Raises LayerTooLarge
-        when none fits.
+        costs_of: a function from the number of micro-batches in a step to the layers' costs for one of them. It is
+            called for each of `numbers`, in order, until a larger number that fits makes the step no shorter.
+
+        Raises LayerTooLarge when none fits.
         """
         least_s, found, error = np.inf, None, None
         for number in numbers:
@@ -53,7 +57,7 @@ class Optimal:
         return found
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """Cuts ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
+        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
         return halved(boundaries, shard, costs)
 
     def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
@@ -85,7 +89,7 @@ class Optimal:
 
 
 def _wanted(model: StepModel, budget: Budget) -> Flags:
-    """Shards that fit and leave the buffer free that the user asked for, as far as a partition can."""
+    """Shards that fit, and leave free the buffer that the user asked for as far as a partition can."""
     fits = model.table.fits(budget.memory_bytes)
     if not budget.buffer_bytes or not budget.double_buffer:
         return fits

@@ -1,4 +1,4 @@
-"""The default partitioner: as few, as large shards as fit, front to back."""
+"""The default partitioner: as few shards as fit, filled from front to back."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from partitioners.table import ShardTable, fewest_shards, too_large
 class Pilot:
     """Packs layers front to back while a shard and the next shard's slab fit the device together.
 
-    A layer that fits only without room for another slab gets a shard of its own, whose neighbours load serially.
+    A layer that fits only without room for another slab gets a shard of its own. Its neighbours then load serially.
     """
 
     def __repr__(self) -> str:
         return "Pilot()"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        """Few, large shards; raises LayerTooLarge when no partition fits the device.
+        """Return few, large shards. Raises LayerTooLarge when no partition fits the device.
 
-        Where packing ends at a layer that does not fit alone, but would in a larger shard (one that keeps its huge
-        output on the device), it is the partition with the fewest shards that each fit.
+        Packing may end at a layer that does not fit alone, but fits in a larger shard, which keeps its huge output on
+        the device. Then it is the partition with the fewest shards that each fit.
         """
         boundaries: list[int] = []
         first = 0
@@ -34,12 +34,12 @@ class Pilot:
         return boundaries
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """Cuts ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
+        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
         return halved(boundaries, shard, costs)
 
 
 def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-    """The partition with ``shard`` cut in two where the bytes of its halves differ least; None for a single layer.
+    """Return the partition with ``shard`` cut in two where the bytes of its halves differ least; None for one layer.
 
     Without ``costs``, halves are compared by their layers.
     """
@@ -73,7 +73,7 @@ def _fits(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> 
 
 
 def _buffer_bytes(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> int:
-    """Room to keep for the slab that is loaded while this shard computes."""
+    """Bytes to keep free for the slab that is loaded while this shard computes."""
     if not budget.double_buffer:
         return 0
     return slab_bytes(costs, first, last) if budget.buffer_bytes is None else budget.buffer_bytes

@@ -1,4 +1,4 @@
-"""How a precision changes what a device holds: which parameters it casts, and where layers compute in float32."""
+"""Precisions: which parameters are cast for a device, and which layers compute in float32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NORMS = (
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalization: torch's own, or by the name of its class (LlamaRMSNorm)."""
+    """Return True if a module is a normalization: torch's own, or by the name of its class (LlamaRMSNorm)."""
     if isinstance(module, _NORMS):
         return True
     is_one_by_name = type(module).__name__.lower().endswith(("norm", "norm1d", "norm2d", "norm3d"))
@@ -28,13 +28,13 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def kept_parameters(part: nn.Module) -> set[int]:
-    """Ids of the parameters that stay as they are: those of norms, and those that are no floating-point numbers."""
+    """Ids of the parameters that are not cast: those of norms, and those that hold no floating-point numbers."""
     norms = {id(p) for module in part.modules() if is_norm(module) for p in module.parameters()}
     return norms | {id(p) for p in part.parameters() if not p.is_floating_point()}
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with its floating-point tensors in `dtype`."""
+    """Return the value with its floating-point tensors in `dtype`."""
     return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 

@@ -9,7 +9,7 @@ from partitioners.cost import Budget, LayerCost
 class Presharded:
     """Shards that end where the user says: ``Presharded([3, 6, 8])`` is ``[0, 3) [3, 6) [6, 8)``.
 
-    The last end is the number of layers. Nothing is checked against a device's memory and nothing revised.
+    The last end is the number of layers. Nothing is checked against a device's memory, and nothing is revised.
     """
 
     def __init__(self, boundaries: Sequence[int]) -> None:
@@ -25,7 +25,7 @@ class Presharded:
         return f"Presharded({list(self.boundaries)})"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        """The boundaries as given; raises ValueError when they do not end at the last layer."""
+        """Return the boundaries as given. Raises ValueError when they do not end at the last layer."""
         if self.boundaries[-1] != len(costs):
             raise ValueError(
                 f"boundaries: {list(self.boundaries)} end at layer {self.boundaries[-1]}, limit: the model's "
@@ -34,5 +34,5 @@ class Presharded:
         return list(self.boundaries)
 
     def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
-        """None: what the user fixed stays."""
+        """Return None: the user has fixed the partition."""
         return

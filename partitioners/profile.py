@@ -1,4 +1,4 @@
-"""Measures what each layer of a model costs, one at a time: on copies with values, or on fake tensors without."""
+"""Measures the costs of a model's layers, one at a time: on copies with values, or on fake tensors."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def profile(
     rates: Rates | None = None,
     time_layers: bool = True,
 ) -> list[LayerCost]:
-    """The costs of every layer, forward and backward; the last layer's include the loss.
+    """Return the costs of every layer, forward and backward; those of the last layer include the loss.
 
     model: an ``nn.Sequential``, a module whose children run in order, or the layers themselves. It may lie on the meta
         device: then nothing is computed, and a model of any size is profiled in the memory of its structure.
-    inputs: what the first layer takes as its one argument: a tensor, or a tuple, list or dict of them.
+    inputs: the one argument of the first layer: a tensor, or a tuple, list or dict of tensors.
     device: None or "cpu": bytes are those of the CPU's kernels. "cuda": estimates, with the kernels of a GPU in mind
         (flash attention, masks of booleans).
     precision: "float32", "bfloat16" or "float16": parameters are cast, norms and the loss compute in float32.
-    rates: what operations are counted against where a layer cannot be timed; default `STATED_RATES`.
-    time_layers: run each layer a few times for its seconds, where it has values and the device is here.
+    rates: stated rates, which give the seconds of a layer that cannot be timed; default `STATED_RATES`.
+    time_layers: run each layer a few times for its seconds, if it has values and the device is here.
 
-    Bytes are counted by a `MemoryMeter`. Layers that are timed are run under it once more. All others are counted on
-    fake tensors, with the same result to the byte: no memory is taken and nothing computed, and layers of equal
-    structure are counted once. What depends on values is not seen by those: such a layer is run metered after all, or
-    refused if it has no values.
+    A `MemoryMeter` counts bytes. Layers that are timed run under it once more. All others are counted on fake tensors,
+    with the same result to the byte: this uses no memory and computes nothing, and layers of equal structure are
+    counted once. Fake tensors do not show what depends on values. A layer that needs values is run metered after all,
+    or refused if it has none.
 
-    Leaves parameters, gradients, buffers, generators, flags, grad mode and what the loss remembers as they were: a
-    layer is copied while it is measured. One that changes its own parameters is refused. An exception in a layer comes
+    Leaves parameters, gradients, buffers, generators, flags, grad mode and the loss's own state as they were: a layer
+    is copied while it is measured. A layer that changes its own parameters is refused. An exception in a layer comes
     out as it is, with a note that names the layer.
     """
     place = _place(device)
@@ -87,7 +87,7 @@ def profile_shapes(
     precision: str = "float32",
     device: torch.device | str | None = None,
 ) -> list[LayerCost]:
-    """What `profile` counts on fake tensors, and no more: for use while other threads compute and draw.
+    """Return what `profile` counts on fake tensors, and no more: for use while other threads compute and draw.
 
     device: whose kernels, as `profile` has it.
 
@@ -109,13 +109,14 @@ def profile_evaluation(
     precision: str = "float32",
     may_run: bool = True,
 ) -> list[LayerCost]:
-    """The costs of every layer in an evaluation: a forward in eval() under no_grad, of which nothing is saved.
+    """Return the costs of every layer in an evaluation: a forward in eval() under no_grad, which saves nothing.
 
-    There are no gradients, whatever requires them, and the last shard's bytes are those of a forward too. Without a
-    ``loss_fn``, what leaves is the last layer's output. Bytes are counted on fake tensors, seconds are estimates.
+    There are no gradients, whatever requires them, and the last shard too has the bytes of a forward. Without a
+    ``loss_fn``, the last layer's output leaves. Bytes are counted on fake tensors, seconds are estimates.
 
-    may_run: where fake tensors cannot tell, run the layers metered, on copies. Without it, DependsOnValues or what the
-        layer raised comes out, and the process-wide generators are left alone: for use while other threads draw.
+    may_run: run layers metered, on copies, if fake tensors cannot count them. Without it, DependsOnValues or the
+        layer's own exception comes out. The process-wide generators are then left alone: for use while other threads
+        draw.
     """
     layers = named_layers(model)
 
@@ -164,7 +165,7 @@ def _measure(
 
 
 class _Quiet(logging.Filter, threading.local):
-    """Keeps the log of fake tensors from printing tracebacks of what is reported anyway, thread by thread."""
+    """Keeps the log of fake tensors from printing tracebacks of errors that are reported anyway, thread by thread."""
 
     is_on = False
 
@@ -186,11 +187,11 @@ def _quiet() -> Iterator[None]:
 
 
 class DependsOnValues(ValueError):
-    """A layer does what only values tell, which fake tensors have not."""
+    """A layer depends on values, which fake tensors do not have."""
 
 
 class _Profiler:
-    """Takes a batch through the layers, in fake tensors and, where it can, in real ones."""
+    """Takes a batch through the layers, in fake tensors and, if it can, in real ones."""
 
     def __init__(
         self, place: torch.device, precision: str, rates: Rates, model: Sequence[nn.Module], *, evaluates: bool = False
@@ -211,7 +212,7 @@ class _Profiler:
         self._skips: dict[str, Boundary] = {}  # what layers have put so far, in the tensors that go along
 
     def layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
-        """Costs of the next layer, with the loss if it is the last."""
+        """Return the costs of the next layer, with the loss if it is the last."""
         if self._real is None:
             fields, self._fake = self._count(layer, loss_fn)
             return fields
@@ -249,9 +250,9 @@ class _Profiler:
         return fields, output
 
     def residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
-        """Bytes that a slab takes more where tensors begin beside a multiple of 64, as views and mapped files do.
+        """Bytes that a slab needs on top because tensors do not begin at a multiple of 64 (views, mapped files).
 
-        On the CPU they keep their addresses modulo 64, by which its kernels choose; casts are new tensors.
+        On the CPU they keep their addresses modulo 64, by which kernels are chosen. Casts are new tensors.
         """
         if self._place.type != "cpu":
             return 0
@@ -283,7 +284,7 @@ class _Profiler:
 
 
 def named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Layers in order, by their key in the model, or by their class where that is a mere number."""
+    """Return the layers in order, named by their key in the model, or by their class if the key is a mere number."""
     children: Iterable[tuple[str, Any]]
     # Not named_children(): that leaves out a layer's second place in the model.
     children = model._modules.items() if isinstance(model, nn.Module) else ((str(i), x) for i, x in enumerate(model))
@@ -298,13 +299,13 @@ def named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.M
 
 
 def _sharing(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
-    """For each layer, the other layers that hold one of its parameters."""
+    """Return, for each layer, the other layers that hold one of its parameters."""
     held = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     return [tuple(j for j, theirs in enumerate(held) if j != i and mine & theirs) for i, mine in enumerate(held)]
 
 
 def _shared_bytes(layers: Sequence[nn.Module]) -> list[int]:
-    """For each layer, bytes of its trainable parameters that other layers hold too."""
+    """Return, for each layer, bytes of its trainable parameters that other layers hold too."""
     trainable = [{id(p): p for p in layer.parameters() if p.requires_grad} for layer in layers]
     holders = Counter(key for held in trainable for key in held)
     return [sum(p.numel() * p.element_size() for key, p in held.items() if holders[key] > 1) for held in trainable]
@@ -318,7 +319,7 @@ def _place(device: torch.device | str | None) -> torch.device:
 
 
 def _can_run(place: torch.device, parts: Any) -> bool:
-    """Whether the device is here and everything has values."""
+    """Return True if the device is here and everything has values."""
     if place.type != "cpu":
         here = torch.accelerator.current_accelerator(check_available=True)
         if here is None or here.type != place.type:
@@ -332,7 +333,7 @@ def _can_run(place: torch.device, parts: Any) -> bool:
 
 @contextlib.contextmanager
 def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
-    """Adds the layer to an exception's text and lets it go on as it is."""
+    """Add the layer to an exception's text, and raise it on."""
     try:
         yield
     except UnfitTensor as error:
@@ -343,7 +344,7 @@ def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
 
 
 def noted(error: BaseException, note: str) -> BaseException:
-    """Add to an exception's text."""
+    """Add a note to an exception's text."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10

@@ -1,4 +1,4 @@
-"""How fast a device is taken to be where it cannot be asked."""
+"""Stated rates, for a device that is not here to be measured."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches in practice, not its data sheet's peaks.
+    """Rates that a device reaches in practice, not the peaks of its data sheet.
 
     ``flops_per_s``: matrix products, convolutions and attention, in the precision at hand; eager bfloat16 transformers
-    reach about half of a GPU's peak. ``memory_bytes_per_s``: everything else is taken to be bound by its own memory.
+    reach about half of a GPU's peak. ``memory_bytes_per_s``: everything else is assumed to be bound by its own memory.
     """
 
     flops_per_s: float
@@ -24,7 +24,7 @@ class Rates:
                 raise ValueError(f"Rates.{field.name}: {value!r}, limit: finite and above 0; pass a number per second")
 
     def seconds(self, flops: int, num_bytes: int) -> float:
-        """Time of one operation: arithmetic or memory traffic, whichever takes longer."""
+        """Seconds of one operation: arithmetic or memory traffic, whichever takes longer."""
         return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 

@@ -1,4 +1,4 @@
-"""Everything that a Python object holds: the tensors of a layer, wherever its attributes keep them."""
+"""Finds everything that a Python object holds: the tensors of a layer, wherever its attributes keep them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 # handle leads to hooks that their module leads to as well.
 _ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, RemovableHandle)
 _NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
-# On the way to what neither an object nor a closure has for itself.
+# In the path to a value that an object or closure shares with others: of its class, or of its globals.
 CLASS, GLOBALS = "__class__", "__globals__"
-_CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
 _ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
-_IN_MODULES = ("_parameters", "_buffers", "_modules")
+# Dicts of its own that a module looks attributes up in.
+IN_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class Held(NamedTuple):
@@ -35,20 +36,21 @@ class Held(NamedTuple):
 
     path: str  # "blocks.0.cache[2]"
     value: Any
-    is_copied: bool  # a deepcopy leads to a copy of it; what a closure or a weak reference holds, it shares
+    is_copied: bool  # a deepcopy copies it; it shares what a closure or a weak reference holds
 
 
 def reach(
     *roots: tuple[str, object], copied_only: bool = False, plain: bool = False, besides: Collection[int] = ()
 ) -> Iterator[Held]:
-    """Give the roots, by these names, and everything that they hold, each once, by the shortest path.
+    """Yield the roots, by these names, and everything that they hold, each once, by the shortest path.
 
-    Followed are attributes, slots, containers, partial functions, bound methods, closures, defaults and weak
-    references; what a module's class holds, if it is not torch's; and of the globals that a function names, tensors,
-    modules and functions beside it. `copied_only`: no more than a deepcopy leads to.
+    It follows attributes, slots, containers, partial functions, bound methods, closures, defaults and weak references.
+    It follows the class of a module, if it is not torch's. Of the globals that a function names it follows tensors, and
+    modules and functions beside it.
 
-    `plain`: numbers and words too, and these and tensors wherever they are; also of the globals that a function names.
-    `besides`: ids of what is not looked at.
+    copied_only: only values that a deepcopy leads to.
+    plain: also numbers and strings, each at every place, as tensors then are; also in globals that a function names.
+    besides: ids of objects to leave out.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
     ends = _NO_VALUES if plain else _ENDS
@@ -79,7 +81,7 @@ def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...
 
 
 def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
-    """Values that a deepcopy goes on to."""
+    """Yield the values that a deepcopy goes on to."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield f"[{key!r}]" if isinstance(key, PLAIN) else "[...]", each
@@ -103,7 +105,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
         attributes = {}
     is_module = isinstance(value, nn.Module)
     for name, each in list(attributes.items()):
-        if is_module and name in _IN_MODULES and isinstance(each, dict):
+        if is_module and name in IN_MODULES and isinstance(each, dict):
             yield from ((f".{key}", held) for key, held in list(each.items()))
         else:
             yield f".{name}", each
@@ -115,7 +117,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object]]:
-    """Values that a copy holds as well."""
+    """Yield the values that a copy holds as well."""
     inside = f"{CLASS}." if plain else ""
     if isinstance(value, weakref.ref):
         yield "()", value()
@@ -132,7 +134,7 @@ def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object
         for name in value.__code__.co_names:
             each = value.__globals__.get(name)
             beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
-            if plain and isinstance(each, (*PLAIN, *_CONTAINERS)) and name in value.__globals__:
+            if plain and isinstance(each, (*PLAIN, *CONTAINERS)) and name in value.__globals__:
                 yield f".{GLOBALS}.{name}", each
             elif beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
                 yield f".{name}", each

@@ -15,14 +15,14 @@ _KNOWN: dict[str, Callable[..., Partitioner]] = {}
 
 
 def register_partitioner(name: str, factory: Callable[..., Partitioner]) -> None:
-    """Make a partitioner known by name; ``factory(**settings)`` returns it. A name is taken once."""
+    """Make a partitioner known by name; ``factory(**settings)`` returns it. Each name can be registered once."""
     if name in _KNOWN:
         raise ValueError(f"partitioner: {name!r} is taken, by {_KNOWN[name]!r}; choose another name")
     _KNOWN[name] = factory
 
 
 def make_partitioner(name: str, **settings: Any) -> Partitioner:
-    """The partitioner of that name: ``make_partitioner("balanced", num_shards=4)``.
+    """Return the partitioner of that name: ``make_partitioner("balanced", num_shards=4)``.
 
     Raises ValueError for an unknown name and for settings that it does not take.
     """

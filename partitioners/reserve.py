@@ -1,4 +1,4 @@
-"""What the meter cannot see: memory that kernels take and give back within one operation."""
+"""Memory that the meter cannot see: kernels allocate and free it within one operation."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MEMORY_EVENT = "[memory]"  # the profiler's name for a change of allocated memo
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPeak:
-    """Most bytes at once of one layer's forward and backward, seen in two ways."""
+    """Most bytes at once of one layer's forward and backward, measured in two ways."""
 
     index: int
     name: str
     metered_bytes: int  # storages that operations create, and the gradient that comes in
-    allocated_bytes: int  # what the allocator handed out, kernels' own scratch memory included
+    allocated_bytes: int  # bytes that the allocator handed out, kernels' own scratch memory included
 
     @property
     def reserve_bytes(self) -> int:
-        """The difference: what to keep free of a device beside what is metered."""
+        """The difference: bytes to keep free on a device beside the metered ones."""
         return max(0, self.allocated_bytes - self.metered_bytes)
 
 
 def layer_peaks(
     model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
 ) -> list[LayerPeak]:
-    """Runs every layer on the CPU, metered and under `torch.profiler`; the last one's figures include the loss."""
+    """Run every layer on the CPU, metered and under `torch.profiler`; the figures of the last include the loss."""
     layers = named_layers(model)
     copies, peaks = Copies(), []
     skips: dict[str, Boundary] = {}
@@ -59,10 +59,11 @@ def layer_peaks(
 
 
 def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
-    """Peak of the allocator while the layer runs, and the boundary that leaves it."""
+    """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
     work.forget()
     handed, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
-    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
+    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         output = run_once(work, handed, target, arriving).output
     events = trace.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)

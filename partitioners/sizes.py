@@ -1,4 +1,4 @@
-"""Sizes as people write them ("64MiB") to bytes and back."""
+"""Converts sizes as people write them ("64MiB") to bytes and back."""
 
 import re
 from fractions import Fraction
@@ -13,7 +13,7 @@ _EXAMPLES = "write whole bytes (4096) or a number with a unit: '512 KiB', '64MiB
 
 
 def parse_bytes(value: int | str, field: str) -> int:
-    """Bytes named by an int or by a string such as ``"64MiB"``; a fraction of a byte is dropped.
+    """Return the bytes named by an int or by a string such as ``"64MiB"``; drop a fraction of a byte.
 
     Raises ValueError, naming ``field``, for anything but a positive size.
     """
@@ -39,7 +39,7 @@ def _parse(text: str, field: str) -> int:
 
 
 def format_bytes(n: int) -> str:
-    """``n`` bytes for people: ``"1.5 GiB"``, ``"64 MiB"``, ``"0 B"``; rounded to one decimal, not to be parsed back."""
+    """Return ``n`` bytes as text: ``"1.5 GiB"``, ``"64 MiB"``, ``"0 B"``. Rounded to one decimal."""
     size, units = float(abs(n)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while round(size, 1) >= 1024 and len(units) > 1:
         size /= 1024

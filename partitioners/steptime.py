@@ -1,4 +1,4 @@
-"""Predicts how long a step of a partitioned model takes on one device, and what bounds it."""
+"""Predicts the seconds of a step of a partitioned model on one device, and the resource that bounds it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ COMPUTE, LINK, HOST = "compute", "link", "host optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step of one task alone on a device, and how they come about.
+    """Seconds of one step of one task alone on a device, and their parts.
 
-    ``total_s`` is compute and what nothing hides. The resources' totals say what would bound many such tasks together.
+    ``total_s`` is compute and all copies and updates that nothing hides. The totals of the resources say which one
+    would bound many such tasks together.
     """
 
     total_s: float
@@ -36,7 +37,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The resource that is busy longest: "compute", "link" or "host optimizer"."""
+        """The resource that is busy for the longest time: "compute", "link" or "host optimizer"."""
         busy = {COMPUTE: self.compute_s, LINK: self.link_s, HOST: self.update_s}
         return max(busy, key=lambda name: busy[name])
 
@@ -48,8 +49,8 @@ class StepModel:
 
     - unit: its micro-batches pass through load, compute and store like a pipeline: the first one's input and the last
       one's output are exposed, and so are the gradients of a backward unit;
-    - neighbours: a unit's parameters are loaded while the unit before computes, if both fit the device; what takes
-      longer than that unit is exposed. If they do not fit, all of it is;
+    - neighbours: a unit's parameters are loaded while the unit before computes, if both fit the device. The seconds by
+      which the load is longer than that unit are exposed. If they do not fit, the whole load is exposed;
     - the first shard's update and load come after the commit and are exposed; the other updates run under the forwards
       of the shards below. A step takes no less than the whole optimizer.
     """
@@ -91,7 +92,7 @@ class StepModel:
         return self._num
 
     def runs_backward(self, last: int) -> bool:
-        """Whether the shard that ends at ``last`` has a backward unit: it or one below holds a trainable parameter."""
+        """Return True if the shard that ends at ``last`` runs backward: it or one below holds a trainable parameter."""
         return last > self._lowest
 
     def shard_s(self, first: Layers, last: int) -> Seconds:
@@ -124,7 +125,7 @@ class StepModel:
         return np.asarray(load - np.where(fits, hidden, 0.0))
 
     def predict(self, boundaries: Sequence[int]) -> StepTime:
-        """The step under a partition."""
+        """Predict the step under a partition."""
         shards = list(pairwise([0, *boundaries]))
         budget, unit_s = self._budget, self._budget.unit_s
         compute = moved = up = down = loads = 0.0

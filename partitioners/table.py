@@ -1,4 +1,4 @@
-"""The bytes of every shard of a model at once: what partitioners search."""
+"""Tables of the bytes of every possible shard of a model, which partitioners search."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _NEVER = np.iinfo(np.int64).max // 4  # entries below the diagonal: no shard
 class ShardTable:
     """By (first, last): bytes of the shard ``[first, last)``, as the functions of the same names give one by one.
 
-    Square, with one row and column more than layers, so that ``last`` is an index; where ``first >= last``, a number
-    that no device has.
+    Each table is square and has one row and column more than there are layers, so that ``last`` is an index. Entries
+    with ``first >= last`` are a number of bytes that no device has.
     """
 
     slab: Bytes
@@ -38,7 +38,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, costs: Sequence[LayerCost], num_micro_batches: int) -> ShardTable:
-        """O(layers^2) in arrays: a thousand layers take a few tens of milliseconds."""
+        """Fill the tables, in O(layers^2) array operations: a thousand layers take a few tens of milliseconds."""
         num = len(costs)
         if num == 0:
             raise ValueError("costs: no layers, limit: at least 1; profile a model first")
@@ -99,14 +99,14 @@ class ShardTable:
         return cls(**tables)
 
     def fits(self, memory_bytes: int) -> Flags:
-        """Which shards a device can run."""
+        """Flags of the shards that a device can run."""
         return np.triu(self.full <= memory_bytes, k=1)
 
 
 def fewest_shards(fits: Flags) -> list[int] | None:
-    """The partition with the fewest shards among those whose shards ``[first, last)`` all fit; None when there is none.
+    """Return the partition with the fewest shards if all shards ``[first, last)`` have to fit; None when there is none.
 
-    Of several, the one whose shards are longest from the front.
+    Of several, it is the one whose shards are longest from the front.
     """
     num = len(fits) - 1
     # From the back: how many shards layers [first, num) take, and where the first of them ends.
@@ -124,9 +124,9 @@ def fewest_shards(fits: Flags) -> list[int] | None:
 
 
 def too_large(costs: Sequence[LayerCost], table: ShardTable, memory_bytes: int) -> LayerTooLarge | None:
-    """Why no partition fits, or None when one does.
+    """Return the error that says why no partition fits, or None when one does.
 
-    Names the layer at which the furthest of all partitions ends: no shard that begins with it fits.
+    It names the layer at which the furthest of all partitions ends: no shard that begins with it fits.
     """
     fits = table.fits(memory_bytes)
     reached = np.zeros(len(costs) + 1, dtype=bool)

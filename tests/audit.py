@@ -1,5 +1,6 @@
 """Counts the bytes of every unit from outside, and compares them with those that the device has granted it."""
 
+import threading
 from contextlib import contextmanager
 from unittest import mock
 
@@ -7,7 +8,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.host.state import UnitBytes
 from hydra_engine.worker.executor import Executor
-from hydra_engine.worker.worker import Worker
+from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.runner import Runner
 from partitioners import MemoryMeter
 
 
@@ -24,45 +26,43 @@ class Audit:
         self.over = []
         self.metered = []
         self.num_units = 0
-        self._peaks = {}
+        self._peaks = {}  # of the unit that a thread has computed last
 
 
 @contextmanager
 def audited():
     """Within, every unit of every device is counted."""
     audit = Audit()
-    run, settle_graphs, metered = Executor.run, Worker._settle_graphs, Worker._metered
-    place_input = Worker._place_input
+    run, settle, place_input = Executor.run, KeptGraphs.settle, Runner._place_input
 
-    def counted(executor, *args, **options):
+    @contextmanager
+    def counted(executor, *args):
         with MemoryMeter() as meter:
             try:
-                return run(executor, *args, **options)
+                with run(executor, *args) as running:
+                    yield running
             finally:
-                audit._peaks[id(executor)] = meter.peak_bytes
+                audit._peaks[threading.get_ident()] = meter.peak_bytes
 
-    def placed(worker, work, m):
+    def placed(runner, unit_run, m):
         with _disable_current_modes():  # in the middle of the unit; inputs are counted apart
-            return place_input(worker, work, m)
+            return place_input(runner, unit_run, m)
 
-    def settled(worker, work):
-        peak = audit._peaks.pop(id(worker._executors[work.unit.task]), None)
-        if work.error is None and peak is not None:
+    def settled(kept_graphs, unit_run):
+        peak, account = audit._peaks.pop(threading.get_ident(), None), unit_run.account
+        if unit_run.is_metered:
+            audit.metered.append(str(unit_run.claim.unit))
+        if unit_run.claim.error is None and peak is not None:
             audit.num_units += 1
             # An output on its way to DRAM is in the peak already, or in none.
-            took = work.beside_bytes + UnitBytes(peak, work.input_bytes, 0).total(work.num_micro_batches)
-            if took > work.held_bytes:
-                audit.over.append((str(work.unit), took, work.held_bytes))
-        settle_graphs(worker, work)
-
-    def noted(worker, work):
-        audit.metered.append(str(work.unit))
-        return metered(worker, work)
+            took = account.beside_bytes + UnitBytes(peak, account.input_bytes, 0).total(account.num_micro_batches)
+            if took > account.held_bytes:
+                audit.over.append((str(unit_run.claim.unit), took, account.held_bytes))
+        settle(kept_graphs, unit_run)
 
     with (
         mock.patch.object(Executor, "run", counted),
-        mock.patch.object(Worker, "_place_input", placed),
-        mock.patch.object(Worker, "_settle_graphs", settled),
-        mock.patch.object(Worker, "_metered", noted),
+        mock.patch.object(Runner, "_place_input", placed),
+        mock.patch.object(KeptGraphs, "settle", settled),
     ):
         yield audit

@@ -25,14 +25,15 @@ from typing import NamedTuple
 
 import torch
 
-from hydra_engine.checkpoints.checkpoint import latest_name, newest_first
+from hydra_engine.checkpoints.checkpoint import FILES, newest_first, read_manifest
 from tests import durable
 from tests.durable import Settings
 
 ROOT = Path(__file__).parent.parent
 HANG_S = 60  # a training that takes longer is ended, with every thread's stack in its log
 POLL_S = 0.0005
-TEMPORARY = ".tmp-checkpoint-"  # how the name of a save that is not whole begins
+STEM_LENGTH = len("00000001-4f1c9a2e")  # of a file's name: the checkpoint that wrote it
+TRIED = "00000000-"  # the file that is written as a directory is opened
 MORE_KILLS = 0.25  # of the runs are killed more than once
 MARGIN = 1.2  # aimed kills fall up to so many times a save's duration after its begin: also right after it
 
@@ -73,28 +74,28 @@ class Saves:
 
     def __init__(self, directory):
         self.directory = directory
-        # Not its own: what the process before left unfinished, and what is renamed to be removed.
-        self._known = {*self._unfinished(), *(TEMPORARY.removesuffix("checkpoint-") + name for name in self._whole())}
+        self._known = self._written()  # by the processes before
         self._begun_s, self._ended_s = {}, {}
 
     def _whole(self):
-        return [path.name for path in newest_first(self.directory)]
+        return newest_first(self.directory)
 
-    def _unfinished(self):
+    def _written(self):
+        """The beginnings of files' names, one for each save that something is there of."""
         try:
-            return [name for name in os.listdir(self.directory) if name.startswith(TEMPORARY)]
+            names = os.listdir(self.directory / FILES)
         except FileNotFoundError:
-            return []
+            return set()
+        return {name[:STEM_LENGTH] for name in names if not name.startswith(TRIED)}
 
     def look(self, now_s):
         """Note what is new."""
-        there = self._unfinished()
-        for name in there:
-            if name not in self._known:
-                self._begun_s.setdefault(name, now_s)
-        for name in self._begun_s:
-            if name not in there:  # renamed: it is whole
-                self._ended_s.setdefault(name, now_s)
+        for stem in self._written() - self._known - self._begun_s.keys():
+            self._begun_s[stem] = now_s
+        whole = {path.name for path in self._whole()}
+        for stem in self._begun_s.keys() - self._ended_s.keys():
+            if f"checkpoint-{stem}.json" in whole:
+                self._ended_s[stem] = now_s
 
     def begin_s(self, number):
         """When the process began one; None: not yet."""
@@ -107,10 +108,12 @@ class Saves:
         return [end_s - self._begun_s[name] for name, end_s in self._ended_s.items()]
 
     def after_kill(self):
-        """Whether something lies there that a save or a removal would have gone on with; how many checkpoints."""
+        """Whether a save or a removal was cut off, so that files lie there unnamed; how many checkpoints there are."""
         whole = self._whole()
-        in_save = bool(self._unfinished()) or latest_name(self.directory) != (whole[0] if whole else None)
-        return in_save, len(whole)
+        named = {stored.file for path in whole for stored in read_manifest(path).files}
+        files = self.directory / FILES
+        there = {path.name for path in files.iterdir()} if files.exists() else set()
+        return bool(there - named), len(whole)
 
 
 def start(folder, settings):

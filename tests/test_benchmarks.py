@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import runpy
 import sys
 import time
@@ -122,96 +123,199 @@ def test_durability_counts_kills_and_judges(is_good, durability, monkeypatch, ca
 
 
 @pytest.fixture
-def streaming(monkeypatch):
-    """The benchmark's modules by name, as its own folder has them."""
+def gpu_day(monkeypatch):
+    """Modules of the benchmark by name, as its own folder has them."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(main_of("streaming").parent)
-    names = ("bounds", "scales", "tables", "ceilings", "contestants")
+    monkeypatch.syspath_prepend(main_of("gpu_day").parent)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests keep the cores busy
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))  # put back
+    before = set(sys.modules)
+    names = ("bounds", "scales", "stages", "rows", "report", "wheels", "child")
     modules = {name: importlib.import_module(name) for name in names}
-    spec = importlib.util.spec_from_file_location("benchmarks_streaming", main_of("streaming"))
+    spec = importlib.util.spec_from_file_location("benchmarks_gpu_day", main_of("gpu_day"))
     modules["main"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(modules["main"])
+    monkeypatch.setattr(modules["wheels"], "install", lambda: None)
     yield SimpleNamespace(**modules)
-    for name in names:
-        del sys.modules[name]
+    folder = str(ROOT / "benchmarks")
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
 
 
-def in_this_process(streaming, refusing=()):
-    """What measures a group, without a process of its own; some methods raise out-of-memory instead."""
-
-    def run(scale_name, group, add, until_s, row_s):
-        if group.method in refusing:
-            for key in group.rows():
-                with streaming.contestants.measured(add, torch.device("cpu"), key):
-                    raise torch.OutOfMemoryError("no room\nfor it")
-        elif group.method != "fsdp2":
-            streaming.contestants.run_group(streaming.scales.SCALES[scale_name], group, add)
-
-    return run
+def run_small(gpu_day, tmp_path, module, method, **options):
+    """Rows of one group on the emulated device, in this process."""
+    rows = []
+    group = gpu_day.scales.Group(module=module, method=method, **options)
+    gpu_day.child.run_group(gpu_day.scales.EMULATED, group, rows.append, tmp_path)
+    return rows
 
 
-def test_streaming_writes_every_row_and_names_what_was_not_run(streaming, tmp_path, capsys):
-    path = tmp_path / "results.json"
-    arguments = ["--emulated", "--quick", "--json", str(path)]
-    assert streaming.main.main(arguments, in_this_process(streaming, refusing=("interleaved",))) == 0
-    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
-    found = {name: row["status"] for name, row in rows.items()}
-    measured = dict.fromkeys(("machine", "kernels", "resident", "engine"), "ok")
-    assert found == {**measured, "fsdp2": "not run", "interleaved": "failed"}
-    engine = rows["engine"]
-    assert engine["bound_s"] == max(engine["terms_s"].values()) == engine["terms_s"][engine["binding"]] > 0
-    assert engine["share_of_bound"] == engine["bound_s"] / engine["step_s"]
-    assert engine["times_resident"] == engine["tokens_per_s"] / rows["resident"]["tokens_per_s"]
+def test_gpu_day_goes_on_with_what_is_not_there_and_then_with_what_failed(gpu_day, tmp_path, capsys):
+    """And an emulated run fills no cell of a table."""
+    asked = []
+
+    def run(scale_name, group, add, until_s, row_s, folder):
+        for key in group.rows():
+            asked.append(key[0])
+            if key[0] == "environment":
+                add(gpu_day.rows.failed(key, "no room"))
+            elif key[0] != "wake-up" or len(asked) > 6:
+                add({**gpu_day.rows.failed(key, ""), "status": "ok"})
+
+    arguments = ["facts", "--emulated", "--out", str(tmp_path)]
+    assert gpu_day.main.main(arguments, run) == 0
+    assert asked == list(gpu_day.stages.FACTS)
+    assert "- facts: 4 of 6 rows ran" in capsys.readouterr().out
+    assert gpu_day.main.main(arguments, run) == 0
+    assert asked[6:] == ["wake-up", "environment"]
+    printed = capsys.readouterr().out
+    assert "- facts: 5 of 6 rows ran" in printed
+    assert "  - environment : failed, no room" in printed
+    assert len((tmp_path / "facts.jsonl").read_text().splitlines()) == 7
+    assert (tmp_path / "report.md").read_text().startswith(gpu_day.report.report(tmp_path / "nothing"))
+
+
+def test_gpu_day_measures_the_peers_that_four_models_are_compared_with(gpu_day, tmp_path):
+    asked, first_two = [], gpu_day.scales.EMULATED.tokens[:2]
+
+    def run(scale_name, group, add, until_s, row_s, folder):
+        asked.append((group.method, group.tokens))
+        for key in group.rows():
+            add(gpu_day.rows.failed(key, "no room"))
+
+    arguments = ["four", "--emulated", "--out", str(tmp_path)]
+    gpu_day.main.main(arguments, run)
+    peers = importlib.import_module("peers").PEERS
+    assert asked == [("interleaved", first_two[::-1]), *((name, first_two) for name in peers)]
+    del asked[:]
+    gpu_day.main.main(arguments, run)
+    assert asked == [("interleaved", first_two[::-1])]  # peers that failed are tried again in their own stage
+
+
+def test_gpu_day_readme_has_the_tables_that_are_printed_of_its_results(gpu_day):
+    folder = main_of("gpu_day").parent
+    assert gpu_day.report.report(folder / "results") in (folder / "README.md").read_text()
+
+
+def test_gpu_day_knows_every_method_that_it_plans_and_plans_no_row_twice(gpu_day):
+    for scale in gpu_day.scales.SCALES.values():
+        for stage in gpu_day.stages.stages(scale).values():
+            assert len(stage.rows()) == len(set(stage.rows()))
+            for group in stage.groups:
+                module = importlib.import_module(group.module)
+                assert group.method in (module.PEERS if group.module == "peers" else module.METHODS)
+                assert not group.parts or group.parts == tuple(module.PARTS)
+
+
+def test_gpu_day_measures_the_engine_and_its_kernels(gpu_day, tmp_path):
+    size = gpu_day.scales.EMULATED.size
+    [kernels] = run_small(gpu_day, tmp_path, "engine", "kernels", size=size)
+    [engine] = run_small(gpu_day, tmp_path, "engine", "engine", size=size, tokens=(64,), memory="1MiB")
+    assert kernels["status"] == engine["status"] == "ok"
+    assert len(kernels["layers"]) == engine["boundaries"][-1] == 8
     assert engine["host_peak_bytes"] > 0
     assert 0 <= engine["exposed_share"] < 1
-    weights = 2 * engine["num_parameters"]  # at least, norms being wider
-    assert engine["stored_bytes"] >= weights <= engine["loaded_bytes"]
-    printed = capsys.readouterr().out
-    assert "failed: out of memory: no room" in printed
-    assert "emulated: the script runs; its figures say nothing of a GPU" in printed
+    assert len(engine["boundaries"]) > 1
+    assert engine["stored_bytes"] >= 2 * engine["num_parameters"] <= engine["loaded_bytes"]  # norms are wider
 
 
-def test_streaming_measures_fsdp2_in_a_process_of_its_own(streaming, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests keep the cores busy
-    group = streaming.scales.Group(method="fsdp2", size="0.3M", memory="4MiB", tokens=(256,))
+def test_gpu_day_finds_facts(gpu_day, tmp_path):
+    names = ("environment", "stream", "page-locking", "wake-up")
+    rows = run_small(gpu_day, tmp_path, "facts", "facts", parts=names)
+    assert [(row["method"], row["status"]) for row in rows] == [(name, "ok") for name in names]
+
+
+def test_gpu_day_says_how_many_models_dram_holds(gpu_day, monkeypatch):
+    engine, scale = importlib.import_module("engine"), gpu_day.scales.EMULATED
+    num_bytes = 16 * sum(each.numel() for each in engine.make_model(scale, scale.size, "meta").parameters())
+    for available, expected in ((10, 4), (3.5, 3)):
+        monkeypatch.setattr(engine, "available_dram_bytes", lambda share=available: share * num_bytes)
+        assert engine.num_that_fit(scale, scale.size) == expected
+    monkeypatch.setattr(engine, "available_dram_bytes", lambda: num_bytes)
+    with pytest.raises(MemoryError, match=f"{num_bytes} bytes of DRAM for each model"):
+        engine.num_that_fit(scale, scale.size)
+
+
+def test_gpu_day_measures_fsdp2_in_a_process_of_its_own(gpu_day, tmp_path):
+    group = gpu_day.scales.Group(method="fsdp2", size=gpu_day.scales.EMULATED.size, memory="1MiB", tokens=(64,))
     rows = []
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 100, tmp_path)
     [row] = rows
     assert row["status"] == "ok", row
-    assert row["tokens_per_s"] == 256 / row["step_s"]
+    assert row["tokens_per_s"] == 64 / row["step_s"]
 
 
-def test_streaming_reports_what_ends_a_process_and_what_there_is_no_time_for(streaming):
-    group = streaming.scales.Group(method="engine", size="unknown", memory="4MiB", tokens=(256,))
+def test_gpu_day_reports_what_ends_a_process_and_what_there_is_no_time_for(gpu_day, tmp_path):
+    group = gpu_day.scales.Group(module="engine", method="engine", size="unknown", memory="1MiB", tokens=(64, 128))
     rows = []
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic() + 60, 60)
+    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 100, tmp_path)
+    assert [(row["tokens"], row["status"], row["reason"]) for row in rows] == [
+        (tokens, "failed", "its process ended with 1: KeyError: 'unknown'") for tokens in (64, 128)
+    ]
+    assert "Traceback" in rows[0]["stderr"]
+    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic(), 100, tmp_path)
+    assert len(rows) == 2
+
+
+def test_gpu_day_ends_a_row_that_hangs(gpu_day, tmp_path):
+    group = gpu_day.scales.Group(module="engine", method="engine", size="0.3M", memory="1MiB", tokens=(64,))
+    rows = []
+    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 0.1, tmp_path)
     [row] = rows
-    assert (row["status"], row["reason"]) == ("failed", "its process ended with 1: KeyError: 'unknown'")
-    streaming.main.run_child("emulated-quick", group, rows.append, time.monotonic(), 60)
-    assert len(rows) == 1
+    assert (row["status"], row["reason"]) == ("failed", "no end after 0 s")
 
 
-def test_streaming_adds_up_kernels_as_the_plan_runs_them(streaming):
-    bounds = streaming.bounds
+def test_gpu_day_sets_rows_of_a_gpu_beside_their_bound_and_their_peers(gpu_day, tmp_path):
+    scale = gpu_day.scales.GPU
+
+    def write(stage, method, memory=scale.memory, tokens=8192, **figures):
+        size = "" if stage == "facts" else scale.size
+        key = dict(zip(gpu_day.rows.KEY, (method, size, memory, tokens), strict=True))
+        spread = {f"step_s{end}": figures["step_s"] for end in ("_least", "_most")} if "step_s" in figures else {}
+        row = {**key, "status": "ok", **spread, **figures}
+        gpu_day.rows.Results(tmp_path, stage, "gpu").add(row)
+
+    alone = {"memory": "", "tokens": 0}
+    rates = {f"{name}_bytes_per_s": 1e9 for name in ("up", "down", "both_up", "both_down", "dram")}
+    write("facts", "ceilings", **alone, **rates, matmul_flops={"bfloat16": 5e14})
+    by_threads = {"triad_bytes_per_s": {"1": 2e9}, "in_place_bytes_per_s": {"1": 1e9}}
+    write("facts", "stream", **alone, **by_threads, dram_bytes_per_s=2e9)
+    write("one", "kernels", **alone, layers=[{"forward": 1.0, "recompute": 1.0, "backward": 1.0}] * 2)
+    cut = {"boundaries": [1, 2], "graph_bytes": [0, 0], "micro_batches": 2, "num_parameters": 1e9, "boundary_bytes": 10}
+    moved = {"loaded_bytes": 1e9, "stored_bytes": 1e9, "exposed_share": 0.02}
+    least_s = 28.0 * 4 / 2  # of four models on the host; the kernels take 4 * 2 * 5
+    write("four", "interleaved", step_s=least_s / 0.96, tokens_per_s=500.0, num_tasks=4, **cut, **moved)
+    write("one", "fsdp2", step_s=40.0, tokens_per_s=100.0, losses=[5.0, 4.0], steps_before=0)
+    write("one", "resident", memory="", step_s=8.0, tokens_per_s=1000.0, losses=[5.0, 4.1], steps_before=0)
+    found = gpu_day.report.report(tmp_path)
+    assert "500 tokens/s; 58.333 s (58.333 to 58.333); 96% of the bound (host)" in found
+    assert "one after another: fsdp2 | not measured on a GPU | 160.000 s; ours takes 0.36 of it" in found
+    assert "100 tokens/s; 40.000 s (40.000 to 40.000); 0.10 of resident" in found
+    assert "11.11% at 8,192 tokens per step" in found
+
+
+def test_gpu_day_adds_up_kernels_as_the_plan_runs_them(gpu_day):
+    bounds = gpu_day.bounds
     layers = [bounds.LayerSeconds(forward=1.0, recompute=2.0, backward=4.0)] * 4
     assert bounds.compute_s(layers, [4], [], 3) == 3 * 4 * 6  # one shard: no forward twice
     assert bounds.compute_s(layers, [1, 2, 4], [0, 0, 0], 1) == 7 + 7 + 2 * 6
     assert bounds.compute_s(layers, [1, 2, 4], [0, 5, 0], 1) == 7 + 6 + 2 * 6  # a kept graph
-    assert bounds.linear_flops([10, 20], [1, 2], [0, 0], 3) == (8 * 10 + 6 * 20) * 3
 
 
-def test_streaming_bounds_a_step_by_its_slowest_resource(streaming):
+def test_gpu_day_bounds_a_step_by_its_slowest_resource(gpu_day):
     ceilings = {"up_bytes_per_s": 2.0, "down_bytes_per_s": 4.0, "dram_bytes_per_s": 7.0}
     options = {"num_parameters": 100, "num_shards": 4, "boundary_bytes": 10}
-    found = streaming.bounds.bound(5.0, ceilings, moved=(1000, 1000), **options)
+    found = gpu_day.bounds.bound(5.0, ceilings, moved=(1000, 1000), **options)
     # Up 1.75 times 200 bytes, down 200 and three boundaries with their gradients, 28 bytes in DRAM.
     assert (found.compute, found.up, found.down, found.host) == (5.0, 175.0, 65.0, 400.0)
     assert (found.seconds, found.binding) == (400.0, "host")
-    resident = streaming.bounds.bound(5.0, ceilings, moved=(220, 210), num_tasks=2, **options)
+    resident = gpu_day.bounds.bound(5.0, ceilings, moved=(220, 210), num_tasks=2, **options)
     assert (resident.compute, resident.up, resident.down, resident.host) == (10.0, 110.0, 52.5, 800.0)
 
 
-def test_streaming_tells_exposed_updates_from_hidden_ones(streaming):
+def test_gpu_day_tells_exposed_updates_from_hidden_ones(gpu_day):
     spans = [
         Span("cuda:0", "compute", "a.f0@1", 0.0, 4.0),
         Span("host", "update", "a.0", 3.0, 6.0),  # exposed from 4 to 6
@@ -219,22 +323,7 @@ def test_streaming_tells_exposed_updates_from_hidden_ones(streaming):
         Span("cuda:0", "compute", "b.f0@1", 7.0, 10.0),
         Span("host", "commit", "a", 9.0, 12.0),  # past the window from 10 on
     ]
-    assert streaming.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
-    assert streaming.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
-    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
-    assert streaming.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
-
-
-def test_streaming_plans_every_row_once_the_most_important_first(streaming):
-    planned = streaming.scales.groups(streaming.scales.GPU)
-    keys = [key for group in planned for key in group.rows()]
-    assert len(keys) == len(set(keys))
-    assert [sum(key[0] == method for key in keys) for method in streaming.scales.METHODS] == [20, 10, 20, 10]
-    assert keys[:3] == [("machine", "", "", 0), ("kernels", "1.5B", "", 0), ("resident", "1.5B", "", 16384)]
-    some = streaming.scales.groups(streaming.scales.GPU, sizes=["3B"], tokens=[4096], methods=["fsdp2"])
-    assert [key for group in some for key in group.rows()] == [
-        ("machine", "", "", 0),
-        ("kernels", "3B", "", 0),
-        ("fsdp2", "3B", "16GiB", 4096),
-        ("fsdp2", "3B", "24GiB", 4096),
-    ]
+    assert gpu_day.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
+    assert gpu_day.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
+    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
+    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]

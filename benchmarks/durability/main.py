@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest, place
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from partitioners import Presharded, format_bytes
 
@@ -232,9 +232,9 @@ def plain_rate(path, data, is_direct):
     return len(data) / elapsed_s
 
 
-def bytes_of(folder):
+def bytes_of(checkpoint):
     """All files of a checkpoint one after the other, in whole pages as direct writes want them."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [checkpoint.path, *(place(checkpoint.path, stored) for stored in checkpoint.manifest.files)]
     num_bytes = sum(path.stat().st_size for path in files)
     data = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
     for path in files:
@@ -271,7 +271,7 @@ def rates(options, root):
     trained(root / "first", RATE_EVERY, every=RATE_EVERY, device=options.device)
     newest = load_newest(root / "first")
     contents = {name: content_of(newest, name) for name in newest.task_names}
-    data = bytes_of(newest.path)
+    data = bytes_of(newest)
     shutil.rmtree(root / "first")
 
     def plain(is_direct=False):

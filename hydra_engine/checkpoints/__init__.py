@@ -1,4 +1,4 @@
-"""Tasks saved on disk and brought back."""
+"""Tasks saved on disk and read back."""
 
 from hydra_engine.checkpoints.checkpoint import Checkpoint, load_newest
 from hydra_engine.checkpoints.saved_task import LOST, SavedTask, never_committed

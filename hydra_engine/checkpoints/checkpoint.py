@@ -1,18 +1,15 @@
-"""Checkpoints on disk: each one whole or not there at all, whatever ends the process, and never believed unverified.
+"""Checkpoints on disk. Each is whole or not there at all, whatever ends the process, and no byte is used unchecked.
 
     directory/
-        LATEST                              the newest checkpoint's name
-        LOCK                                held by the run that writes here
-        checkpoint-00000012-4f1c9a2e/       its number, and the run that wrote it: no name is ever used twice
-            manifest.json                   every file's size and digest, and its own SHA-256
-            0-bert/weights.safetensors      a task's files: its weights by name,
-            0-bert/state.json               its other state, which names the tensors in
-            0-bert/state.safetensors
-        .tmp-...                            of a save or a removal that was cut off; gone with the next one
+        LOCK                                            held by the run that writes here
+        checkpoint-00000012-4f1c9a2e.json               a manifest: number of the checkpoint, run that wrote it
+        files/
+            00000012-4f1c9a2e-0-bert-weights.safetensors    content, named after the checkpoint that wrote it first
+            00000009-4f1c9a2e-0-bert-frozen.safetensors     unchanged since checkpoint 9, and named by both manifests
 
-A save writes into .tmp-..., renames it, replaces LATEST, and only then removes older ones; each is on the medium before
-the next begins. A reader goes by the numbers, so that it needs no LATEST. A file that has not changed since the last
-checkpoint is one on the medium with a name in both. `checkpoint.md` has the format.
+A save writes new files and a manifest into files/, and then renames the manifest into its place. Only then are older
+manifests removed, and then the files that no manifest names. Each of these is on the medium before the next begins. No
+name is ever used twice. `checkpoint.md` has the format.
 """
 
 from __future__ import annotations
@@ -29,71 +26,74 @@ from typing import Any
 
 import torch
 
-from hydra_engine.checkpoints import manifest as manifests
-from hydra_engine.checkpoints.manifest import Damaged, Manifest
+from hydra_engine.checkpoints.manifest import Damaged, Manifest, StoredFile
 from hydra_engine.checkpoints.nested import unflatten
 from hydra_engine.checkpoints.tensors import read_tensors
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import NUM_THREADS, Fingerprint, OldFile, fingerprint
 
-LATEST = "LATEST"
+FILES = "files"  # the folder of all content
 
-_NUM_TRIES = 10  # at finding one that a run does not remove just then
-_NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})")
+_NUM_TRIES = 10  # to find a checkpoint that a run does not remove at the same moment
+_NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A checkpoint that was whole when it was opened.
 
-    path: its folder. data: the caller's. messages: what is wrong with newer ones, and what lies there unasked.
+    path: its manifest's. messages: the reasons why newer checkpoints are not used.
     """
 
     path: Path
-    data: Any
-    messages: tuple[str, ...]
     manifest: Manifest
+    messages: tuple[str, ...] = ()
+
+    @property
+    def data(self) -> Any:
+        """The caller's data."""
+        return self.manifest.data
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """In the order they were given in."""
-        return tuple(self.manifest.folders)
+        """The tasks in the order in which they were saved."""
+        return tuple(self.manifest.tasks)
 
     def files(self, task: str) -> frozenset[str]:
-        """The names of a task's files; raises CheckpointError where it holds no such task."""
+        """Return the names of a task's files; raises CheckpointError if the checkpoint holds no such task."""
         return frozenset(self._files(task))
 
     def read_tensors(
         self, task: str, file_name: str, into: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """A file of tensors by name, in new memory; verified again while it is read.
+        """Read a file of tensors by name into new memory, and check it again meanwhile.
 
-        into: tensors in DRAM that take them, so that no second copy is there; raises ValueError, before one is written
-        to, where names, types or shapes differ. Raises CheckpointError if it changed, was removed by a later save, or
-        was never there; after that they hold anything.
+        into: tensors in DRAM that take the values, so that there is no second copy. Raises ValueError, before one is
+        written to, if names, types or shapes differ. Raises CheckpointError if the file changed, was removed by a later
+        save, or was never there; the tensors hold any values then.
         """
         with self._opened(task, file_name) as file:
             found = read_tensors(file, into)
         return found
 
     def read_bytes(self, task: str, file_name: str) -> bytes:
-        """The same, of any file, as it is."""
+        """Read any file as it is, and check it again meanwhile."""
         with self._opened(task, file_name) as file:
             found = file.read()
         return found
 
     def read_nested(self, task: str, stem: str) -> Any:
-        """The same, of what `hydra_engine.nested.nested_files` gave."""
+        """Read the state that `hydra_engine.checkpoints.nested.nested_files` wrote, and check it again meanwhile."""
         tensors = self.read_tensors(task, f"{stem}.safetensors")
         return unflatten(json.loads(self.read_bytes(task, f"{stem}.json")), tensors)
 
-    def _files(self, task: str) -> dict[str, Fingerprint]:
-        if task not in self.manifest.folders:
+    def _files(self, task: str) -> dict[str, StoredFile]:
+        if task not in self.manifest.tasks:
             raise CheckpointError(
                 f"{self.path} holds no task {task!r}, but {', '.join(map(repr, self.task_names)) or 'none'}; name the "
                 f"task as it was when it was saved"
             )
-        return self.manifest.folder_files(self.manifest.folders[task])
+        return self.manifest.tasks[task]
 
     @contextmanager
     def _opened(self, task: str, file_name: str) -> Iterator[OldFile]:
@@ -103,27 +103,27 @@ class Checkpoint:
                 f"{self.path} holds no file {file_name!r} of task {task!r}, but "
                 f"{', '.join(map(repr, files)) or 'none'}; read one of those"
             )
-        path = f"{self.manifest.folders[task]}/{file_name}"
+        stored = files[file_name]
         try:
-            with OldFile(self.path / path) as file:
+            with OldFile(place(self.path, stored)) as file:
                 try:
                     yield file
-                except Exception:  # nobody can make sense of it: was it as it had been written?
-                    check_same(path, files[file_name], file.finish())
+                except Exception:  # the content makes no sense: was it altered?
+                    _check_same(stored, file.finish())
                     raise
-                check_same(path, files[file_name], file.finish())
+                _check_same(stored, file.finish())
         except (OSError, EOFError, Damaged) as error:
             raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
 
 
 class _Removed(Exception):
-    """By a run that has saved a newer one."""
+    """A run has saved a newer checkpoint and removed this one."""
 
 
 def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, every byte of it verified; None where nothing was saved yet.
+    """Return the newest checkpoint that is whole, with every byte checked; None if nothing was saved yet.
 
-    Raises CheckpointError where there are checkpoints and none is whole, or the newest is of a newer format. A run may
+    Raises CheckpointError if there are checkpoints and none is whole, or the newest is of a newer format. A run may
     save there meanwhile.
     """
     directory = Path(directory).absolute()
@@ -134,18 +134,15 @@ def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def _load_newest(directory: Path) -> Checkpoint | None:
-    messages = []
+    messages: list[str] = []
     try:
         found = newest_first(directory)
-        latest = latest_name(directory)
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}; give the directory of a run") from error
-    if latest is not None and latest not in [path.name for path in found]:
-        messages.append(f"{directory / LATEST} names {latest!r}, which is not there")
     for path in found:
         try:
-            manifest = _read_manifest(path)
-            _verify(path, manifest)
+            manifest = read_manifest(path)
+            _check_content(path, manifest)
         except Damaged as damage:
             if not path.exists():
                 raise _Removed from damage
@@ -153,8 +150,7 @@ def _load_newest(directory: Path) -> Checkpoint | None:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         else:
-            messages += [f"{path / each} is no part of the checkpoint" for each in _unexpected(path, manifest)]
-            return Checkpoint(path=path, data=manifest.data, messages=tuple(messages), manifest=manifest)
+            return Checkpoint(path=path, manifest=manifest, messages=tuple(messages))
     if found:
         raise CheckpointError(
             f"no checkpoint is whole, of {len(found)} in {directory}:\n  "
@@ -164,71 +160,60 @@ def _load_newest(directory: Path) -> Checkpoint | None:
     return None
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """Raise Damaged if it is not as it was written or cannot be read, and CheckpointError if its format is newer."""
     try:
-        return Manifest.decode((path / manifests.NAME).read_bytes())
+        return Manifest.decode(path.read_bytes())
     except OSError as error:
-        raise Damaged(f"{manifests.NAME}: {error}") from error
+        raise Damaged(f"manifest: {error}") from error
 
 
-def _verify(path: Path, manifest: Manifest) -> None:
-    """Raises Damaged, at the first file that is not as it was written."""
+def place(path: Path, stored: StoredFile) -> Path:
+    """Return the path of a file that the manifest of this path names."""
+    return path.parent / FILES / stored.file
+
+
+def _check_content(path: Path, manifest: Manifest) -> None:
+    """Raise Damaged at the first file that is not as it was written."""
     _check_sizes(path, manifest)  # before gigabytes are read
     with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
-        for name, expected in manifest.files.items():
+        for stored in manifest.files:
             try:
-                found = fingerprint(path / name, threads)
+                found = fingerprint(place(path, stored), threads)
             except OSError as error:
-                raise Damaged(f"{name}: {error}") from error
-            check_same(name, expected, found)
+                raise Damaged(str(error)) from error
+            _check_same(stored, found)
 
 
 def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for name, expected in manifest.files.items():
+    for stored in manifest.files:
         try:
-            num_bytes = (path / name).stat().st_size
+            num_bytes = place(path, stored).stat().st_size
         except OSError as error:
-            raise Damaged(f"{name}: {error}") from error
-        if num_bytes != expected.num_bytes:
-            raise Damaged(f"{name}: found {num_bytes} bytes, expected {expected.num_bytes}")
+            raise Damaged(str(error)) from error
+        if num_bytes != stored.num_bytes:
+            raise Damaged(f"{stored.file}: found {num_bytes} bytes, expected {stored.num_bytes}")
 
 
-def check_same(name: str, expected: Fingerprint, found: Fingerprint) -> None:
-    """Raises Damaged where a file is not as it was written."""
-    if found != expected:
+def _check_same(stored: StoredFile, found: Fingerprint) -> None:
+    if found != stored.fingerprint:
         raise Damaged(
-            f"{name}: found {found.num_bytes} bytes of digest {found.digest}, expected {expected.num_bytes} of "
-            f"{expected.digest}"
+            f"{stored.file}: found {found.num_bytes} bytes of digest {found.digest}, expected {stored.num_bytes} of "
+            f"{stored.digest}"
         )
 
 
-def has_size(path: Path, expected: Fingerprint) -> bool:
-    """Whether a file is there as far as its size tells: for what is asked at every save."""
+def has_all_sizes(path: Path) -> bool:
+    """Return True if a checkpoint's manifest is as it was written and its files have their sizes: a quick check."""
     try:
-        return path.stat().st_size == expected.num_bytes
-    except OSError:
-        return False
-
-
-def manifest_if_whole(path: Path) -> Manifest | None:
-    """A checkpoint's, where all of it is there by sizes alone."""
-    try:
-        manifest = _read_manifest(path)
-        _check_sizes(path, manifest)
+        _check_sizes(path, read_manifest(path))
     except (Damaged, CheckpointError):
-        return None
-    return manifest
-
-
-def _unexpected(path: Path, manifest: Manifest) -> list[str]:
-    expected = {manifests.NAME, *manifest.files, *manifest.folders.values()}
-    return sorted(
-        str(each.relative_to(path)) for each in path.rglob("*") if str(each.relative_to(path)) not in expected
-    )
+        return False
+    return True
 
 
 def newest_first(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, whole or not; none where there is no such directory."""
+    """Return the manifests of a directory, of whole checkpoints or not; none if there is no such directory."""
     try:
         found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
     except FileNotFoundError:
@@ -237,15 +222,7 @@ def newest_first(directory: Path) -> list[Path]:
 
 
 def number(path: Path) -> int:
-    """A checkpoint's."""
+    """Return the number of a manifest's checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
-
-
-def latest_name(directory: Path) -> str | None:
-    """What LATEST names; None without it."""
-    try:
-        return (directory / LATEST).read_text(encoding="utf-8", errors="replace").rstrip("\n")
-    except FileNotFoundError:
-        return None

@@ -1,6 +1,6 @@
-"""Saving checkpoints, as `checkpoint.py` draws them: a kill at any moment leaves the newest whole one.
+"""Saving checkpoints as `checkpoint.py` draws them: a kill at any moment leaves the newest whole one.
 
-Files are written one after the other: new ones, and links to those that an older checkpoint has already.
+Files are written one after the other. A file that has not changed since the newest checkpoint is only named again.
 """
 
 from __future__ import annotations
@@ -12,189 +12,159 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra_engine.checkpoints import checkpoint, manifest
-from hydra_engine.checkpoints.checkpoint import LATEST, Checkpoint, check_same, has_size
-from hydra_engine.checkpoints.manifest import Damaged, Manifest
+from hydra_engine.checkpoints import checkpoint
+from hydra_engine.checkpoints.checkpoint import FILES, Checkpoint
+from hydra_engine.checkpoints.manifest import Damaged, Manifest, StoredFile, check_data
 from hydra_engine.checkpoints.tensors import Tensors, check_tensors, write_tensors
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import Disk, Fingerprint, FolderLock, NewFile, OldFile, WriteBehind
+from hydra_engine.system import Disk, FolderLock, NewFile, WriteBehind
 from partitioners import format_bytes
 
 Content = bytes | Tensors
 
-_MAX_FOLDER_LENGTH = 80  # of the 255 that file systems take
+LOCK = "LOCK"
+_MAX_TASK_LENGTH = 80  # of the 255 characters that file systems take
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
-# What a file system says that has no hard links, none for this file, or no more of them.
-_NO_LINK = (
-    errno.EPERM,
-    errno.EACCES,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
-    errno.EXDEV,
-    errno.EMLINK,
-)
+_OURS = re.compile(r"\d{8,}-[0-9a-f]{8}([.-].*)?")  # a user may keep other files beside ours
 
 
 class Saved(NamedTuple):
     """A checkpoint that is on the medium."""
 
     path: Path
-    messages: tuple[str, ...]  # what of older ones could not be removed
-    num_bytes: int  # written, without those that an older one had already
+    messages: tuple[str, ...]  # older ones that could not be removed
+    num_bytes: int  # that were written
 
 
 class NewCheckpoint:
-    """What `CheckpointDirectory.begin` gives; for one thread, within the block.
+    """The checkpoint that `CheckpointDirectory.begin` gives; for one thread, within the block.
 
-    Raises CheckpointError where the disk does not take it; the block is to be left then, and nothing has changed.
+    stem: the beginning of its files' names. base: the newest checkpoint, whose files may be named again.
+
+    Raises CheckpointError if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
     """
 
     def __init__(
         self,
-        path: Path,
-        temporary: Path,
+        directory: Path,
+        stem: str,
         base: Checkpoint | None,
-        spoilt: set[Path],
         disk: Disk,
         behind: WriteBehind,
         publish: Callable[[Path, Manifest], tuple[str, ...]],
     ) -> None:
-        self._path = path
-        self._temporary = temporary
+        self.path = directory / f"checkpoint-{stem}.json"
+        self.draft = directory / FILES / f"{stem}.json"  # the manifest before it has its place
         self._base = base
-        self._spoilt = spoilt
         self._disk = disk
         self._behind = behind
         self._publish = publish
-        self._folders: dict[str, str] = {}
-        self._files: dict[str, Fingerprint] = {}
+        self._tasks: dict[str, dict[str, StoredFile]] = {}
         self._num_bytes = 0
         self._is_open = True
-        with disk_errors(path.parent, f"did not take {path.name}"):
-            disk.make_folder(temporary)
 
-    def add(self, task: str, files: Mapping[str, Content], linked: Iterable[str] = ()) -> None:
+    def add(self, task: str, files: Mapping[str, Content], unchanged: Iterable[str] = ()) -> None:
         """Write a task's files by name: bytes, or tensors by name, which stay as they are until it returns, or move.
 
-        linked: files that are taken over from the newest checkpoint, of `CheckpointDirectory.newest_files`. Raises
-        TypeError and ValueError, before anything of the task is written, where the content cannot be saved.
+        unchanged: files that the newest checkpoint has, of `CheckpointDirectory.newest_files`. Raises TypeError and
+        ValueError, before anything of the task is written, if the content cannot be saved.
         """
         self._check_open()
-        linked = tuple(linked)
-        self._check(task, files, linked)
+        unchanged = tuple(unchanged)
+        self._check(task, files, unchanged)
         self._is_open = False  # until the task is whole
         num_bytes = sum(map(_num_bytes, files.values()))
-        with disk_errors(
-            self._path.parent, f"did not take {self._path.name}, {format_bytes(num_bytes)} of task {task!r}"
-        ):
-            folder = self._folders[task] = _folder(len(self._folders), task)
-            self._disk.make_folder(self._temporary / folder)
-            for name, content in files.items():
-                self._files[f"{folder}/{name}"] = self._write(self._temporary / folder / name, content)
-            for name in linked:
-                self._files[f"{folder}/{name}"] = self._take_over(task, name, self._temporary / folder / name)
-            self._disk.sync_folder(self._temporary / folder)
+        with self._disk_errors(f", {format_bytes(num_bytes)} of task {task!r}"):
+            prefix = f"{self.draft.stem}-{len(self._tasks)}-{_cleaned(task)}"
+            stored = {name: self._write(f"{prefix}-{name}", content) for name, content in files.items()}
+            stored |= {name: self._named_again(task, name) for name in unchanged}
+        self._tasks[task] = stored
         self._is_open = True
 
     def keep(self, task: str) -> None:
-        """Take over a task as the newest checkpoint of this directory has it; raises ValueError where it has none."""
-        if self._base is None or task not in self._base.manifest.folders:
+        """Take a task over as the newest checkpoint of this directory has it; raises ValueError if it has none."""
+        if self._base is None or task not in self._base.task_names:
             raise ValueError(f"task {task!r} is in no checkpoint that was saved here or loaded; add its files")
-        self.add(task, {}, linked=sorted(self._base.files(task)))
+        self.add(task, {}, sorted(self._base.files(task)))
 
-    def commit(self, data: Any = None, *, is_full: bool = True) -> Saved:
-        """Make it the newest one, with the caller's JSON data, and remove older ones.
+    def commit(self, data: Any = None) -> Saved:
+        """Make it the newest checkpoint, with the caller's JSON data, and remove those that are not kept.
 
-        is_full: one of the last `keep`; another goes with the next commit. Raises TypeError where the data cannot be
-        saved.
+        Raises TypeError if the data cannot be saved.
         """
         self._check_open()
-        manifest.check_data(data)
+        check_data(data)
         self._is_open = False
-        content = Manifest(files=self._files, folders=self._folders, data=data, is_full=is_full)
-        with disk_errors(self._path.parent, f"did not take {self._path.name}"):
-            self._write(self._temporary / manifest.NAME, content.encode())
-            self._disk.sync_folder(self._temporary)
-        return Saved(self._path, self._publish(self._path, content), self._num_bytes)
+        manifest = Manifest(tasks=self._tasks, data=data)
+        with self._disk_errors():
+            self._write(self.draft.name, manifest.encode())
+            self._disk.sync_folder(self.draft.parent)
+        return Saved(self.path, self._publish(self.path, manifest), self._num_bytes)
 
     def close(self) -> None:
-        """Nothing is added from here on."""
+        """Refuse further files."""
         self._is_open = False
+
+    def _disk_errors(self, what: str = "") -> AbstractContextManager[None]:
+        return disk_errors(self.path.parent, f"did not take {self.path.name}{what}")
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise ValueError(f"{self._path.name} was committed, left or failed; begin another checkpoint")
+            raise ValueError(f"{self.path.name} was committed, left or failed; begin another checkpoint")
 
-    def _check(self, task: str, files: Mapping[str, Content], linked: tuple[str, ...]) -> None:
-        if task in self._folders:
-            raise ValueError(f"task {task!r} is in {self._path.name} already; add all of its files at once")
-        for name in (*files, *linked):
+    def _check(self, task: str, files: Mapping[str, Content], unchanged: tuple[str, ...]) -> None:
+        if task in self._tasks:
+            raise ValueError(f"task {task!r} is in {self.path.name} already; add all of its files at once")
+        for name in (*files, *unchanged):
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(
                     f"file {name!r} of task {task!r}, limit: 100 of letters, digits, '_', '-' and '.', not first; "
                     f"rename it"
                 )
-        if len({*files, *linked}) < len(files) + len(linked):
-            raise ValueError(f"task {task!r}: {[*files, *linked]} names a file twice; write it or link it, once")
+        if len({*files, *unchanged}) < len(files) + len(unchanged):
+            raise ValueError(
+                f"task {task!r}: {[*files, *unchanged]} names a file twice; write it or take it over, once"
+            )
         base = self._base
         there = frozenset() if base is None or task not in base.task_names else base.files(task)
-        if missing := sorted({*linked} - there):
-            raise ValueError(f"task {task!r}: {missing} cannot be linked, the newest checkpoint has {sorted(there)}")
+        if missing := sorted({*unchanged} - there):
+            raise ValueError(
+                f"task {task!r}: {missing} cannot be taken over, the newest checkpoint has {sorted(there)}"
+            )
         for name, content in files.items():
             if not isinstance(content, bytes):
                 check_tensors(f"task {task!r}: {name}", content)
 
-    def _write(self, path: Path, content: Content) -> Fingerprint:
-        with NewFile(self._disk, path, self._behind) as file:
+    def _write(self, name: str, content: Content) -> StoredFile:
+        with NewFile(self._disk, self.draft.parent / name, self._behind) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 write_tensors(file, content)
             found = file.finish()
         self._num_bytes += found.num_bytes
-        return found
+        return StoredFile(name, *found)
 
-    def _take_over(self, task: str, name: str, target: Path) -> Fingerprint:
+    def _named_again(self, task: str, name: str) -> StoredFile:
         assert self._base is not None
-        path = f"{self._base.manifest.folders[task]}/{name}"
-        source, expected = self._base.path / path, self._base.manifest.files[path]
-        try:
-            if not has_size(source, expected):
-                raise Damaged(f"it is not there with the {expected.num_bytes} bytes it had")
-            try:
-                self._disk.link(source, target)
-            except OSError as error:
-                if error.errno not in _NO_LINK:
-                    raise
-                self._copy(source, target, expected)
-        except Damaged as damage:
-            self._spoilt.add(source)
+        stored = self._base.manifest.tasks[task][name]
+        if not _has_size(self._base.path, stored):
             raise CheckpointError(
-                f"{source} cannot be taken over into {self._path.name}: {damage}; earlier checkpoints are as they "
-                f"were. Write the file anew, or end the run and resume from the newest whole checkpoint"
-            ) from damage
-        return expected
-
-    def _copy(self, source: Path, target: Path, expected: Fingerprint) -> None:
-        with OldFile(source) as old, NewFile(self._disk, target, self._behind) as new:
-            try:
-                new.fill(expected.num_bytes, lambda part, _: old.read_into(part))
-            except EOFError as error:
-                raise Damaged(str(error)) from error
-            check_same(source.name, expected, old.finish())
-            check_same(source.name, expected, new.finish())
-        self._num_bytes += expected.num_bytes
+                f"{stored.file} cannot be taken over into {self.path.name}: it is not there with the "
+                f"{stored.num_bytes} bytes it had; earlier checkpoints are as they were. Write the file anew, or end "
+                f"the run and resume from the newest whole checkpoint"
+            )
+        return stored
 
 
 @contextmanager
 def disk_errors(directory: Path, what: str) -> Iterator[None]:
-    """Raises CheckpointError for each OSError: what the directory did, why, and what to do."""
+    """Raise CheckpointError for each OSError: what the directory did, why, and what to do."""
     try:
         yield
     except OSError as error:
@@ -212,52 +182,60 @@ def _num_bytes(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else sum(tensor.nbytes for tensor in content.values())
 
 
-def _folder(k: int, task: str) -> str:
-    """A task's folder: its name as far as every file system takes it."""
-    return f"{k}-{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}"[:_MAX_FOLDER_LENGTH]
+def _cleaned(task: str) -> str:
+    """Return a task's name as far as every file system takes it."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
 
 
-LOCK = "LOCK"
-_TEMPORARY = ".tmp-"
-_LEFTOVER = re.compile(r"\.tmp-(checkpoint|LATEST|try)-.*")  # a user may have others
+def _has_size(path: Path, stored: StoredFile) -> bool:
+    """Return True if a file that this manifest names is there with its size: a check that each save can afford."""
+    try:
+        return checkpoint.place(path, stored).stat().st_size == stored.num_bytes
+    except OSError:
+        return False
 
 
 class CheckpointDirectory:
-    """Where one run saves; locked from here to `close`, and what another run left unfinished is removed.
+    """The directory that one run saves in. It is locked until `close`, and the leavings of other runs are removed.
 
-    directory: made if it is not there. keep: so many full checkpoints stay (see `NewCheckpoint.commit`). Raises
-    CheckpointError where it cannot be written to, or another run does so.
+    directory: made if it is not there. keep: the number of newest checkpoints that stay. Raises CheckpointError if the
+    directory cannot be written to, or another run writes to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3, disk: Disk | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep: {keep}, limit: at least 1 checkpoint; a run resumes from it")
         self.directory = Path(directory).absolute()
+        self._files = self.directory / FILES
         self._keep = keep
         self._disk = disk or Disk()
         self._run = secrets.token_hex(4)
-        self._damaged: set[str] = set()
+        self._damaged: set[Path] = set()
         self._newest: Checkpoint | None = None
-        self._spoilt: set[Path] = set()  # files of it that cannot be taken over
         self._saving = threading.Lock()
         with disk_errors(self.directory, "cannot be used for checkpoints"):
-            new = [each for each in (self.directory, *self.directory.parents) if not each.exists()]
+            new = [each for each in (self._files, self.directory, *self.directory.parents) if not each.exists()]
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.directory / LOCK)
         try:
             with disk_errors(self.directory, "cannot be used for checkpoints"):
-                for each in new or [self.directory]:  # or another run made it, a moment ago
-                    with suppress(PermissionError):  # who may not list it still may write below it
-                        self._disk.sync_folder(each.parent)
-                self._disk.make_folder(self.directory / f"{_TEMPORARY}try-{self._run}")  # now, not after a day's work
-                for path in self._leftovers():
-                    self._disk.remove_tree(path)
-                self._number = max(
-                    (checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0
-                )
+                self._open(new)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, new: list[Path]) -> None:
+        """Put folders that are new on the medium, try to write, and remove the leavings of other runs."""
+        if not self._files.exists():
+            self._disk.make_folder(self._files)
+        for each in new or [self.directory]:  # or another run made it, a moment ago
+            with suppress(PermissionError):  # a user who may not list it still may write below it
+                self._disk.sync_folder(each.parent)
+        attempt = self._files / self._stem(0)  # so that it fails now, and not after a day's work
+        self._disk.close(self._disk.create(attempt))
+        self._disk.remove_file(attempt)
+        self._remove_unnamed()
+        self._number = max((checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0)
 
     def __enter__(self) -> CheckpointDirectory:
         return self
@@ -270,16 +248,15 @@ class CheckpointDirectory:
         self._lock.release()
 
     def load_newest(self) -> Checkpoint | None:
-        """As the function of that name; what it found damaged does not count among those to keep.
+        """Return the newest whole checkpoint, as the function of that name. New checkpoints may take its files over.
 
-        New checkpoints may take over files of what it found.
+        Checkpoints that it finds damaged do not count among those to keep.
         """
         found = checkpoint.load_newest(self.directory)
         if found is not None:
             newer = takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory))
-            self._damaged.update(path.name for path in newer)
+            self._damaged.update(newer)
             self._newest = found
-            self._spoilt.clear()
         return found
 
     @property
@@ -288,23 +265,18 @@ class CheckpointDirectory:
         return self._newest
 
     def newest_files(self, task: str) -> frozenset[str]:
-        """Files of a task that a new checkpoint could take over from the newest saved or loaded here; none without."""
+        """Return the files of a task that a new checkpoint could take over from the newest that was saved or loaded."""
         base = self._newest
         if base is None or task not in base.task_names:
             return frozenset()
-        folder = base.manifest.folders[task]
-        return frozenset(
-            name
-            for name, expected in base.manifest.folder_files(folder).items()
-            if base.path / folder / name not in self._spoilt and has_size(base.path / folder / name, expected)
-        )
+        return frozenset(name for name, each in base.manifest.tasks[task].items() if _has_size(base.path, each))
 
     @contextmanager
     def begin(self) -> Iterator[NewCheckpoint]:
-        """A new checkpoint: it is there once it is committed, and nothing is left of it otherwise.
+        """Begin a new checkpoint. It is there once it is committed, and nothing stays of it otherwise.
 
-        One at a time: a second thread waits until the first has left the block. Raises CheckpointError where the disk
-        does not take it; then nothing has changed, and the next may succeed.
+        One at a time: a second thread waits until the first has left the block. Raises CheckpointError if the disk
+        does not take it. No earlier checkpoint has changed then, and the next save may succeed.
         """
         with self._saving, WriteBehind() as behind:
             if not self._lock.is_held:
@@ -312,83 +284,60 @@ class CheckpointDirectory:
                     f"{self.directory} was closed, or belongs to the process that this one was forked from"
                 )
             self._number += 1
-            path = self.directory / f"checkpoint-{self._number:08d}-{self._run}"
+            stem = self._stem(self._number)
+            new = NewCheckpoint(self.directory, stem, self._newest, self._disk, behind, self._publish)
             try:
-                new = NewCheckpoint(
-                    path, self._temporary(path), self._newest, self._spoilt, self._disk, behind, self._publish
-                )
-                try:
-                    yield new
-                finally:
-                    new.close()
+                yield new
             finally:
-                if self._newest is None or self._newest.path != path:
-                    self._undo(path)
+                new.close()
+                with suppress(OSError):
+                    if not new.path.exists():
+                        self._remove(each for each in self._files.iterdir() if each.name.startswith(stem))
+
+    def _stem(self, number: int) -> str:
+        return f"{number:08d}-{self._run}"
 
     def _publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
-        """Make it the newest one; what of older ones could not be removed."""
+        """Make a checkpoint the newest one; returns, in words, which older ones could not be removed."""
         with disk_errors(self.directory, f"did not take {path.name}"):
-            self._disk.rename(self._temporary(path), path)
+            self._disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
             self._disk.sync_folder(self.directory)
-            self._point_to(path.name)
-        self._newest = Checkpoint(path=path, data=manifest.data, messages=(), manifest=manifest)
-        self._spoilt.clear()
+        self._newest = Checkpoint(path=path, manifest=manifest)
         with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
-            return tuple(self._remove_old(path))
+            return tuple(self._remove_old())
 
-    def _temporary(self, path: Path) -> Path:
-        return self.directory / (_TEMPORARY + path.name)
-
-    def _point_to(self, name: str) -> None:
-        temporary = self.directory / f"{_TEMPORARY}{LATEST}-{name}"
-        descriptor = self._disk.create(temporary)
-        try:
-            text = memoryview(f"{name}\n".encode())
-            while text:
-                text = text[self._disk.write(descriptor, text) :]
-            self._disk.sync(descriptor)
-        finally:
-            self._disk.close(descriptor)
-        self._disk.rename(temporary, self.directory / LATEST)
-        self._disk.sync_folder(self.directory)
-
-    def _undo(self, path: Path) -> None:
-        """After a failure: nothing is left, unless LATEST names it already. What resists goes with the next save."""
-        with suppress(OSError):
-            if path.exists() and checkpoint.latest_name(self.directory) != path.name:
-                self._disk.rename(path, self._temporary(path))
-        for each in self._leftovers():
-            with suppress(OSError):
-                self._disk.remove_tree(each)
-
-    def _remove_old(self, newest: Path) -> Iterator[str]:
-        """Remove what is older than the last `keep` full ones, and what is older than the newest and not full.
-
-        One that is damaged may have been full: it goes when it is old enough. Gives what resists, in words.
-        """
-        num_full, has_removed = 0, False
+    def _remove_old(self) -> list[str]:
+        """Remove checkpoints that are older than the last `keep` whole ones; returns what resists, in words."""
+        num_whole, old = 0, []
         for path in checkpoint.newest_first(self.directory):
-            whole = None if path.name in self._damaged else checkpoint.manifest_if_whole(path)
-            is_passing = whole is not None and not whole.is_full
-            if path == newest or (num_full < self._keep and not is_passing):
-                num_full += whole is not None and whole.is_full
-                continue
-            try:  # renamed first: one that is removed in part would be taken for a damaged one
-                self._disk.rename(path, self._temporary(path))
-                has_removed = True
-            except OSError as error:
-                yield f"{path} is not kept and could not be removed: {error}"
-        if has_removed:
-            try:
+            if num_whole == self._keep:
+                old.append(path)
+            elif path not in self._damaged:
+                num_whole += checkpoint.has_all_sizes(path)
+        messages = self._remove(old)
+        if old:
+            try:  # a manifest that came back after a loss of power would name files that are gone
                 self._disk.sync_folder(self.directory)
             except OSError as error:
-                yield f"{self.directory}: what is not kept could not be removed: {error}"
-                return
-        for path in self._leftovers():
-            try:
-                self._disk.remove_tree(path)
-            except OSError as error:
-                yield f"{path} is left over and could not be removed: {error}"
+                return [*messages, f"{self.directory}: files that are not needed could not be removed: {error}"]
+        return messages + self._remove_unnamed()
 
-    def _leftovers(self) -> list[Path]:
-        return [path for path in self.directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
+    def _remove_unnamed(self) -> list[str]:
+        """Remove files that no manifest names; returns what resists, in words."""
+        try:
+            manifests = [checkpoint.read_manifest(path) for path in checkpoint.newest_first(self.directory)]
+        except (Damaged, CheckpointError):
+            return []  # nobody can tell what it names: its files stay as long as it does
+        named = {stored.file for manifest in manifests for stored in manifest.files}
+        return self._remove(
+            path for path in self._files.iterdir() if _OURS.fullmatch(path.name) and path.name not in named
+        )
+
+    def _remove(self, paths: Iterable[Path]) -> list[str]:
+        messages = []
+        for path in list(paths):
+            try:
+                self._disk.remove_file(path)
+            except OSError as error:
+                messages.append(f"{path} is not needed and could not be removed: {error}")
+        return messages

@@ -17,36 +17,36 @@ from torch import Tensor
 
 from hydra_engine.checkpoints.tensors import MovingTensor, Tensors, check_tensor
 
-# What JSON has as it is: None, bool, int, str, finite floats and lists. All else is an object of one key, its kind.
+# None, bool, int, str, finite floats and lists are JSON's own. All else is an object of one key, its kind.
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KINDS = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
-# Each takes up to three levels of JSON, and readers have a limit; what contains itself ends here as well.
+# Each takes up to three levels of JSON, and readers have a limit. A value that contains itself ends here too.
 _MAX_DEPTH = 100
-_MAX_BITS = 64  # of an int: JSON readers, and int(), take no longer ones for certain
+_MAX_BITS = 64  # of an int: not every JSON reader takes longer ones
 _NUMBER_KINDS = "biufc"  # numpy's letters for bool, integers, floats and complex numbers
 
 
 def nested_files(stem: str, state: Any, where: str = "state") -> dict[str, bytes | Tensors]:
-    """A nested state as two files of a checkpoint, by name: the JSON text and the tensors of `flatten`."""
+    """Return a nested state as two files of a checkpoint, by name: the JSON text and the tensors of `flatten`."""
     tree, tensors = flatten(state, where)
     return {f"{stem}.safetensors": tensors, f"{stem}.json": json.dumps(tree, allow_nan=False).encode()}
 
 
 def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tensor | MovingTensor]]:
-    """JSON data that stands for a nested state, and its tensors by name.
+    """Return JSON data that stands for a nested state, and its tensors by name.
 
-    Dicts (also OrderedDict, Counter), lists, tuples, sets; tensors, numpy arrays and numbers; int, float, complex,
-    bool, None, str, bytes; torch's dtypes, devices and sizes. Tensors keep dtype and the order of their strides; one
-    memory at two places is one tensor; a moving tensor comes back as a tensor. `where`: what errors call the state.
-    Raises TypeError at anything else, subclasses included: they would come back as another type.
+    Takes dicts (also OrderedDict, Counter), lists, tuples, sets; tensors, numpy arrays and numbers; int, float,
+    complex, bool, None, str, bytes; torch's dtypes, devices and sizes. Raises TypeError at anything else, subclasses
+    included: they would come back as another type. Tensors keep dtype and the order of their strides. A memory at two
+    places is one tensor. A moving tensor comes back as a tensor. where: the name of the state in errors.
     """
     flattener = _Flattener(where)
     return flattener.encode(state, ()), flattener.tensors
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The nested state, of what `flatten` gave."""
+    """Return the nested state that `flatten` took apart."""
     return _Unflattener(tensors).decode(tree)
 
 
@@ -113,11 +113,11 @@ class _Flattener:
         if memory in self._seen:
             return self._seen[memory]
         name = self._new_name(path)
-        # Written as it lies in memory: nothing is copied, and what is channels-last comes back so.
+        # Written as it lies in memory: nothing is copied, and a channels-last tensor comes back as one.
         order = _order(value.stride())
         self.tensors[name] = value.detach().permute(order)
         found = {"tensor": name} if order == sorted(order) else {"tensor": name, "order": order}
-        if value.numel():  # no memory, nothing to share
+        if value.numel():  # one without elements shares no memory
             self._seen[memory] = found
         return found
 
@@ -125,7 +125,7 @@ class _Flattener:
         if value not in self._seen:
             name, order = self._new_name(path), _order(value.strides)
             self.tensors[name] = value
-            # Written in the order of its dimensions, whatever its memory's; the latter is only told.
+            # Written in the order of its dimensions; the order in its memory is only noted.
             self._seen[value] = {"tensor": name} if order == sorted(order) else {"tensor": name, "memory_order": order}
         return self._seen[value]
 
@@ -136,7 +136,7 @@ class _Flattener:
 
 
 def _order(strides: tuple[int, ...]) -> list[int]:
-    """Dimensions, the one of the largest stride first."""
+    """Return the dimensions, the one of the largest stride first."""
     return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
 
 

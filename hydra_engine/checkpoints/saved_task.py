@@ -1,4 +1,4 @@
-"""A task as a checkpoint has it, and put back."""
+"""A task in a checkpoint, and putting it back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.host import ModelLayout, TaskOptimizer, with_averages
 from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Retry, Revision, TaskReport
 
-LOST = "lost"  # it struck a device
+LOST = "lost"  # how a task ended whose unit brought a device down
 _REMEDY = "resume with the model and the loss_fn that were saved"
 
 
 class SavedTask:
-    """One task in a checkpoint: read at once but for weights and optimizer, which are read where they belong.
+    """One task in a checkpoint. Weights and optimizer are read straight into their places, all else at once.
 
-    over: how it had ended, which may have been noted after it was saved: None,
-    "finished", "failed", "stopped" or "lost". Raises CheckpointError where the checkpoint has changed.
+    over: None, or how the task ended, which may have been noted after it was saved: "finished", "failed", "stopped" or
+    "lost". Raises CheckpointError if the checkpoint has changed.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, over: str | None) -> None:
@@ -38,15 +38,15 @@ class SavedTask:
         self.position = TaskPosition.from_state(self._state["position"])
 
     def goes_on(self, task: ModelTask) -> bool:
-        """Whether there is more to train: one that has failed is tried again, one that struck a device is not."""
+        """Return True if there is more to train. A failed task is tried again, one that struck a device is not."""
         if self.over == FINISHED:
             return task.epochs > self.position.epoch + 1
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Give the user's model the weights and buffers of then, for a layout that is made anew.
+        """Put the saved weights and buffers into the user's model, for a layout that is made anew.
 
-        Raises ValueError where it is another model.
+        Raises ValueError if it is another model.
         """
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
@@ -67,37 +67,34 @@ class SavedTask:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():
             parameter.copy_(of_loss[name])
-        # Earlier checkpoints tell nothing of addresses: then they are those of the model that goes on.
-        starts = self._state.get("buffer_residues") or [residue(buffer) for buffer in layout.buffers]
+        starts = self._state["buffer_residues"]
         layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, starts, strict=True)])
-        weights = self._state.get("weight_residues", {})
         for slot in layout.trainable_slots():
-            start = weights.get(slot.name, residue(slot.parameter))
+            start = self._state["weight_residues"][slot.name]
             if start != residue(slot.parameter):
                 slot.parameter.data = copy_of(slot.parameter.data, start)
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
-        """Let a task's optimizer and schedule go on as they stood. Raises ValueError where they are of another kind."""
-        state, self._optimizer = self._optimizer or self._read_optimizer(), None
+        """Let a task's optimizer and schedule go on as they stood. Raises ValueError if they are of another kind."""
+        state, self._optimizer = self._optimizer_state(), None
         optimizer.restore(state, self._state["schedule"])
 
     def read_optimizer(self) -> None:
-        """Have it in DRAM from now on: the checkpoint may be removed before it is put back."""
-        self._optimizer = self._read_optimizer()
+        """Read the optimizer into DRAM now: the checkpoint may be removed before it is put back."""
+        self._optimizer = self._optimizer_state()
 
-    def _read_optimizer(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._checkpoint.read_nested(self._name, OPTIMIZER)
-        return state
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self._optimizer or dict(self._checkpoint.read_nested(self._name, OPTIMIZER))
 
     def ema_state(self, task: ModelTask, layout: ModelLayout) -> dict[str, Tensor] | None:
-        """As `TaskReport.ema_state` of a task that is over."""
-        averages = (self._optimizer or self._read_optimizer())["averages"]
+        """Return `TaskReport.ema_state` of a task that has ended."""
+        averages = self._optimizer_state()["averages"]
         slots = {slot.name: slot for slot in layout.trainable_slots()}
         by_id = {id(slots[name].parameter): value for name, value in averages.items()}
         return with_averages(task.model, by_id) if averages else None
 
     def report(self, *, goes_on: bool = False) -> TaskReport:
-        """What had become of it; where it goes on, without a validation that will run again, and what ended it."""
+        """Return the task's report. If the task goes on: without its end, or a validation that will run again."""
         state, steps = self._state, self.steps
         num = sum(not goes_on or step < steps for step in state["validation_steps"])
         report = TaskReport(name=self._name, seed=self.seed, steps=steps)
@@ -121,7 +118,7 @@ class SavedTask:
 
 
 def never_committed(task: ModelTask, name: str) -> TaskReport:
-    """The report of a task that had struck a device before its first commit."""
+    """Return the report of a task that struck a device before its first commit."""
     error = _struck(name, None)
     return TaskReport(name=name, seed=task.seed, status=FAILED, error=error, exception=CheckpointError(error))
 

@@ -1,7 +1,7 @@
-"""Writes a run's checkpoints: when one is due, in a thread of its own, and what came of it.
+"""Writing a run's checkpoints: it decides when a save is due, and writes it in a thread of its own.
 
-A round takes every task that trains; a task that is over is written once, at its end, before its memory is its user's
-again. What did not change since, of tasks that are over too, is linked from the checkpoint before.
+A round takes every task that trains. A task that has ended is written once, before its memory is its user's again.
+What did not change since then, and tasks that have ended, are taken over from the checkpoint before.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hydra_engine.checkpoints.directory import CheckpointDirectory, NewCheckpoint
@@ -27,14 +27,14 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 class Every(NamedTuple):
-    """How often to save: after so many steps of any task, or so many seconds."""
+    """The interval between two saves: steps of any task, or seconds. The other one is None."""
 
     steps: int | None
     seconds: float | None
 
     @classmethod
     def parse(cls, value: object) -> Every:
-        """`checkpoint_every`, as the user gave it; raises TypeError or ValueError."""
+        """Read `checkpoint_every` as the user gave it; raises TypeError or ValueError."""
         rule = "give a number of steps, or a time such as '10min', '30s' or '2h'"
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise TypeError(f"checkpoint_every: {value!r} is a {type(value).__name__}; {rule}")
@@ -48,16 +48,45 @@ class Every(NamedTuple):
         return cls(None, float(match[1]) * _SECONDS[match[2]])
 
 
-class _Round(NamedTuple):
-    names: Collection[str]
-    given: SimpleQueue[tuple[str, Snapshot | None]]
+class _Turn(NamedTuple):
+    """A task's last turn in a round, or the step that it was resumed at."""
+
+    steps: int
+    is_saved: bool  # or will be, once the writing thread is through with it
+
+
+class _Round:
+    """One save. The thread that decides puts tasks in, and the writing thread takes them out as they come."""
+
+    def __init__(self, tasks: Collection[str] = ()) -> None:
+        self.begun_s = time.monotonic()
+        self.wanted = set(tasks)  # neither given nor passed over; for the thread that decides
+        self.snapshots: list[Snapshot] = []  # that came; this and all below: for the writing thread
+        self.waited_s = 0.0
+        self._num_missing = len(tasks)
+        self._given: SimpleQueue[Snapshot | None] = SimpleQueue()
+
+    def put(self, snapshot: Snapshot | None) -> None:
+        """Hand a captured task to the writing thread; None: a task is passed over."""
+        self._given.put(snapshot)
+
+    def come(self) -> Iterator[Snapshot]:
+        """Wait for each task that did not come yet; another call goes on where one was left."""
+        while self._num_missing:
+            start_s = time.perf_counter()
+            snapshot = self._given.get()
+            self.waited_s += time.perf_counter() - start_s
+            self._num_missing -= 1
+            if snapshot is not None:
+                self.snapshots.append(snapshot)
+                yield snapshot
 
 
 class Saver:
-    """Where and when a run saves. For the thread that decides; `save_end`, `cost`, `report` and `tell` for any.
+    """Saves of one run. For the thread that decides; `save_end`, `cost`, `report` and `tell` for any thread.
 
-    about: what a checkpoint says of the run, asked for as one is written. tasks: what the newest one in the directory
-    says of its tasks: {name: {"steps", "over", "loss"}}.
+    about: returns what a checkpoint says of the run; called as one is written. tasks: what the newest checkpoint in the
+    directory says of its tasks: {name: {"steps", "over", "loss"}}.
     """
 
     def __init__(
@@ -67,97 +96,90 @@ class Saver:
         about: Callable[[], dict[str, Any]],
         tasks: dict[str, dict[str, Any]],
     ) -> None:
-        self.directory = directory
-        self._report = CheckpointReport()
+        self.cost = SaveCost()
+        self.when_free: Callable[[], None] = lambda: None  # called, in some thread, once an owed round may begin
+        self._directory = directory
         self._every = every
         self._about = about
         self._tasks = dict(tasks)
-        self._given_steps: dict[str, int] = {}  # of each task's last turn, whatever came of it
-        self._saved_steps: dict[str, int] = {}
-        self._said: set[tuple[str, str]] = set()  # which task could not be saved, and why
+        self._turns: dict[str, _Turn] = {}
+        self._round = _Round()  # the last one
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
-        self.cost = SaveCost()
-        self._begun_s = time.monotonic()  # of the last round
-        self._round: _Round | None = None
-        self._wanted: set[str] = set()
+        self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
         self._thread = ThreadPoolExecutor(1, "hydra-saver")
-        self._lock = threading.Lock()  # of what the writing thread tells
-        self._waited_s = 0.0  # of the save under way: for tasks to be captured
-        self._num_waiting = 0  # saves that were asked for and are not through
+        self._lock = threading.Lock()  # guards the attributes below, which the writing thread changes too
+        self._report = CheckpointReport()
+        self._num_waiting = 0  # saves that were asked for and are not written yet
         self._is_owed = False  # a round fell due meanwhile
-        self.when_free: Callable[[], None] = lambda: None  # called, in some thread, once a round that is owed may begin
 
     @property
     def wanted(self) -> Collection[str]:
         """Tasks that the round under way still waits for."""
-        return self._wanted
+        return self._round.wanted
 
     def is_due(self, task: str, steps: int) -> bool:
-        """Whether a round shall begin, now that a task has committed so many steps; none while one is under way."""
+        """Return True if a round shall begin, as a task commits this step; never while one is being written."""
         if self._every.seconds is not None:
-            is_due = time.monotonic() - self._begun_s >= self._every.seconds
+            is_due = time.monotonic() - self._round.begun_s >= self._every.seconds
         else:
             assert self._every.steps is not None
-            is_due = steps - self._given_steps.get(task, 0) >= self._every.steps
+            turn = self._turns.get(task)
+            is_due = steps - (0 if turn is None else turn.steps) >= self._every.steps
         with self._lock:
             self._is_owed |= is_due and self._num_waiting > 0
             return is_due and not self._num_waiting
 
     def take_owed(self) -> bool:
-        """Whether a round may begin that fell due while another was written."""
+        """Return True, once, if a round may begin that fell due while another was written."""
         with self._lock:
             is_owed = self._is_owed and not self._num_waiting
             self._is_owed &= not is_owed
             return is_owed
 
     def has(self, task: str, steps: int) -> bool:
-        """Whether a task is saved, or being saved, as it is after so many steps."""
-        return self._saved_steps.get(task) == steps
+        """Return True if a task is saved, or being saved, as it is after these steps."""
+        return self._turns.get(task) == _Turn(steps, is_saved=True)
 
     def began_at(self, task: str, steps: int) -> None:
-        """A task goes on from so many steps, which are saved."""
-        self._given_steps[task] = self._saved_steps[task] = steps
+        """Note that a task goes on from this step, which is saved."""
+        self._turns[task] = _Turn(steps, is_saved=True)
 
     def begin(self, tasks: Collection[str]) -> None:
         """Begin a round of these tasks; each is given, or passed over, later."""
-        self._begun_s = time.monotonic()
         self._is_owed = False
-        self._wanted = set(tasks)
-        self._round = _Round(list(tasks), SimpleQueue())
+        self._round = _Round(tasks)
         self._submit(self._write_round, self._round)
 
     def give(self, name: str, snapshot: Snapshot | None) -> Callable[[], None]:
-        """One of the round's tasks is at hand, or None of it is to be had.
+        """Give one of the round's tasks; None passes it over.
 
-        Returns what is to be called once it is captured: only then does the writing thread begin with it.
+        Returns a function to call once the task is captured: only then does the writing thread begin with it.
         """
-        self._wanted.discard(name)
-        assert self._round is not None
+        self._round.wanted.discard(name)
         if snapshot is not None:
-            self._given_steps[name] = self._saved_steps[name] = snapshot.steps
-        given = self._round.given
-        return lambda: given.put((name, snapshot))
+            self._turns[name] = _Turn(snapshot.steps, is_saved=True)
+        return partial(self._round.put, snapshot)
 
     def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
-        """Save that a task is over, and how it is, unless that is saved already; then call. From any thread.
+        """Save that a task has ended, and how, unless that is saved already; then call `then`. From any thread.
 
-        It is called whether that could be saved or not.
+        `then` is called whether that could be saved or not.
         """
         self._submit(self._write_end, task, over, snapshot, then)
 
     @property
     def report(self) -> CheckpointReport:
-        """What was saved, and what it cost."""
+        """Checkpoints that were saved, and what they cost."""
         with self._lock:
             return replace(self._report, copied_bytes=self.cost.copied_bytes, held_s=self.cost.held_s)
 
     def give_up(self) -> None:
-        """Wait for no task any more."""
-        for name in list(self._wanted):
+        """Pass over all tasks that the round still waits for."""
+        for name in list(self.wanted):
             self.give(name, None)()
 
     def close(self) -> None:
-        """Wait until all is written that was asked for."""
+        """Wait until every save that was asked for is written."""
         self.give_up()
         self._thread.shutdown()
 
@@ -177,38 +199,19 @@ class Saver:
                 self.when_free()
 
     def _write_round(self, it: _Round) -> None:
-        snapshots: list[Snapshot] = []
-        left = list(it.names)
-
-        def next_one() -> Snapshot | None:
-            start_s = time.perf_counter()
-            name, snapshot = it.given.get()
-            self._waited_s += time.perf_counter() - start_s
-            left.remove(name)
-            if snapshot is not None:
-                snapshots.append(snapshot)
-            return snapshot
-
-        def add_all(new: NewCheckpoint) -> None:
-            while left:
-                snapshot = next_one()
-                if snapshot is not None and self._is_whole(snapshot):
-                    self._add(new, snapshot)
-
         is_saved = False
         try:
-            is_saved = self._save(add_all, snapshots, is_full=True)
+            is_saved = self._save(it)
         finally:
-            # Nobody shall wait for what is not written; or the tasks that are left might wait behind who does.
-            for each in snapshots:
+            # Updates may wait for tensors that will not be written, and tasks that are still to come wait behind them.
+            for each in it.snapshots:
                 each.done()
-            while left:
-                last = next_one()
-                if last is not None:
-                    last.done()
-            for each in snapshots:
+            for each in it.come():
+                each.done()
+            for each in it.snapshots:
                 if not is_saved or each.error is not None:
-                    self._saved_steps.pop(each.name, None)
+                    self._turns[each.name] = _Turn(each.steps, is_saved=False)
+            it.snapshots.clear()  # which hold the states of their tasks
 
     def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
         try:
@@ -217,59 +220,50 @@ class Saver:
             if over is None and saved is not None and (saved["steps"], saved["over"]) == now:
                 return
             if snapshot is not None and self._is_whole(snapshot):
-                self._save(lambda new: self._add(new, snapshot), [snapshot], is_full=False)
+                it = _Round([task])
+                it.put(snapshot)
+                self._save(it)
             elif over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
-                # Of one that has ended well and cannot be saved, an older step stays, which is not its end.
-                before = self._tasks.get(task, {"steps": 0, "loss": None})
-                self._save(lambda _: None, [], {task: {**before, "over": over}}, is_full=False)
+                # A task that ended well and cannot be saved keeps an older step, which is not its end.
+                self._save(_Round(), {task: {**(saved or {"steps": 0, "loss": None}), "over": over}})
         finally:
             if snapshot is not None:
                 snapshot.done()
             then()
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
-        said = (snapshot.name, str(snapshot.error))
-        if snapshot.error is not None and said not in self._said:  # it may be so at every save
-            self._said.add(said)
+        told = (snapshot.name, str(snapshot.error))
+        if snapshot.error is not None and told not in self._errors_told:  # each save may meet it again
+            self._errors_told.add(told)
             self.tell(f"task {snapshot.name!r} could not be saved at step {snapshot.steps}: {snapshot.error}")
         return snapshot.error is None
 
-    def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
-        files, linked = dict(snapshot.files), tuple[str, ...]()
-        if snapshot.name in self._has_frozen and FROZEN in self.directory.newest_files(snapshot.name):
-            del files[FROZEN]
-            linked = (FROZEN,)
-        new.add(snapshot.name, files, linked=linked)
-        snapshot.done()
+    def _save(self, it: _Round, ended: Mapping[str, dict[str, Any]] | None = None) -> bool:
+        """Save a round's tasks as they come, and others as they were; returns True once the checkpoint is there.
 
-    def _save(
-        self,
-        add: Callable[[NewCheckpoint], None],
-        snapshots: list[Snapshot],
-        ended: Mapping[str, dict[str, Any]] = MappingProxyType({}),
-        *,
-        is_full: bool,
-    ) -> bool:
-        """Save what `add` adds, and other tasks as they were; `snapshots` is filled meanwhile. Whether it is there."""
-        start_s, self._waited_s = time.perf_counter(), 0.0
+        ended: entries of tasks whose end alone is saved.
+        """
+        start_s = time.perf_counter()
         try:
-            with self.directory.begin() as new:
-                add(new)
-                whole = [each for each in snapshots if each.error is None]
+            with self._directory.begin() as new:
+                for snapshot in it.come():
+                    if self._is_whole(snapshot):
+                        self._add(new, snapshot)
+                whole = [each for each in it.snapshots if each.error is None]
                 if not whole and not ended:
                     return False
-                tasks = {**self._tasks, **ended}
+                tasks = {**self._tasks, **(ended or {})}
                 for name in tasks.keys() - {each.name for each in whole}:
-                    if tasks[name]["over"] is not None and self._is_spoilt(name):
-                        tasks[name] = {**tasks[name], "steps": 0, "loss": None}  # whose files are not there any more
+                    if tasks[name]["over"] is not None and self._lacks_files(name):
+                        tasks[name] = {**tasks[name], "steps": 0, "loss": None}  # nobody can write its files anew
                         self.tell(
                             f"what was saved of task {name!r} has been damaged since, and is left out: a resume trains "
                             f"it from the beginning, unless it is from an older checkpoint"
                         )
-                    elif self.directory.newest_files(name):
+                    elif self._directory.newest_files(name):
                         new.keep(name)
                 tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
-                saved = new.commit({"tasks": tasks, **self._about()}, is_full=is_full)
+                saved = new.commit({"tasks": tasks, **self._about()})
         except Exception as error:
             with self._lock:
                 self._report = replace(self._report, num_failed=self._report.num_failed + 1)
@@ -283,22 +277,33 @@ class Saver:
                 report,
                 num_saved=report.num_saved + 1,
                 num_bytes=report.num_bytes + saved.num_bytes,
-                write_s=report.write_s + time.perf_counter() - start_s - self._waited_s,
+                write_s=report.write_s + time.perf_counter() - start_s - it.waited_s,
                 path=str(saved.path),
             )
         for message in saved.messages:
             self.tell(message)
         return True
 
-    def _is_spoilt(self, task: str) -> bool:
-        """Whether a file of a task in the newest checkpoint is gone: nobody can write that anew once it is over."""
-        newest = self.directory.newest
-        is_there = newest is not None and task in newest.task_names
-        return is_there and newest is not None and self.directory.newest_files(task) != newest.files(task)
+    def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
+        files = dict(snapshot.files)
+        unchanged = self._directory.newest_files(snapshot.name) & {FROZEN}
+        if snapshot.name not in self._has_frozen:
+            unchanged = frozenset()
+        for name in unchanged:
+            del files[name]
+        new.add(snapshot.name, files, unchanged)
+        snapshot.done()
+
+    def _lacks_files(self, task: str) -> bool:
+        """Return True if a file of a task in the newest checkpoint is gone."""
+        newest = self._directory.newest
+        if newest is None or task not in newest.task_names:
+            return False
+        return self._directory.newest_files(task) != newest.files(task)
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""
         with self._lock:
             self._report = replace(self._report, messages=(*self._report.messages, message))
-        with suppress(OSError, ValueError):  # nobody may read it any more, and what is saved goes before
+        with suppress(OSError, ValueError):  # stderr may be closed, which must stop no save
             print(f"hydra_engine: {message}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""A task as it is at a step boundary, for a checkpoint that is written while the task goes on.
+"""A task at a step boundary, for a checkpoint that is written while the task goes on.
 
-    thread that decides   Snapshot(...)     between the last update of a step and the next commit
-    optimizer pool        capture()         values of Python copied, tensors named where they lie
-    who changes a tensor  secure(slots)     what is not written yet is copied first
-    thread that writes    files ... done()
+    thread that decides        Snapshot(...)     between the last update of a step and the next commit
+    optimizer pool             capture()         copies Python values, and notes tensors where they lie
+    who changes a tensor       secure(slots)     first copies tensors that are not written yet
+    thread that writes         files ... done()
 
-So nothing is copied but what changes before it is written.
+So a tensor is copied only if it changes before it is written.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ OPTIMIZER = "optimizer"
 
 Files: TypeAlias = "dict[str, bytes | Mapping[str, Tensor | MovingTensor]]"
 
-# Of DRAM that is available, what copies leave alone; where that is not enough, updates wait for the disk.
+# The share of available DRAM that copies leave alone. If the rest is not enough, updates wait for the disk.
 FREE_SHARE = 0.1
-# How often a wait for the disk looks whether there is room by now.
+# The interval at which an update that waits for the disk looks for room.
 LOOK_S = 0.01
 
 
 class SaveCost:
-    """What saving has cost those who train. From any thread."""
+    """The cost of saving to those who train. For any thread."""
 
     def __init__(self) -> None:
         self.copied_bytes = 0
-        self.held_s = 0.0  # that they waited, for copies and for room to copy
+        self.held_s = 0.0  # they waited for copies and for room to copy
         self._lock = threading.Lock()
 
     def add(self, copied_bytes: int, held_s: float) -> None:
-        """Count some more."""
+        """Add to both."""
         with self._lock:
             self.copied_bytes += copied_bytes
             self.held_s += held_s
 
 
 class Snapshot:
-    """One task at one step; `secure` from any thread, all else from one thread after the other.
+    """One task at one step. `secure` is for any thread, all else for one thread after the other.
 
-    over: None, or how the task has ended: "finished", "failed", "stopped", "lost". error: what `capture` raised.
+    over: None, or how the task ended: "finished", "failed", "stopped", "lost". error: the one that `capture` raised.
+    files: a checkpoint's files of the task by name, until `done`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Snapshot:
         self._cost = cost
 
     def capture(self) -> None:
-        """Take everything down; nothing of the task changes before this is through."""
+        """Note all that is to be saved. Nothing of the task may change before this returns."""
         try:
             weights, frozen, other = self._weights()
             self.files[WEIGHTS] = weights
@@ -99,7 +100,7 @@ class Snapshot:
             self._captured.set()
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
-        """Wait until these parameters, their averages and states may change; None: all of them."""
+        """Wait until these parameters, their averages and optimizer states may change; None: all of them."""
         start_s = time.perf_counter()
         self._captured.wait()
         moving = [each for slot in (self._by_slot if slots is None else slots) for each in self._by_slot.get(slot, ())]
@@ -112,13 +113,13 @@ class Snapshot:
             try:
                 if _has_room(sum(each.nbytes for each in left)):
                     return sum(each.secure() for each in left)
-            except (MemoryError, RuntimeError):  # there was less than the system said: the writer makes room
+            except (MemoryError, RuntimeError):  # less DRAM than the system said: the writer makes room
                 pass
             pause.wait(LOOK_S)
         return 0
 
     def done(self) -> None:
-        """It is written, or nobody will write it."""
+        """Let go of all tensors: they are written, or nobody will write them."""
         self.files = {}
         for each in [each for moving in self._by_slot.values() for each in moving]:
             each.done()
@@ -129,7 +130,7 @@ class Snapshot:
         return moving
 
     def _weights(self) -> tuple[dict[str, Tensor | MovingTensor], dict[str, Tensor], dict[str, Tensor]]:
-        """By name: what changes of the model's state dict, what does not, and what a loss holds."""
+        """Return tensors by name: those of the state dict that change, those that do not, and a loss's parameters."""
         layout = self._state.layout
         weights: dict[str, Tensor | MovingTensor] = {}
         frozen: dict[str, Tensor] = {}
@@ -149,10 +150,10 @@ class Snapshot:
             "over": self.over,
             "error": report.error if self.over is not None else None,
             "seed": report.seed,
-            "accumulation_steps": self._state.accumulation_steps,
+            "accumulation_steps": self._state.cut.num_micro_batches,
             "position": self._position.to_state(),
             "schedule": self._optimizer.schedule(),
-            "buffers": self._buffers,  # by number: also those that no state dict has, and the loss's
+            "buffers": self._buffers,  # by number; also those that no state dict has, and the loss's
             # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
             "buffer_residues": [residue(buffer) for buffer in self._buffers],
             "weight_residues": {slot.name: residue(slot.parameter) for slot in self._state.layout.trainable_slots()},
@@ -170,12 +171,12 @@ class Snapshot:
         }
 
     def _updated(self) -> Files:
-        """What the optimizer's updates change beside weights."""
+        """Return the files of all that updates change beside weights."""
         files = nested_files(OPTIMIZER, self._optimizer.state(), f"task {self.name!r}: optimizer")
         slots: dict[int, int | None] = {}
         for slot, each in self._optimizer.moving_tensors():
             if each.numel():
-                # An optimizer may cut states of several parameters from one piece, which then belongs to none.
+                # States of several parameters may share one storage, which then belongs to none of them.
                 memory = each.untyped_storage().data_ptr()
                 slots[memory] = slot if slots.get(memory, slot) == slot else None
         for name, tensors in files.items():
@@ -186,7 +187,7 @@ class Snapshot:
     def _as_moving(self, slots: Mapping[int, int | None], tensor: Tensor | MovingTensor) -> Tensor | MovingTensor:
         assert isinstance(tensor, Tensor)
         slot = slots.get(tensor.untyped_storage().data_ptr())
-        # What belongs to no parameter may change whenever the optimizer likes.
+        # A tensor that belongs to no parameter may change at any update.
         return tensor.clone() if slot is None else self._moving(slot, tensor)
 
 

@@ -1,4 +1,4 @@
-"""Where an orchestrator saves, over all of its calls."""
+"""The directory that an orchestrator saves in, over all of its calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESCUE = "hydra-rescue-"
 
 
 class CheckpointStore:
-    """A directory that is open while a call trains, or none; what was saved there before, and by whom."""
+    """A directory that is open while a call trains, or none, and the checkpoint that a call resumes."""
 
     def __init__(self, directory: str | os.PathLike[str] | None, every: object, keep: int) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int):
@@ -35,8 +35,8 @@ class CheckpointStore:
         self._keep = keep
         self.directory = None if directory is None else Path(directory).absolute()
         self._open: CheckpointDirectory | None = None
-        self._found: Checkpoint | None = None  # what is resumed
-        self._is_own = False  # it holds what this object has saved
+        self._found: Checkpoint | None = None  # that is resumed
+        self._is_own = False  # its checkpoints are of this object's calls
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -48,12 +48,12 @@ class CheckpointStore:
 
     @property
     def may_save(self) -> bool:
-        """Whether there is a directory, or one is asked for."""
+        """True if there is a directory, or `hydra-engine resume` asks for one."""
         asked_for = restart.directory_asked_for()
         return self.directory is not None or (asked_for is not None and self._is_for_this(asked_for))
 
     def _is_for_this(self, asked_for: Path) -> bool:
-        """Whether this one saves there; one without a directory does if it was made as a device was lost."""
+        """Return True for this store's directory; for one without, True if a run made it as it lost a device."""
         return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
 
     @property
@@ -62,9 +62,9 @@ class CheckpointStore:
         return None if self._open is None else CheckpointReport()
 
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Lock the directory, and find what there is to go on from: at once where `hydra-engine resume` asks for it.
+        """Lock the directory, and return the checkpoint to go on from, also if `hydra-engine resume` asks for it.
 
-        Raises CheckpointError where it holds checkpoints of another run that is not to be resumed.
+        Raises CheckpointError if it holds checkpoints of another run that is not to be resumed.
         """
         asked_for = restart.directory_asked_for()
         if asked_for is not None and self._is_for_this(asked_for):
@@ -88,9 +88,10 @@ class CheckpointStore:
         return found if resume else None
 
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
-        """A task as it was saved last, once `put_back` has taken its weights; None where it was not, or in no resume.
+        """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        while_training: saves go on, and may remove what it is read from. Then it is read from the next, and whole.
+        while_training: saves go on, and may remove the checkpoint that is being read. Then the task is read from the
+        next one, and its optimizer at once.
         """
         while (found := self._newest) is not None and name in found.task_names:
             try:
@@ -110,26 +111,26 @@ class CheckpointStore:
         return None if self._found is None or self._open is None else self._open.newest
 
     def over(self, name: str) -> str | None:
-        """How a task had ended, also where nothing was saved of it; None where it goes on, or is not known."""
+        """Return how a task ended, even if nothing was saved of it; None if it goes on, or is not known."""
         found = self._newest
         over: str | None = None if found is None else found.data["tasks"].get(name, {}).get("over")
         return over if found is not None and (over == LOST or name in found.task_names) else None
 
     def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
-        """What saves a run there."""
+        """Return the saver of one run; None without a directory."""
         if self._open is None:
             return None
         newest = self._open.newest
         return Saver(self._open, self._every, about, {} if newest is None else newest.data["tasks"])
 
     def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
-        """The same in a new directory, here or where temporary files go: the process has to end."""
+        """Return a saver in a new directory, here or among temporary files, for a process that has to end."""
         self.directory = _new_directory((Path.cwd(), Path(tempfile.gettempdir())))
         self._open = CheckpointDirectory(self.directory, keep=self._keep)
         return Saver(self._open, self._every, about, {})
 
     def remedy(self) -> str:
-        """How to go on after the process has ended."""
+        """Return text that tells how to go on after the process has ended."""
         if self.directory is None or not newest_first(self.directory):
             return "nothing could be saved; begin again without the task that struck the device, or correct its data"
         return (

@@ -1,15 +1,14 @@
 """Tensors by name in a safetensors file, written from where they lie in memory and hashed on the way.
 
 The format is https://github.com/huggingface/safetensors#format, and any of its readers reads these files. Its library
-writes a file in one call from memory of its own, so the bytes would have to be read again to be hashed.
-
-Training goes on changing tensors while they are written:
+writes a file in one call from memory of its own, so the bytes would have to be read again to be hashed, and no tensor
+could change meanwhile. But training goes on changing tensors while they are written:
 
     thread that writes      copy_to(portion 0)   copy_to(portion 1)   ...   done()
     thread that updates                       secure()  then changes the tensor
 
-Values are copied only where an update comes before the writer. Neither waits for the disk: the lock is held for a copy
-in memory, at most a portion's or a tensor's.
+Values are copied only if an update comes before the writer. Neither waits for the disk: the lock is held for a copy in
+memory, of one portion or one tensor at most.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from hydra_engine.system import PORTION_BYTES, NewFile, OldFile
 
 
 def check_tensor(where: str, value: Any) -> None:
-    """Raises TypeError unless it is a tensor whose values lie in DRAM, one after the other or strided.
-
-    A moving one was checked as it was made; raises ValueError where it is done.
-    """
+    """Raise TypeError unless it is a plain, dense tensor in DRAM, and ValueError at a moving tensor that is done."""
     if isinstance(value, MovingTensor):
         if value.is_done:
             raise ValueError(f"{where} was written or given up; make one for each checkpoint, of what is there now")
@@ -39,7 +35,7 @@ def check_tensor(where: str, value: Any) -> None:
         raise TypeError(f"{where} is a {type(value).__name__}, not a tensor")
     if value.device.type != "cpu":
         raise TypeError(f"{where} is on {value.device}; checkpoints are written from DRAM, give its .cpu()")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # one that has other memory than its own, or meaning
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):  # a subclass may have other memory, or another meaning
         raise TypeError(
             f"{where} is a {type(value).__qualname__}; only plain tensors are saved, give what it consists of"
         )
@@ -49,20 +45,20 @@ def check_tensor(where: str, value: Any) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory is its values, in C order."""
+    """Return True if the tensor's memory is its values in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a plain tensor: its memory, not a copy."""
+    """Return the memory of a plain tensor, not a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 class MovingTensor:
-    """A tensor that goes on changing; its value is what it held when this was made.
+    """A tensor that goes on changing, to be saved with the values that it has as this object is made.
 
-    Whoever changes the tensor calls `secure` first, and whoever writes it calls `done` in the end; any thread may call
-    anything. Raises TypeError as `check_tensor`. dtype, shape, strides, nbytes: the tensor's.
+    Whoever changes the tensor calls `secure` first, and whoever writes it calls `done` in the end. All methods are for
+    any thread. Raises TypeError as `check_tensor` does. dtype, shape, strides, nbytes: the tensor's.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -73,12 +69,12 @@ class MovingTensor:
         self.nbytes = tensor.numel() * tensor.element_size()
         self._lock = threading.Lock()
         self._values: torch.Tensor | None = tensor.detach()
-        self._is_own = False  # in memory that nobody else changes
+        self._is_own = False  # the values lie in memory that nobody else changes
 
     def copy_to(self, target: memoryview, start_byte: int) -> None:
-        """Copy the values' bytes from `start_byte` on, in C order, as many as the target takes.
+        """Fill the target with the values' bytes in C order, from `start_byte` on.
 
-        One that is not contiguous is secured first. Raises ValueError after `done`.
+        A tensor that is not contiguous is secured first. Raises ValueError after `done`.
         """
         with self._lock:
             if self._values is None:
@@ -89,9 +85,9 @@ class MovingTensor:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def secure(self) -> int:
-        """Call before the tensor is changed; how many bytes had to be copied.
+        """Copy the values before the tensor is changed, if they are still needed; returns the bytes copied.
 
-        Raises what torch raises where there is no memory for them: leave the tensor as it is, or give up with `done`.
+        Raises torch's error if there is no memory for them: leave the tensor as it is, or give up with `done`.
         """
         with self._lock:
             if self._values is None or self._is_own:
@@ -99,13 +95,13 @@ class MovingTensor:
             return self._secure()
 
     def done(self) -> None:
-        """It was written, or nobody will write it; once or more often."""
+        """Let go of the values: they are written, or nobody will write them. May be called again."""
         with self._lock:
             self._values = None
 
     @property
     def is_done(self) -> bool:
-        """Whether its value is gone."""
+        """True once its values are gone."""
         return self._values is None
 
     def _secure(self) -> int:
@@ -136,13 +132,13 @@ _CODES = {
     torch.complex64: "C64",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-METADATA = "__metadata__"  # no tensor's name
-_OWN_DTYPES = "dtypes"  # in it: JSON of those that the format lacks, by tensor
-_HEADER_ALIGNMENT = 8  # of the data behind it, for who maps the file
+METADATA = "__metadata__"  # in a file's header, beside the tensors
+_OWN_DTYPES = "dtypes"  # in the metadata: JSON of dtypes that the format lacks, by tensor
+_HEADER_ALIGNMENT = 8  # so that readers may map the data behind the header
 
 
 def check_tensors(where: str, tensors: Mapping[Any, Any]) -> None:
-    """Raises TypeError where `write_tensors` would not take them, and ValueError at a name that the format keeps."""
+    """Raise TypeError if `write_tensors` would not take them, and ValueError at a name that the format keeps."""
     for name, value in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"{where}: {name!r}: its name is a {type(name).__name__}, not a str")
@@ -152,10 +148,10 @@ def check_tensors(where: str, tensors: Mapping[Any, Any]) -> None:
 
 
 def write_tensors(file: NewFile, tensors: Tensors) -> None:
-    """Write tensors, each in full, also if they share memory. One that is not contiguous is copied piece by piece.
+    """Write tensors, each in full, even if they share memory. A tensor that is not contiguous is copied in rows.
 
-    A moving one is done as soon as all of it is in buffers, on its way to the disk. A dtype that the format lacks is
-    written as bytes, one dimension more, and named in the file's metadata.
+    A moving tensor is done as soon as all of it is in buffers, on its way to the disk. A dtype that the format lacks is
+    written as bytes, with one dimension more, and named in the file's metadata.
     """
     # Widest first, so that each begins at a multiple of its element's size without holes, which the format forbids.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -176,7 +172,7 @@ def write_tensors(file: NewFile, tensors: Tensors) -> None:
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     file.write(len(text).to_bytes(8, "little") + text)
     scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8, device="cpu")  # takes memory where it is written to
-    num_left = Counter(map(id, tensors.values()))  # one may have several names
+    num_left = Counter(map(id, tensors.values()))  # a tensor may have several names
     for name in names:
         tensor = tensors[name]
         if isinstance(tensor, MovingTensor):
@@ -190,10 +186,10 @@ def write_tensors(file: NewFile, tensors: Tensors) -> None:
 
 
 def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """What `write_tensors` wrote, each tensor in memory of its own, in the file's order.
+    """Read the file of `write_tensors`, in its order; each tensor has memory of its own.
 
-    into: tensors of the same names, types and shapes, in DRAM, that take the values instead; raises ValueError, before
-    one is written to, where they are others.
+    into: tensors in DRAM that take the values instead. Raises ValueError, before one is written to, if names, types or
+    shapes differ.
     """
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     dtypes = json.loads(header.pop(METADATA).get(_OWN_DTYPES, "{}"))
@@ -225,7 +221,7 @@ def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous ones that follow each other: the tensor itself, or one copy after the other in the same memory."""
+    """Yield a tensor in contiguous pieces: the tensor itself, or copies of its rows, one after the other in scratch."""
     if is_plain(tensor):
         yield tensor
     elif tensor.nbytes <= scratch.nbytes:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hydra_engine.data.draws import LoaderDraws
-from hydra_engine.data.memory import copy_in_dram
+from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
@@ -157,10 +159,16 @@ class Splitter:
 
 
 def own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
-    """Inputs and target taken apart, with copies of their tensors: a loader may reuse the memory for the next batch."""
-    pair = Boundary.of(inputs, f"{task}: a batch"), Boundary.of(target, f"{task}: a target")
-    inputs, target = (each.around([copy_in_dram(tensor) for tensor in each.tensors]) for each in pair)
-    return inputs, target
+    """Inputs and target taken apart, with copies of tensors and arrays, whose memory a loader may use again."""
+    return _own(Boundary.of(inputs, f"{task}: a batch")), _own(Boundary.of(target, f"{task}: a target"))
+
+
+def _own(boundary: Boundary) -> Boundary:
+    own = boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
+    if not any(isinstance(leaf, np.ndarray) for leaf in own.leaves):
+        return own
+    leaves = (copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
+    return own._replace(leaves=tuple(leaves))
 
 
 def pair_bytes(task: str, inputs: Any, target: Any) -> int:

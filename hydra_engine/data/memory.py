@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,4 +106,18 @@ def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
     """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
     place = place_for(tensor, start=start)
     flat(place).copy_(flat(tensor))
+    return place
+
+
+def copy_of_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy of an array, with the very same strides and residue, since torch may take it as a tensor."""
+    if array.dtype.hasobject or not array.size or type(array) is not np.ndarray:
+        return array.copy()
+    first, end = np.lib.array_utils.byte_bounds(array)
+    memory = np.empty(end - first + ALIGNMENT_BYTES, np.uint8)
+    start = (first - memory.ctypes.data) % ALIGNMENT_BYTES
+    place: np.ndarray[Any, Any] = np.ndarray(
+        array.shape, array.dtype, memory[start:].data, array.__array_interface__["data"][0] - first, array.strides
+    )
+    place[...] = array
     return place

@@ -78,7 +78,8 @@ class Ledger:
 
     def free_bytes(self, kind: str = WORK) -> int:
         """Bytes of a kind that nobody has."""
-        return min(self.memory_bytes - self.used_bytes, self._limits[kind] - self._used[kind])
+        used = self._used
+        return min(self.memory_bytes - used[SLABS] - used[WORK], self._limits[kind] - used[kind])
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Whether so much of each kind fits at the same time, with nothing else there."""

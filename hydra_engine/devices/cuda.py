@@ -14,7 +14,7 @@ stream: whoever drops a tensor, autograd say while a backward is being queued, g
     host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
                   units leave lies in few such regions, which are used again
 
-None of it has been run on a GPU yet: see benchmarks/streaming/README.md.
+None of it has been run on a GPU yet: see benchmarks/gpu_day/README.md.
 """
 
 from __future__ import annotations

@@ -30,20 +30,20 @@ class Progress:
 
     def __init__(self, verbose: int, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
-        self._on = verbose > 0
-        self._live = self._on and self._stream.isatty()
+        self.is_on = verbose > 0
+        self._live = self.is_on and self._stream.isatty()
         self._next_s = 0.0
 
     def show(self, tasks: Iterable[TaskProgress], now_s: float) -> None:
         """Print if it is time."""
-        if not self._on or now_s < self._next_s:
+        if not self.is_on or now_s < self._next_s:
             return
         self._next_s = now_s + (TERMINAL_S if self._live else LOG_S)
         self._write(tasks, now_s)
 
     def close(self, tasks: Iterable[TaskProgress], now_s: float) -> None:
-        """Print how far every task came, and leave the line."""
-        if self._on:
+        """Print where every task ended, and leave the line."""
+        if self.is_on:
             self._write(tasks, now_s)
         if self._live:
             self._stream.write("\n")

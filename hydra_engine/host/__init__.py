@@ -5,6 +5,7 @@ from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
 from hydra_engine.host.device_step import DeviceStep, DeviceStepper
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
+from hydra_engine.host.measured import KnownUnits, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     StepRecord,
@@ -15,13 +16,12 @@ from hydra_engine.host.optimizer import (
     is_torchs,
     kept_groups,
     make_optimizer,
+    restore_optimizer,
     with_averages,
 )
-from hydra_engine.host.optimizer_state import restore_optimizer
 from hydra_engine.host.pool import BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
 from hydra_engine.host.state import Region, TaskState, layout_of
-from hydra_engine.host.unit_bytes import UnitBytes
 
 __all__ = [
     "TORCHS",
@@ -31,6 +31,7 @@ __all__ = [
     "DeviceStepper",
     "FrozenBlocks",
     "HostPool",
+    "KnownUnits",
     "LayerFault",
     "ModelLayout",
     "Region",

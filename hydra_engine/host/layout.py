@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, extent, extent_bytes, identical, residue
-from hydra_engine.host.bound_copy import Layers, Registered, StalePlace
+from hydra_engine.host.bound_copy import LayerFault, Layers, Registered, StalePlace
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
@@ -142,7 +143,6 @@ class ModelLayout:
 
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
         """
-        self._trains = trains
         self._alignment_bytes = alignment_bytes
         self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
@@ -153,55 +153,58 @@ class ModelLayout:
         self.num_bytes = {True: 0, False: 0}  # of the parameters, by trainable
         self.link_bytes = {True: 0, False: 0}  # of what devices are sent
         self.narrow = None if precision == "float32" else DTYPES[precision]
-        kept = [kept_parameters(layer) for layer in layers] if self.narrow else []
-        kept += [{id(parameter) for parameter in loss.parameters()}] if loss is not None else []
-        self._kept = set().union(*kept)
-        self.skips: list[Skip] = []  # known once the layers are profiled
+        kept = set().union(*map(kept_parameters, layers)) if self.narrow else set()
+        kept |= {id(parameter) for parameter in loss.parameters()} if loss is not None else set()
         self.parameters: list[list[Binding]] = []  # by layer
         self.buffer_bindings: list[list[Binding]] = []
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
         numbers: dict[int, int] = {}
         buffer_numbers: dict[int, int] = {}
         for k, layer in enumerate(self.layers):
-            self.parameters.append([self._place(k, *found, numbers) for found in _named_parameters(layer)])
-            self.buffer_bindings.append([self._number(*found, buffer_numbers) for found in _named_buffers(layer)])
+            bindings = []
+            for path, name, parameter in _named_parameters(layer):
+                if id(parameter) not in numbers:
+                    numbers[id(parameter)] = len(self.slots)
+                    link_dtype = self.narrow if self.narrow and id(parameter) not in kept else parameter.dtype
+                    is_trainable = trains and parameter.requires_grad
+                    self._place(k, self.full_name(k, path, name), parameter, is_trainable, link_dtype)
+                bindings.append(Binding(path, name, numbers[id(parameter)]))
+            self.parameters.append(bindings)
+            bindings = []
+            for path, name, buffer in _named_buffers(layer):
+                if id(buffer) not in buffer_numbers:
+                    buffer_numbers[id(buffer)] = len(self.buffers)
+                    self.buffers.append(buffer)
+                bindings.append(Binding(path, name, buffer_numbers[id(buffer)]))
+            self.buffer_bindings.append(bindings)
             self._ends.append(dict(self.link_bytes))
 
-    def _place(self, layer: int, path: str, name: str, parameter: nn.Parameter, numbers: dict[int, int]) -> Binding:
-        if id(parameter) not in numbers:
-            kind = self._trains and parameter.requires_grad
-            size = extent(parameter.shape, parameter.stride())
-            num_bytes = size * parameter.element_size()
-            link_dtype = parameter.dtype if self.narrow is None or id(parameter) in self._kept else self.narrow
-            start = residue(parameter) if self.keeps_residues else 0
-            link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
-            slot = Slot(
-                index=len(self.slots),
-                name=self.full_name(layer, path, name),
-                parameter=parameter,
-                trainable=kind,
-                owner=min(layer, self.num_layers - 1),
-                offset=self.num_bytes[kind] + start,
-                num_bytes=num_bytes,
-                shape=tuple(parameter.shape),
-                stride=parameter.stride(),
-                gradient_stride=torch.empty_like(parameter, device="meta").stride(),
-                dtype=parameter.dtype,
-                link_offset=self.link_bytes[kind] + link_start,
-                link_bytes=size * link_dtype.itemsize,
-                link_dtype=link_dtype,
-            )
-            numbers[id(parameter)] = slot.index
-            self.slots.append(slot)
-            self.num_bytes[kind] += self.aligned(start + num_bytes)
-            self.link_bytes[kind] += self.aligned(link_start + slot.link_bytes)
-        return Binding(path, name, numbers[id(parameter)])
-
-    def _number(self, path: str, name: str, buffer: Tensor, numbers: dict[int, int]) -> Binding:
-        if id(buffer) not in numbers:
-            numbers[id(buffer)] = len(self.buffers)
-            self.buffers.append(buffer)
-        return Binding(path, name, numbers[id(buffer)])
+    def _place(
+        self, layer: int, name: str, parameter: nn.Parameter, is_trainable: bool, link_dtype: torch.dtype
+    ) -> None:
+        size = extent(parameter.shape, parameter.stride())
+        num_bytes = size * parameter.element_size()
+        start = residue(parameter) if self.keeps_residues else 0
+        link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
+        slot = Slot(
+            index=len(self.slots),
+            name=name,
+            parameter=parameter,
+            trainable=is_trainable,
+            owner=min(layer, self.num_layers - 1),
+            offset=self.num_bytes[is_trainable] + start,
+            num_bytes=num_bytes,
+            shape=tuple(parameter.shape),
+            stride=parameter.stride(),
+            gradient_stride=torch.empty_like(parameter, device="meta").stride(),
+            dtype=parameter.dtype,
+            link_offset=self.link_bytes[is_trainable] + link_start,
+            link_bytes=size * link_dtype.itemsize,
+            link_dtype=link_dtype,
+        )
+        self.slots.append(slot)
+        self.num_bytes[is_trainable] += self.aligned(start + num_bytes)
+        self.link_bytes[is_trainable] += self.aligned(link_start + slot.link_bytes)
 
     def full_name(self, layer: int, path: str, attribute: str) -> str:
         """As a state dict of the model has it."""
@@ -270,8 +273,8 @@ class ModelLayout:
         """In the order of `model.parameters()`."""
         return [slot for slot in self.slots if slot.trainable]
 
-    def shards(self, boundaries: Sequence[int]) -> list[Shard]:
-        """The shards with these cumulative end indices."""
+    def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
+        """The shards with these cumulative end indices; `skips`: values that skip layers."""
         firsts = [0, *boundaries[:-1]]
         owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
         holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
@@ -282,13 +285,14 @@ class ModelLayout:
             for slot in held:
                 holders[slot].append(j)
             spans.append((first, last, end, held))
-        return [self._shard(j, span, boundaries, owner_shard, holders) for j, span in enumerate(spans)]
+        return [self._shard(j, span, boundaries, skips, owner_shard, holders) for j, span in enumerate(spans)]
 
     def _shard(
         self,
         j: int,
         span: tuple[int, int, int, list[int]],
         boundaries: Sequence[int],
+        skips: Sequence[Skip],
         owner_shard: dict[int, int],
         holders: dict[int, list[int]],
     ) -> Shard:
@@ -312,7 +316,7 @@ class ModelLayout:
                     pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
                     target += self.aligned(slot.link_residue + slot.link_bytes)
             own_bytes = target if kind else own_bytes
-        held_skips = [skip for skip in self.skips if skip.gets[-1] >= last]
+        held_skips = [skip for skip in skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
         buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
         trainable = [index for index in held if self.slots[index].trainable]
@@ -332,7 +336,7 @@ class ModelLayout:
             buffers=tuple(buffers),
             buffer_bytes=sum(self.buffer_bytes(self.buffers[index]) for index in buffers),
             needs=tuple(sorted({owner_shard[index] for index in trainable})),
-            arriving=tuple(s.name for s in self.skips if s.put < first and any(first <= k < last for k in s.gets)),
+            arriving=tuple(s.name for s in skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
             above={name: sum(end <= layer for end in boundaries) for name, layer in next_get.items()},
         )
@@ -386,6 +390,10 @@ class Structure:
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
 
+        places = {(id(module), name): index for each in self._buffer_places for module, name, index in each}
+        holders = Counter(places.values())
+        self._shared_places = [each for of in self._buffer_places for each in of if holders[each[2]] > 1]
+
     def _placeholder(self, dtype: torch.dtype) -> Tensor:
         """Nothing of a dtype: one for all, kept for good.
 
@@ -421,6 +429,32 @@ class Structure:
                 else:
                     found.setdefault(index, self.buffers[index].data)
         return found
+
+    def check_shared(self) -> None:
+        """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""
+        for module, name, index in self._shared_places:
+            if module._buffers.get(name) is not self.buffers[index]:
+                each = self._registered[len(self.parameters) + index].name
+                raise LayerFault(
+                    f"{each}, which several modules hold, is replaced in the forward of a {type(module).__name__}, "
+                    f"limit: one for all, since the others would go on with the old one: write to it in place "
+                    f"(copy_, add_), or register a clone in each"
+                )
+
+    def current_buffers(self, first: int, end: int) -> dict[int, Tensor]:
+        """The buffers of layers `[first, end)` as they are bound now."""
+        found: dict[int, Tensor] = {}
+        for places in self._buffer_places[first:end]:
+            for module, name, index in places:
+                value = module._buffers.get(name)
+                if value is not None and (index not in found or value is not self.buffers[index]):
+                    found[index] = value
+        return found
+
+    def buffer_versions(self, first: int, end: int) -> dict[int, tuple[int, int, int]]:
+        """Numbers that change when one of them is written to, or another tensor takes its place."""
+        found = self.current_buffers(first, end)
+        return {index: (id(value), value.data_ptr(), value._version) for index, value in found.items()}
 
     def release(self, shard: Shard) -> None:
         """Let go of the slab: nothing here keeps device memory alive between units."""

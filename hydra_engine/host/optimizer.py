@@ -6,6 +6,7 @@ A shard is copied before its optimizer steps it, so that a step that raises half
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied
+from hydra_engine.data import DrawsRefused, copied, identical
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
 from hydra_engine.host.device_step import DeviceStep
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.optimizer_state import restore_optimizer
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+from partitioners.boundary import extent_bytes
 
 
 class BeforeUpdate:
@@ -74,6 +78,8 @@ def _as_it_was(value: Any, before: Any) -> Any:
     return before
 
 
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
 TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
@@ -90,6 +96,94 @@ class StepRecord:
     loss_scale: float | None = None  # that the gradients carry
     is_skipped: bool = False  # a gradient was not finite: nothing is updated
     hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
+
+
+class _Places:
+    """Where the user's parameters and buffers lie, for hooks that are called in the place of a backward."""
+
+    def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
+        registered, num = layout.originals.registered, len(layout.slots)
+        self.parameters = {id(slot.parameter): registered[k].name for k, slot in enumerate(layout.slots)}
+        self._numbers = {registered[num + k].name: k for k in range(len(layout.buffers))}
+        self._user, self._now, self._staged = layout.buffers, pool.buffers or layout.buffers, staging.buffers
+        tensors = [*(slot.parameter for slot in layout.slots), *layout.buffers]
+        found = zip(tensors, registered, strict=True)
+        self._names = {tensor.data_ptr(): (tensor.data_ptr() + extent_bytes(tensor), e.name) for tensor, e in found}
+        self._starts = sorted(self._names)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """What lies there; "": nothing of the model's."""
+        k = bisect_right(self._starts, address := tensor.data_ptr() if tensor.numel() else 0)
+        end, name = self._names[self._starts[k - 1]] if k else (0, "")
+        return name if address < end else ""
+
+    def is_behind(self, name: str) -> bool:
+        """Whether it is a buffer that forwards have changed since the user's modules had it."""
+        k = self._numbers.get(name)
+        return k is not None and (k in self._staged or not identical(self._user[k], self._now[k]))
+
+
+class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Raises RuntimeError where a hook on a parameter goes beyond its gradient to what is elsewhere meanwhile.
+
+    In the plain loop hooks are called in the middle of the backward; here they are after it, on the host.
+    """
+
+    def __init__(self, slot: Slot, places: _Places, *, is_early: bool) -> None:
+        super().__init__(f"a hook on parameter {slot.name}")
+        self._own, self._places, self._is_early = f"parameter {slot.name}", places, is_early
+        self.may_step = False  # the parameter itself
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self._check(value, is_written=argument.alias_info is not None and argument.alias_info.is_write)
+        for value in kwargs.values():
+            self._check(value, is_written=value is kwargs.get("out"))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _check(self, value: Any, *, is_written: bool) -> None:
+        for tensor in pytree.tree_leaves(value):
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            name = self._places.name_of(tensor)
+            if not name or (name == self._own and (self.may_step or not is_written)):
+                continue
+            if is_written:
+                raise RuntimeError(
+                    f"{self._who} writes to {name}, limit: its gradient, and what is outside of the model, since "
+                    f"devices have copies; write to a buffer in the forward"
+                )
+            if self._places.is_behind(name):
+                raise RuntimeError(
+                    f"{self._who} reads {name}, which forwards change, limit: what is the same in all steps, since the "
+                    f"model's own is brought up to date after training; keep what the hook needs in a tensor of its own"
+                )
+            if self._is_early and name.startswith("parameter"):
+                raise RuntimeError(
+                    f"{self._who} reads {name}, limit: its own with early_release, since others may have this step's "
+                    f"update; leave early_release out"
+                )
+
+
+class _GradientReads(TorchFunctionMode):
+    """Raises RuntimeError where a hook asks for the gradient of another parameter than its own."""
+
+    def __init__(self, slot: Slot, places: _Places) -> None:
+        super().__init__()
+        self._slot, self._places = slot, places
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _GRADIENT and args[0] is not self._slot.parameter and id(args[0]) in self._places.parameters:
+            raise RuntimeError(
+                f"a hook on parameter {self._slot.name} reads the .grad of {self._places.parameters[id(args[0])]}, "
+                f"limit: its own; let the optimizer do what needs several gradients (optimizer_scope='task')"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class TaskOptimizer:
@@ -133,7 +227,7 @@ class TaskOptimizer:
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
-            received = [pool.gradient(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
+            received = [pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
             is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
             self._loss_scale.update(is_finite)
             if not is_finite:
@@ -208,14 +302,14 @@ class TaskOptimizer:
         """Update a shard before its step is committed, and give its gradients' place back."""
         self.secure(shard.owned)
         record = self._record_released(epoch)
-        if not pool.keeps_gradients:  # the device has stepped it
+        if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
             self._average(pool.owned(shard), record)
             return
         try:
             hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
-            pool.take_gradients_back(shard)
+            pool.gradients.take_back(shard)
 
     def _record_released(self, epoch: int) -> StepRecord:
         """The record of the step in progress, made where its first shard is released."""
@@ -293,7 +387,7 @@ class TaskOptimizer:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
         if slot.index in hooked:
             return hooked[slot.index]
-        gradient = pool.gradient(slot).to(slot.dtype)
+        gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
     @torch.no_grad()  # as in a backward
@@ -303,6 +397,7 @@ class TaskOptimizer:
         """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
         hooked: dict[int, Tensor] = {}
         drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
+        places: _Places | None = None
         for slot in slots:
             parameter = slot.parameter
             hooks = list((parameter._backward_hooks or {}).values())
@@ -311,13 +406,15 @@ class TaskOptimizer:
                 continue
             self.secure(None)  # a hook may step what it likes
             gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
-            with DrawsRefused(f"a hook on parameter {slot.name}") as watch:
+            places = places or _Places(self._layout, staging, pool)
+            with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):
                 for hook in hooks:
                     changed = hook(gradient)
                     if changed is not None and changed is not gradient:
                         gradient.copy_(changed)
                 for hook in after:
                     parameter.grad = gradient
+                    watch.may_step = True
                     hook(parameter)
                     if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
                         staging.has_gradient[slot.index] = False
@@ -381,7 +478,7 @@ class TaskOptimizer:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
         owned = pool.owned(shard) if not record.is_skipped else []
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
-        gradients = [record.hooked.get(slot.index, pool.gradient(slot)) for slot in slots]
+        gradients = [record.hooked.get(slot.index, pool.gradients.of(slot)) for slot in slots]
         averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
@@ -403,7 +500,7 @@ class TaskOptimizer:
             self._step_wide(part, slots, pool, record)
             return
         updates = [
-            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradient(slot)), pool.narrow(slot))
+            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradients.of(slot)), pool.narrow(slot))
             for slot in slots
         ]
         clip = None
@@ -425,7 +522,7 @@ class TaskOptimizer:
     ) -> None:
         try:
             for slot in slots:
-                slot.parameter.grad = record.hooked.get(slot.index, pool.gradient(slot))
+                slot.parameter.grad = record.hooked.get(slot.index, pool.gradients.of(slot))
             if record.total_norm is not None and self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
                 nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
@@ -589,3 +686,44 @@ def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Put back what `optimizer.state_dict()` gave; its tensors are taken over, so that DRAM holds them once.
+
+    `load_state_dict` of torch casts state to its parameter's type and rebuilds whatever can be iterated, so that an
+    average in float32 beside a bfloat16 weight, or counts, would be rounded. Here each value is put back as it was;
+    only groups go through `load_state_dict`. An optimizer that has a `load_state_dict` of its own is trusted with all.
+
+    After the scheduler was made, which sets learning rates. Raises ValueError where groups or parameters differ.
+    """
+    now, then = (
+        [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if now != then:
+        raise ValueError(
+            f"the optimizer has groups of {now} parameters, and the saved one of {then}; resume with the model and the "
+            f"optimizer= that were saved"
+        )
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(dict(saved))
+        return
+    optimizer.load_state_dict({**saved, "state": {}})
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = dict(zip(indices, parameters, strict=True))
+    for key, state in saved["state"].items():
+        parameter = by_index.get(key, key)  # an optimizer may keep something under a name
+        _check_shapes(key, parameter, state)
+        optimizer.state[parameter] = state
+
+
+def _check_shapes(key: Any, parameter: Any, state: Any) -> None:
+    """Averages have their parameter's shape; a swap of two would be noticed late, or never."""
+    names = ("exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq", "square_avg")
+    for name, value in state.items() if isinstance(parameter, Tensor) and isinstance(state, Mapping) else ():
+        if name in names and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {key} has shape {tuple(parameter.shape)}, and its saved {name} {tuple(value.shape)}; "
+                f"resume with the model that was saved"
+            )

@@ -1,18 +1,25 @@
-"""A step that is spread over several devices: who has which micro-batches, and their gradients, added in order."""
+"""A step in progress: what its units have left in DRAM, and, where it is spread over devices, who has which part."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hydra_engine.data import NO_BATCH, Boundary, RandomState, Signature, place_in_dram, residue, same_bits
+from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import part_ranges
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
+# What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
+Enters: TypeAlias = "int | tuple[str, int]"
+# DRAM for a copy of a device's tensor.
+Place: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 class BuffersChanged(RuntimeError):
@@ -120,3 +127,146 @@ class StepParts:
             if slot not in self._wide:
                 self._wide[slot] = torch.empty_like(place, dtype=torch.float32)
             return self._wide[slot]
+
+
+class StepStaging:
+    """Everything a step has produced and not yet committed. Written by store lanes, thrown away or committed whole.
+
+    Keys carry the shard and the micro-batch, and a unit's output overwrites: a unit can be run again at any time
+    before the commit, and finds the inputs it had. Boundaries are kept as places, so that the next step's are written
+    into the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self.signature = NO_BATCH  # what decides the memory of every unit of the step
+        self.inputs: list[Boundary] = []
+        self.targets: list[Boundary] = []
+        self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
+        self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
+        self.start: list[RandomState] = []
+        self.serial = 0  # of the step; what is on a device of another one's is of no use
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget a step, keeping the memory of its boundaries."""
+        self.random: dict[tuple[int, int], RandomState] = {}  # (shard, m): before the shard's forward
+        self.tied: dict[tuple[int, int, int], Tensor | None] = {}  # (slot, shard that made it, m)
+        self.buffers: dict[int, Tensor] = {}  # latest value by buffer
+        self.buffers_before: dict[tuple[int, int], dict[int, Tensor]] = {}  # (shard, part): where its forward began
+        self.parts: StepParts | None = None  # where the step is spread over several devices
+        self.has_gradient: dict[int, bool] = {}  # by slot
+        self.losses: dict[int, float] = {}  # by micro-batch
+        self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
+
+    @property
+    def num_bytes(self) -> int:
+        """DRAM that a step in progress takes: the batch, boundaries and their gradients, buffers."""
+        values = [*self.inputs, *self.targets, *self._boundaries.values()]
+        tensors = [tensor for value in values for tensor in value.tensors]
+        tensors += [t for gradients in self._gradients.values() for t in gradients if t is not None]
+        tensors += [t for t in (*self.tied.values(), *self.buffers.values()) if t is not None]
+        return sum({id(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def begin(
+        self,
+        boundaries: Sequence[tuple[Boundary, Boundary]],
+        weights: Sequence[float],
+        start: list[RandomState],
+        signature: Signature,
+    ) -> None:
+        """Start a step on micro-batches (inputs, target), of this signature.
+
+        `start` is the random state each forward begins with.
+        """
+        self.clear()
+        self.serial += 1
+        self.inputs = [inputs for inputs, _ in boundaries]
+        self.targets = [target for _, target in boundaries]
+        self.weights = list(weights)
+        self.start = start
+        self.signature = signature
+        for m, state in enumerate(start):
+            self.random[0, m] = state
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.inputs)
+
+    def entering(self, shard: int | str, m: int) -> Boundary:
+        """The boundary that enters a shard, or the value of a skip."""
+        return self.inputs[m] if shard == 0 else self._boundaries[shard, m]
+
+    def take(self, shard: int, m: int) -> Boundary:
+        """The boundary that enters a shard, or leaves the last; it is the caller's, and no longer kept here."""
+        return self._boundaries.pop((shard, m))
+
+    def gradients_of(self, shard: Enters, m: int) -> Sequence[Tensor | None]:
+        """The gradients of the tensors that enter a shard."""
+        return self._gradients[shard, m]
+
+    def put_boundary(
+        self,
+        shard: int | str,
+        m: int,
+        value: Boundary,
+        copy: Callable[[Tensor, Tensor], None],
+        place_for: Place = place_in_dram,
+    ) -> None:
+        """Store what enters a shard."""
+        old = self._boundaries.get((shard, m))
+        places = [
+            _place(place, t, place_for)
+            for place, t in zip(_or_none(old.tensors if old is not None else None), value.tensors, strict=False)
+        ]
+        for place, tensor in zip(places, value.tensors, strict=True):
+            copy(place, tensor)
+        self._boundaries[shard, m] = value.around(places)
+
+    def put_gradients(
+        self,
+        shard: Enters,
+        m: int,
+        values: Sequence[Tensor | None],
+        copy: Callable[[Tensor, Tensor], None],
+        place_for: Place = place_in_dram,
+    ) -> None:
+        """Store the gradients of what enters a shard; None stays None."""
+        stored: list[Tensor | None] = []
+        for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
+            place = None if value is None else _place(old, value, place_for)
+            if place is not None and value is not None:
+                copy(place, value)
+            stored.append(place)
+        self._gradients[shard, m] = stored
+
+    def signature_of(self, part: int) -> Signature:
+        """What decides the memory of the units of a part of the step."""
+        if self.parts is None:
+            return self.signature
+        first, end = self.parts.ranges[part]
+        return self.signature.part(first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
+
+    def range_of(self, part: int) -> tuple[int, int]:
+        """The micro-batches [first, end) of a part of the step."""
+        return (0, self.num_micro_batches) if self.parts is None else self.parts.ranges[part]
+
+    def buffers_for(self, shard: Shard, part: int, committed: list[Tensor]) -> dict[int, Tensor]:
+        """What a shard's forward begins with; the same again in its backward, and when it is run again."""
+        key = (shard.index, part)
+        if key not in self.buffers_before:
+            self.buffers_before[key] = {index: self.buffers.get(index, committed[index]) for index in shard.buffers}
+        return self.buffers_before[key]
+
+
+def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
+    """The old places, then None for ever."""
+    return itertools.chain(places or (), itertools.repeat(None))
+
+
+def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
+    """Host memory for a copy of `new` with the very same strides and residue: the old place where it fits."""
+    if old is None or old.shape != new.shape or old.stride() != new.stride() or old.dtype != new.dtype:
+        return place_for(new)
+    is_there = new.device.type != "cpu" or residue(old) == residue(new)
+    return old if is_there and same_bits(old, new) else place_for(new)

@@ -46,11 +46,11 @@ def refit(
 
     Raises ShardDoesNotFit when one layer is too large, and the batch cannot be split, or not any further.
     """
-    if batch.training and batch.accumulation_steps != state.accumulation_steps:
-        batch = reader.split_again(batch, state.accumulation_steps)
+    if batch.training and batch.accumulation_steps != state.cut.num_micro_batches:
+        batch = reader.split_again(batch, state.cut.num_micro_batches)
     whole = tuple(each.signature for each in batch.whole)
-    if not batch.training and misfit is None and whole in state.evaluated_parts:
-        return reader.split_again(batch, state.evaluated_parts[whole])
+    if not batch.training and misfit is None and whole in state.measured.evaluated_parts:
+        return reader.split_again(batch, state.measured.evaluated_parts[whole])
     if misfit is None and _fits_wider(state, batch, room):
         return batch
     costs: Sequence[LayerCost] | None = _measure(state, batch)
@@ -60,24 +60,24 @@ def refit(
         wide = _too_wide(state, costs, len(batch.micro_batches), room)
         # A lone layer's figure is an upper bound, exact for one training micro-batch in almost all layers. A larger
         # number of micro-batches changes bits, so the device itself has to say, unless it would say so too late.
-        is_late = state.draws and batch.training and state.task.accumulation_steps == "auto"
+        is_late = state.observed.draws and batch.training and state.task.accumulation_steps == "auto"
         shards = [s for s in wide if s.last - s.first > 1 or is_late]
         if not shards:
             break
         batch, costs = _make_room(state, reader, batch, costs, room, Misfit(shards[0].index), may_split)
     else:
-        state.known.cannot_count()
+        state.measured.known.cannot_count()
         wide = []
     state.check_buffers()
-    state.note_fitting(batch.training, batch.signature, None if wide else costs)
+    state.measured.known.note_fitting(batch.training, batch.signature, None if wide else costs)
     if not batch.training and len(batch.micro_batches) > 1:
-        state.evaluated_parts[whole] = len(batch.micro_batches)
+        state.measured.evaluated_parts[whole] = len(batch.micro_batches)
     return batch
 
 
 def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
     """See if this batch and others a little larger fit as the task is cut. Those are then not measured again."""
-    found = state.known.wider(batch.training, batch.signature)
+    found = state.measured.known.wider(batch.training, batch.signature)
     if found is None or found[0] == batch.signature.of_batch or len(set(batch.signature.forms)) > 1:
         return False
     sizes, smaller = found
@@ -86,13 +86,13 @@ def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
         return False  # layers that need other sizes, or there is no room for as much
     less = None if smaller is None else _count_at(state, batch, smaller)
     if less is not None and any(
-        shard_bytes(less, s.first, s.last) > shard_bytes(costs, s.first, s.last) for s in state.shards
+        shard_bytes(less, s.first, s.last) > shard_bytes(costs, s.first, s.last) for s in state.cut.shards
     ):
-        state.known.distrust_sizes()  # a layer that pads, say
+        state.measured.known.distrust_sizes()  # a layer that pads, say
         return False
     if smaller is not None:  # what its units take is compared with what was counted for the very same sizes
-        state.note_fitting(batch.training, batch.signature, _count_at(state, batch, batch.signature))
-    state.note_fitting(batch.training, sizes, costs)
+        state.measured.known.note_fitting(batch.training, batch.signature, _count_at(state, batch, batch.signature))
+    state.measured.known.note_fitting(batch.training, sizes, costs)
     return True
 
 
@@ -118,7 +118,7 @@ def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: i
         grown = state.buffer_bytes(shard) - shard.buffer_bytes
         return shard_bytes(costs, shard.first, shard.last, num_micro_batches) - shard.slab_bytes + grown
 
-    return [shard for shard in state.shards if not room.can_hold(needed_bytes(shard), shard.slab_bytes)]
+    return [shard for shard in state.cut.shards if not room.can_hold(needed_bytes(shard), shard.slab_bytes)]
 
 
 def _make_room(
@@ -130,9 +130,9 @@ def _make_room(
     misfit: Misfit,
     may_split: bool,
 ) -> tuple[Batch, Sequence[LayerCost] | None]:
-    finer = halved(state.boundaries, misfit.shard, costs or ())
+    finer = halved(state.cut.boundaries, misfit.shard, costs or ())
     if finer is not None:
-        state.cut(finer)
+        state.cut_at(finer)
         return batch, costs
     why_not = _why_not_split(state, batch, may_split)
     if why_not is not None:
@@ -140,8 +140,8 @@ def _make_room(
         raise ShardDoesNotFit(f"{text}; {remedy}use a device with more memory, or smaller batches") from misfit.error
     number = min(2 * len(batch.micro_batches), batch.num_samples)
     if batch.training:
-        state.accumulation_steps = reader.accumulation_steps = number
-        state.forget_units()
+        state.split_into(number)
+        reader.accumulation_steps = number
     batch = reader.split_again(batch, number)
     return batch, _measure(state, batch)
 
@@ -155,7 +155,7 @@ def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
 def _count(state: TaskState, training: bool, inputs: Any, target: Any) -> Sequence[LayerCost] | None:
     """Costs of the layers for a micro-batch, counted on fake tensors."""
     # Other tasks' loaders and layers draw meanwhile. Draws from torch go elsewhere; others need the lock.
-    apart = installed(Stream(capture())) if state.locked else TaskGenerator(torch.Generator())
+    apart = installed(Stream(capture())) if state.cut.locked else TaskGenerator(torch.Generator())
     task = state.task
     with apart:
         try:
@@ -175,7 +175,7 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
         return "the outputs of its parts would not be the bits of the whole batch's", ""
     if not batch.training:
         return None
-    if state.draws_outside_torch:
+    if state.observed.draws_outside_torch:
         return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order", ""
     if state.shares_changed_buffer():
         why = "layers of several shards share a buffer that changes, which micro-batches would do in another order"
@@ -195,8 +195,8 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
 def _message(
     state: TaskState, batch: Batch, costs: Sequence[LayerCost] | None, room: Room, misfit: Misfit, why_not: str
 ) -> str:
-    shard, error = state.shards[misfit.shard], misfit.error
-    grown = 0 if state.resized.isdisjoint(shard.buffers) else state.buffer_bytes(shard)
+    shard, error = state.cut.shards[misfit.shard], misfit.error
+    grown = 0 if state.observed.resized.isdisjoint(shard.buffers) else state.buffer_bytes(shard)
     needed = 0
     if costs is not None:
         needed = shard_bytes(costs, shard.first, shard.last, len(batch.micro_batches))

@@ -23,11 +23,11 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
     the device computes or what its link carries, whichever is more; of equals the fewest graphs.
     """
-    shards, num = state.shards, len(state.shards)
+    shards, num = state.cut.shards, len(state.cut.shards)
     free = memory_bytes - max(state.shard_bytes(shard) for shard in shards) - max(shard.slab_bytes for shard in shards)
     compute_s = _compute_s(state)
-    loaded = sum(shards[j].slab_bytes for _, j in state.chains[True])
-    below = [shard for shard in reversed(shards[:-1]) if shard.index >= state.lowest_backward]
+    loaded = sum(shards[j].slab_bytes for _, j in state.cut.chains[True])
+    below = [shard for shard in reversed(shards[:-1]) if shard.index >= state.cut.lowest_backward]
 
     best = _step_s(compute_s, loaded - _resident_bytes([shard.slab_bytes for shard in below], free), link_bytes_per_s)
     lowest = num
@@ -38,7 +38,7 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
         free -= shard.slab_bytes + graph
         if free < 0:
             break
-        compute_s -= state.unit_s.get((FORWARD, shard.index), 0.0)
+        compute_s -= state.measured.unit_s.get((FORWARD, shard.index), 0.0)
         loaded -= shard.slab_bytes
         others = _resident_bytes([each.slab_bytes for each in below[k + 1 :]], free)
         seconds = _step_s(compute_s, loaded - others, link_bytes_per_s)
@@ -49,23 +49,29 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
 
 def least_step_s(state: TaskState) -> float:
     """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
-    again = sum(state.unit_s.get((FORWARD, shard.index), 0.0) for shard in state.shards if state.may_keep_graph(shard))
+    again = sum(
+        state.measured.unit_s.get((FORWARD, shard.index), 0.0)
+        for shard in state.cut.shards
+        if state.may_keep_graph(shard)
+    )
     return _compute_s(state) - again
 
 
 def _compute_s(state: TaskState) -> float:
-    return sum(state.unit_s.get(node, 0.0) for node in state.chains[True])
+    return sum(state.measured.unit_s.get(node, 0.0) for node in state.cut.chains[True])
 
 
 def kept_bytes(state: TaskState, shard: Shard) -> int:
     """Bytes of a shard's graphs for a step; 0 where they are not kept."""
-    is_kept = shard.index >= state.keeps_from and state.may_keep_graph(shard)
+    is_kept = shard.index >= state.cut.keeps_from and state.may_keep_graph(shard)
     return (_graph_bytes(state, shard) or 0) if is_kept else 0
 
 
 def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
     """The most that it was seen to take."""
-    return max((num_bytes for (j, _), num_bytes in state.graph_bytes.items() if j == shard.index), default=None)
+    return max(
+        (num_bytes for (j, _), num_bytes in state.measured.graph_bytes.items() if j == shard.index), default=None
+    )
 
 
 def _resident_bytes(sizes: list[int], free: int) -> int:

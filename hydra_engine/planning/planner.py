@@ -142,7 +142,7 @@ class PlannedTask:
     @property
     def drawn(self) -> set[str]:
         """Which of `random` and `numpy.random` its loader and its layers were seen to draw from."""
-        return self.reader.drawn | ({"`random`", "`numpy.random`"} if self.state.locked else set())
+        return self.reader.drawn | ({"`random`", "`numpy.random`"} if self.state.cut.locked else set())
 
     def make_plan(
         self,
@@ -206,9 +206,11 @@ class PlannedTask:
         device, state = machine.device, self.state
         step_s = 0.0
         if self.task.purpose is Purpose.TRAIN:
-            state.keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
-        trains = self.task.purpose is Purpose.TRAIN
-        self.spread_over(machine.devices, len(self._sample().micro_batches) if trains else 1)
+            keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
+            state.cut = replace(state.cut, keeps_from=keeps_from)
+        self.spread_over(
+            machine.devices, len(self._sample().micro_batches) if self.task.purpose is Purpose.TRAIN else 1
+        )
         return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
 
     def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
@@ -230,7 +232,7 @@ class PlannedTask:
             if step_s < LEAST_GAIN * found_s:
                 break
             best, step_s = tried, found_s
-        if self.state.accumulation_steps != best:
+        if self.state.cut.num_micro_batches != best:
             self._cut(best, machine)
             self._decide(machine)
         return best
@@ -238,33 +240,33 @@ class PlannedTask:
     @property
     def largest_slab_bytes(self) -> int:
         """Of its shards, as they were cut last."""
-        return max(shard.slab_bytes for shard in self.state.shards)
+        return max(shard.slab_bytes for shard in self.state.cut.shards)
 
     @property
     def slab_bytes(self) -> int:
         """Of all its shards, as they were cut last."""
-        return sum(shard.slab_bytes for shard in self.state.shards)
+        return sum(shard.slab_bytes for shard in self.state.cut.shards)
 
     @property
     def work_bytes(self) -> int:
         """What its largest unit takes beside its slab."""
-        return max(map(self.state.work_bytes, self.state.shards))
+        return max(map(self.state.work_bytes, self.state.cut.shards))
 
     @property
     def part_bytes(self) -> int:
         """The same where a step is spread: with the sums of other parts."""
         state, is_spread = self.state, len(self.spreads) > 1
-        return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.shards)
+        return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.cut.shards)
 
     @property
     def kept_bytes(self) -> int:
         """What its forwards keep for their backwards, as planned."""
-        return sum(kept_bytes(self.state, shard) for shard in self.state.shards)
+        return sum(kept_bytes(self.state, shard) for shard in self.state.cut.shards)
 
     @property
     def unit_s(self) -> dict[tuple[str, int], float]:
         """Seconds of each unit, by (kind, shard)."""
-        return self.state.unit_s
+        return self.state.measured.unit_s
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -305,7 +307,7 @@ class PlannedTask:
         """
         if num_parts == 1:
             return 0
-        pool, shards = self.state.pool, self.state.shards
+        pool, shards = self.state.pool, self.state.cut.shards
         by_shard = [sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards]
         total = 0 if self.layout.narrow is None else sum(map(self.state.sum_bytes, shards))
         if not spread.in_sums:
@@ -316,8 +318,8 @@ class PlannedTask:
     def _cost(self, number: int) -> TaskCost:
         """What the task takes in so many micro-batches, for a simulation."""
         state = self.state
-        shards, pool = state.shards, state.pool
-        chain = state.chains[True]
+        shards, pool = state.cut.shards, state.pool
+        chain = state.cut.chains[True]
         with installed(Stream(capture())):  # the factory is user code
             rate = self._update_bytes_per_s()
         return TaskCost(
@@ -346,7 +348,7 @@ class PlannedTask:
             with installed(Stream(capture())):
                 host_s = layout.num_bytes[True] / self._update_bytes_per_s()
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
-            moved = masters + sum(self.state.state_bytes.values())
+            moved = masters + sum(self.state.measured.state_bytes.values())
             device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
             return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
         if task.optimizer_device == "device":
@@ -366,10 +368,10 @@ class PlannedTask:
         return {
             "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts,
-            "gradients": state.pool.gradient_bytes(state.shards),
-            "optimizer": sum(state.state_bytes.values()),
+            "gradients": state.pool.gradients.num_bytes(state.cut.shards),
+            "optimizer": sum(state.measured.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
-            "step": state.staging_bytes,
+            "step": state.measured.staging_bytes,
             "parts": self._parts_bytes,
         }
 
@@ -406,25 +408,29 @@ class PlannedTask:
         batch = self._sample()
         validates = self.task.purpose is Purpose.TRAIN and self.task.validation is not None
         evaluation = self.reader.sample(training=False) if validates else None
-        self.layout.skips = skips_of(costs)
         self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = machine.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
-            state.cut(boundaries)
+            state.cut_at(boundaries, skips_of(costs))
             spans = zip([0, *boundaries], boundaries, strict=False)
             held = [costs[first:last] for first, last in spans]
-            state.locked = {j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)}
-            state.drawing = {j for j, each in enumerate(held) if any(cost.draws_random for cost in each)}
+            state.cut = replace(
+                state.cut,
+                locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
+                drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
+            )
             draws = any(cost.draws_random for cost in costs)
             try:
                 with _naming(self.name):
-                    state.unit_s = rehearse(state, batch, evaluation, machine.device, machine.num_threads, draws=draws)
-                state.known.forget_batches()
+                    state.measured.unit_s = rehearse(
+                        state, batch, evaluation, machine.device, machine.num_threads, draws=draws
+                    )
+                state.measured.known.forget_batches()
                 for each in (batch, evaluation):
                     if each is not None:
-                        state.note_fitting(each.training, each.signature)
+                        state.measured.known.note_fitting(each.training, each.signature)
                 if machine.most_slab_bytes is None or self.largest_slab_bytes <= machine.most_slab_bytes:
                     return
                 finer = self._with_smaller_slabs(boundaries, costs)
@@ -438,7 +444,7 @@ class PlannedTask:
                 if finer is None and machine.device.has_arena:  # another shard's slab takes the room
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
-                    first, last = state.shards[error.shard].first, state.shards[error.shard].last
+                    first, last = state.cut.shards[error.shard].first, state.cut.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
                     fewer = "raise accumulation_steps" if self.task.purpose is Purpose.TRAIN else "give smaller batches"
                     raise ShardDoesNotFit(
@@ -451,13 +457,14 @@ class PlannedTask:
 
     def _with_smaller_slabs(self, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
         """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
-        widest = max(self.state.shards, key=lambda shard: shard.slab_bytes)
+        widest = max(self.state.cut.shards, key=lambda shard: shard.slab_bytes)
         return self.task.partitioner.revise(boundaries, widest.index, costs)
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""
         task = self.task
-        self.state.accumulation_steps = self.reader.accumulation_steps = number
+        self.state.split_into(number)
+        self.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())), self._naming():
             if task.purpose is Purpose.TRAIN:
@@ -519,7 +526,7 @@ class PlannedTask:
         num_bytes = self.layout.num_bytes[True]
         if known is None or known.dram_bytes_per_s is None or not num_bytes:
             return rate
-        return min(rate, known.dram_bytes_per_s / (3 + 2 * sum(self.state.state_bytes.values()) / num_bytes))
+        return min(rate, known.dram_bytes_per_s / (3 + 2 * sum(self.state.measured.state_bytes.values()) / num_bytes))
 
     def _kernel_rates(self) -> Rates:
         """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
@@ -546,8 +553,8 @@ class PlannedTask:
         state = self.state
         return TaskPlan(
             name=self.name,
-            boundaries=state.boundaries,
-            shard_bytes=[state.shard_bytes(shard) for shard in state.shards],
+            boundaries=list(state.cut.boundaries),
+            shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
             dram=self.dram,
             optimizer_device="device" if state.steps_on_device else "host",
             accumulation_steps=number if self.task.purpose is Purpose.TRAIN else 1,
@@ -556,7 +563,7 @@ class PlannedTask:
             shares_cores=self.state.place.type == "cpu",
             launch_share=_launch_share(state),
             one_device_because=self.one_device_because,
-            graph_bytes=[kept_bytes(state, shard) for shard in state.shards],
+            graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
 
@@ -578,8 +585,8 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
 
 def _launch_share(state: TaskState) -> float | None:
     """Seconds in which kernels of a step are handed to the device, for each in which it works; None: the same."""
-    device_s = sum(timing.device_s for timing in state.timings.values())
-    return sum(timing.launch_s for timing in state.timings.values()) / device_s if device_s else None
+    device_s = sum(timing.device_s for timing in state.measured.timings.values())
+    return sum(timing.launch_s for timing in state.measured.timings.values()) / device_s if device_s else None
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -592,7 +599,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with installed(Stream(capture())):
-            each.state.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+            each.state.measured.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
     if needed > available:

@@ -53,7 +53,7 @@ from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroIn
 from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.profile import noted
-from partitioners.reach import CLASS, GLOBALS, PLAIN, reach
+from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
 from partitioners.skips import Frame
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
@@ -107,14 +107,14 @@ def rehearse(
     try:
         seconds, seen = stage.run(batch)
         stage.check_batch(batch, seen)
-        state.changed_buffers = set(state.staging.buffers)
-        state.staging_bytes = state.staging.num_bytes
+        state.observed.changed_buffers = frozenset(state.staging.buffers)
+        state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
-        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         stage.check_repeats(batch, seen, draws=draws)
-        state.draws = state.accumulation_steps == 1 and not state.end_of_forward().same_as(batch.main)
-        state.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
+        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
             stage.run_compiled(batch)  # its units are known by now: what cannot be compiled is refused here
@@ -125,7 +125,7 @@ def rehearse(
             _, seen = stage.run(evaluation)
             stage.check_batch(evaluation, seen)
             stage.check_repeats(evaluation, seen, draws=draws)
-            state.draws |= not state.end_of_forward().same_as(evaluation.main)
+            state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
         stage.close()
     return seconds
@@ -165,6 +165,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._entered: set[int] = set()  # what a layer takes as its input
         self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
         self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
+        self.rearranged: dict[
+            tuple[int, int], str
+        ] = {}  # (inputs or target, micro-batch): containers changed by a layer
 
     @property
     def current(self) -> str:
@@ -292,7 +295,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of torch.func, which holds no memory itself
+        return 0
 
 
 class _Inspector:
@@ -304,6 +310,12 @@ class _Inspector:
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
         self.changed: dict[Changed, None] = {}  # in the order in which they were found
+        self._buffers: dict[int, Tensor] = {}  # as they were before a backward
+        # What a micro-batch was given: inputs or target, which micro-batch, the value, and what was in it.
+        self._given: list[tuple[int, int, Any, list[Any], pytree.TreeSpec]] = []
+        self._m = 0
+        self._starts = False  # the layer that comes is the first of all
+        self._layer = ""  # that runs
         self._state = state
         self._guard = guard
 
@@ -320,6 +332,8 @@ class _Inspector:
         return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
+        self._note_rearranged()
+        self._given, self._m, self._starts = [], m, shard.is_first
         self._guard.enter(micro.tensors())
         parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
         self._guard.batch = {
@@ -329,8 +343,22 @@ class _Inspector:
             if tensor.numel()
         }
 
-    def enters_layer(self, value: Any, frame: Frame) -> None:
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
+        self._note_rearranged()
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
+        self._layer = self._guard.current
+        if self._starts:
+            self._given.append((0, self._m, value, *pytree.tree_flatten(value)))
+            self._starts = False
+        if target is not None:
+            self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
+
+    def _note_rearranged(self) -> None:
+        """Note containers of the batch that the layer before has changed: those of the copy that it was given."""
+        for side, m, value, leaves, spec in self._given:
+            now, now_spec = pytree.tree_flatten(value)
+            if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
+                self._guard.rearranged.setdefault((side, m), self._layer)
 
     def drew_in_backward(self) -> None:
         raise _Refused(
@@ -338,8 +366,19 @@ class _Inspector:
             "stream than plain PyTorch; draw in the forward and save what was drawn"
         )
 
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
+        self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
+
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
+        before, self._buffers = self._buffers, {}
+        written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
+        self._state.observed.written_buffers |= written
+        return written
+
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self._guard.end()
+        self._note_rearranged()
+        self._given = []
         for index, view in views.items():
             slot, now = self._state.layout.slots[index], parameters[index].data
             is_moved = now.data_ptr() != view.data_ptr() or now.shape != view.shape
@@ -370,7 +409,7 @@ class _Stage:
                 state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
-        largest = max(shard.slab_bytes for shard in state.shards)
+        largest = max(shard.slab_bytes for shard in state.cut.shards)
         self._guard = _Guard()
         self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, self._device, trace, self._events.put)
@@ -406,6 +445,17 @@ class _Stage:
         state, written = self._state, self._guard.written
         loader = state.task.dataloader if batch.training else state.task.validation
         found = None
+        for (side, m), layer in self._guard.rearranged.items() if state.task.purpose is Purpose.TRAIN else ():
+            given = batch.micro_batches[m][side]
+            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
+            path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
+            if path is not None:
+                named = layer if layer == LOSS else f"layer {layer}"
+                raise ValueError(
+                    f"{state.name}: {named} changes the {('inputs', 'target')[side]} of a batch, a dict or list that "
+                    f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
+                    f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
+                )
         for (side, m, k), (layer, _) in written.items() if state.task.purpose is Purpose.TRAIN else ():
             given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
             own = given[side][k]
@@ -456,25 +506,25 @@ class _Stage:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self._state
-        self._guard.written = {}
+        self._guard.written, self._guard.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
         state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
-        for kind, shard in state.chains[batch.training]:
+        for kind, shard in state.cut.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
                 outcome = self._unit(unit)
                 if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
-                    state.keep_saved.add(shard)
+                    state.cut = replace(state.cut, keep_saved=state.cut.keep_saved | {shard})
                     outcome = self._unit(unit)
-            state.index_limit = self._limit.found
+            state.observed.index_limit = self._limit.found
             if isinstance(outcome, Failed):
                 self._raise(outcome, unit)
             else:
                 seconds[kind, shard] = outcome
-            seen |= self._digests(kind, state.shards[shard])
-            state.pool.take_gradients_back(state.shards[shard])
+            seen |= self._digests(kind, state.cut.shards[shard])
+            state.pool.gradients.take_back(state.cut.shards[shard])
         return seconds, seen
 
     @contextmanager
@@ -522,7 +572,7 @@ class _Stage:
                 seen[j, "output", m] = _digest(staging.entering(j + 1, m).tensors)
                 for name in shard.leaving:
                     seen[j, f"skip {name!r}", m] = _digest(staging.entering(name, m).tensors)
-            if m in staging.losses and state.is_last(shard):
+            if m in staging.losses and state.cut.is_last(shard):
                 measured = [staging.losses[m], *staging.metrics.get(m, {}).values()]
                 seen[j, "loss" if len(measured) == 1 else "loss or metric", m] = repr(measured).encode()
             if kind in (FUSED, BACKWARD):
@@ -532,7 +582,7 @@ class _Stage:
                 seen[j, "gradient of its input", m] = _digest(chain.from_iterable(gradients))
         if kind in (FUSED, BACKWARD) and not state.steps_on_device:
             for slot in state.pool.owned(shard):
-                given = state.pool.gradient(slot) if staging.has_gradient.get(slot.index) else None
+                given = state.pool.gradients.of(slot) if staging.has_gradient.get(slot.index) else None
                 seen[j, f"gradient of {slot.name!r}", 0] = _digest([given])
         for index in shard.buffers:
             if kind != BACKWARD and index in staging.buffers:
@@ -545,33 +595,41 @@ class _Stage:
         Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
         saves torch's global generator itself is such a one, since the mode that redirects draws does not see it.
         """
-        state, locked = self._state, len(self._state.locked)
+        state, locked = self._state, len(self._state.cut.locked)
         while True:
-            with self._carrying():
+            with self._carrying(training=batch.training):
                 before = self._plain_state()
                 carried = self._run_again(batch)
                 after = self._plain_state()
             different = _differences(seen, carried) if self.repeats_bits else []
-            while different and draws and different[0][0] not in state.locked:
-                state.locked.add(different[0][0])  # one more each time, so this ends
+            while different and draws and different[0][0] not in state.cut.locked:
+                j = different[0][0]  # one more each time, so this ends
+                state.cut = replace(state.cut, locked=state.cut.locked | {j})
                 _, seen = self.run(batch)
                 different = _differences(seen, carried)
-            if len(state.locked) == locked:
+            if len(state.cut.locked) == locked:
                 break
-            locked = len(state.locked)  # only now are what a run has left and what the next one leaves to be compared
+            # Only now are what a run has left and what the next one leaves to be compared.
+            locked = len(state.cut.locked)
         self._check_settled(before, after)
         if different:
             self._refuse(different[0])
         names = state.layout.names
-        state.coupled |= {(names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}}
+        state.observed.coupled |= {
+            (names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}
+        }
         if self.repeats_bits and after != self._begun:
             self._check_after_another(batch, carried)
 
     @contextmanager
-    def _carrying(self) -> Iterator[None]:
-        """Units find what those before have left, in this run and the one before; so does the user's model."""
+    def _carrying(self, *, training: bool, afresh: bool = False) -> Iterator[None]:
+        """Units find what those before have left, in this run and the one before; so does the user's model.
+
+        training: rather than in eval(), the user's model too. afresh: units begin with what the user's layers have.
+        """
         state, inspector, executor = self._state, self._inspector, self._executor
-        locked, state.locked = state.locked, {shard.index for shard in state.shards}
+        locked, everyone = state.cut.locked, frozenset(shard.index for shard in state.cut.shards)
+        state.cut = replace(state.cut, locked=everyone)
         left = dict(inspector.left)
         users, copies = self._modules(state.layout.layers), self._modules(executor.structure.layers)
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -579,8 +637,12 @@ class _Stage:
         self._guard.forget()
         self._guard.is_carrying = True
         try:
-            for layer, contents in left.items():
+            for layer, contents in () if afresh else left.items():
                 executor.attributes[layer].install(contents)
+            if not training:  # as in plain PyTorch, for a loss that looks
+                for module in users.values():
+                    put_back.append((vars(module), dict(vars(module))))
+                    vars(module)["training"] = False
             for name, attribute, _ in inspector.changed:
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
                 if name in users and attribute in vars(copies[name]):
@@ -594,7 +656,8 @@ class _Stage:
                 own.update(before)
             for attributes in executor.attributes:
                 attributes.put_back()
-            state.locked, inspector.carries, inspector.in_backward = locked, False, None
+            state.cut = replace(state.cut, locked=locked)
+            inspector.carries, inspector.in_backward = False, None
             self._guard.is_carrying = False
 
     def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -653,28 +716,33 @@ class _Stage:
         return self._modules(self._executor.structure.layers)
 
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
-        """Refuse layers in which something depends on what another batch has left; this one turned round is another."""
-        keep_saved, index_limit = set(self._state.keep_saved), self._state.index_limit
-        turned = replace(batch, boundaries=[(_turned(x), _turned(y)) for x, y in batch.boundaries])
-        is_through = False
-        with self._carrying():
-            self._guard.is_carrying = False
-            try:
-                self._run_again(turned)
-                is_through = True
-            except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
-                self._state.keep_saved = keep_saved
-            found = self._run_again(batch)
-        self._state.index_limit = index_limit
-        if is_through and (different := _differences(seen, found)):
-            self._refuse(different[0], " after another batch")
+        """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
+        state, index_limit = self._state, self._state.observed.index_limit
+        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer)]
+        found = None
+        while others and found is None:
+            keep_saved = state.cut.keep_saved
+            with self._carrying(training=batch.training, afresh=True):
+                self._guard.is_carrying = False
+                for k, other in enumerate(others):
+                    try:
+                        self._run_again(other)
+                    except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
+                        del others[k]
+                        state.cut = replace(state.cut, keep_saved=keep_saved)
+                        break
+                else:
+                    found = self._run_again(batch)
+        state.observed.index_limit = index_limit
+        if found is not None and (different := _differences(seen, found)):
+            self._refuse(different[0], " after other batches")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         j, what = different
         state = self._state
-        shard = state.shards[j]
+        shard = state.cut.shards[j]
         layers = state.layout.names[shard.first : shard.last]
-        if state.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
+        if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
         raise ValueError(
@@ -740,19 +808,34 @@ def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
             yield id(value)
 
 
-def _turned(value: Boundary) -> Boundary:
-    """Another value of the same shapes, of the same numbers where these differ."""
-    return value.around([_turned_tensor(tensor) for tensor in value.tensors])
+def _with(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Another batch, of the same numbers where these differ."""
+
+    def changed(value: Boundary) -> Boundary:
+        return value.around([change(tensor.detach()) for tensor in value.tensors])
+
+    return replace(batch, boundaries=[(changed(x), changed(y)) for x, y in batch.boundaries])
 
 
 def _turned_tensor(tensor: Tensor) -> Tensor:
     """Another order and other values, that are as good: indices within their range, sorted ones sorted."""
-    turned = tensor.detach().flip(list(range(tensor.dim())))
+    turned = tensor.flip(list(range(tensor.dim())))
     if tensor.is_floating_point() or tensor.is_complex():
         turned = turned * 0.5
     elif tensor.dtype != torch.bool and tensor.numel():
         turned = turned.min() + turned.max() - turned
     return torch.empty_like(tensor).copy_(turned)
+
+
+def _larger(tensor: Tensor) -> Tensor:
+    """Larger values, where any are as good."""
+    is_free = tensor.is_floating_point() or tensor.is_complex()
+    return torch.empty_like(tensor).copy_(tensor * 8) if is_free else tensor
+
+
+def _longer(tensor: Tensor) -> Tensor:
+    """Sequences of twice the length, where it may be one of sequences."""
+    return torch.cat([tensor, tensor], 1) if tensor.dim() > 1 else tensor
 
 
 def _shown(value: Any) -> str | None:

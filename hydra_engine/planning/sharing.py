@@ -46,7 +46,7 @@ def check_shared_buffers(planned: Sequence[PlannedTask]) -> None:
         for buffer in each.layout.buffers:
             holders.setdefault(id(buffer), []).append(each)
     for each in planned:
-        for index in each.state.changed_buffers:
+        for index in each.state.observed.changed_buffers:
             other = next((o for o in holders[id(each.layout.buffers[index])] if o is not each), None)
             if other is not None:
                 raise ValueError(

@@ -43,6 +43,9 @@ NUM_TIMED_STEPS = 5
 
 # Of the gradients of each step: what clips or scales by norms does it in one of them.
 SCALES = (1.0, 1e-3, 30.0)
+# And of those of an optimizer that is not torch's own, which may begin something else after some.
+MORE_SCALES = (1.0, 1e4, 1.0, 0.1, 1e-6, 3.0, 1.0)
+MOST_ELEMENTS = 8  # in a dimension
 
 # Of a tensor beside the parameters: larger ones are told apart by what autograd knows of their changes.
 MOST_COMPARED = 2**16
@@ -141,7 +144,7 @@ class _Trial:
     def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot], draws: _Draws) -> None:
         self._task, self._name, self._slots, self._draws = task, name, slots, draws
         generator = torch.Generator().manual_seed(0)
-        sizes = [[min(size, 2) for size in slot.shape] for slot in slots]
+        sizes = [[min(size, MOST_ELEMENTS) for size in slot.shape] for slot in slots]
         kinds = [torch.complex64 if slot.dtype.is_complex else torch.float32 for slot in slots]
 
         def drawn(scale: float = 1.0) -> list[Tensor]:
@@ -149,19 +152,28 @@ class _Trial:
             return [(torch.randn(s, dtype=k, generator=generator) * scale).to(slot.dtype) for slot, s, k in found]
 
         self._weights = drawn()
-        self._gradients = [drawn(scale) for scale in SCALES]
+        self._gradients = [drawn(scale) for scale in (*SCALES, *MORE_SCALES)]
         self._kind = ""  # of the optimizer, for messages
 
     def run(self, *, saves: bool) -> dict[int, int]:
         plain, engine = self._made(), self._made()
         by_shard = self._task.optimizer_scope == "shard"
+        stepped = {id(parameter) for group in plain.optimizer.param_groups for parameter in group["params"]}
+        left = [s.name for s, p in zip(self._slots, plain.parameters, strict=True) if id(p) not in stepped]
+        if left and self._task.max_grad_norm is not None:
+            raise ValueError(
+                f"{self._name}: optimizer: {self._kind} leaves out parameter {left[0]}, whose gradients the plain loop "
+                f"would never set back and go on adding up in the norm that max_grad_norm limits; freeze what is not "
+                f"trained (requires_grad_(False)), or leave max_grad_norm out"
+            )
         if by_shard and has_step_hooks(plain.optimizer):
             raise self._refused("has step hooks, which would be called once for each shard")
-        for index, gradients in enumerate(self._gradients):
+        num = len(SCALES) if is_torchs(plain.optimizer) else None
+        for index, gradients in enumerate(self._gradients[:num]):
             self._step_plain(plain, gradients, refuses_kept=by_shard)
             with self._draws.again():
                 if by_shard:
-                    self._step_by_parts(engine, gradients, num_parts=index + 2)
+                    self._step_by_parts(engine, gradients, num_parts=2 + index % len(SCALES))
                 else:
                     _give(engine.parameters, gradients)
                     engine.step(self._draws)

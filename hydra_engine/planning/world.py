@@ -18,6 +18,7 @@ from hydra_engine.schedule import (
     FORWARD,
     BatchReady,
     Begin,
+    Capture,
     Commit,
     Computed,
     DataEnded,
@@ -37,6 +38,7 @@ from hydra_engine.schedule import (
     StepCommitted,
     Stored,
     TaskAdded,
+    TaskUnits,
     Unit,
     Update,
     part_ranges,
@@ -212,6 +214,7 @@ class World:
             Begin: self._begin,
             Commit: self._commit,
             Update: self._update,
+            Capture: lambda _: None,  # nothing is saved
             Finish: self._finish,
         }
 
@@ -465,18 +468,16 @@ class World:
 def _added(task: _Task) -> TaskAdded:
     cost = task.cost
     lowest = cost.lowest_backward
-    return TaskAdded(
-        task=cost.name,
+    units = TaskUnits(
         training=cost.chain,
         evaluation=(),
         needs=tuple((shard,) if shard >= lowest else () for shard in range(cost.num_shards)),
         updates=tuple(range(lowest, cost.num_shards)),
         unit_s=task.unit_s,
-        num_steps=cost.num_steps,
-        reads_ahead=True,
-        priority=cost.priority,
-        weight=cost.weight,
         spreads=task.spreads,
+    )
+    return TaskAdded(
+        cost.name, units, num_steps=cost.num_steps, reads_ahead=True, priority=cost.priority, weight=cost.weight
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
 from hydra_engine.errors import CallbackTimeout, StopTask
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport
 
@@ -39,20 +40,21 @@ class Notifier:
         self,
         callbacks: Sequence[Callback],
         report: TaskReport,
+        end: TaskEnd,
         put: Callable[[Event], None],
         *,
         timeout_s: float | None = None,
         num_threads: int = 1,
-        drawn: set[str] | None = None,
-        drawn_by_task: Callable[[], set[str]] = set,
+        draws: CallbackDraws | None = None,
     ) -> None:
         """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread.
 
-        drawn: which of `random` and `numpy.random` the callbacks drew from before; drawn_by_task: the loader, layers.
+        draws: watches the calls' random draws; None: beside a loader and layers that draw nothing.
         """
         self._callbacks = callbacks
         self._report = report
-        self._draws = CallbackDraws(report.name, report.seed, drawn or set(), drawn_by_task)
+        self._end = end
+        self._draws = draws or CallbackDraws(report.name, report.seed, set(), set)
         self._put = put
         self._timeout_s = timeout_s
         self._num_threads = num_threads
@@ -66,8 +68,6 @@ class Notifier:
         self._is_left = False  # the thread, to itself
         self._is_hurried = False
         self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
-        self.is_stopped = False  # by a callback: nothing more is to be committed
-        self.failed: Failed | None = None  # what a callback raised
 
     def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
         """From now on, call `prepare` before each call, and fail the task where it changes the model."""
@@ -159,7 +159,7 @@ class Notifier:
             if not self._is_hurried:
                 error = CallbackTimeout(name, self._now[0], self._timeout_s, self.thread_name)
                 failed = Failed(name, error, "its callback")
-                self.failed, self.is_stopped = self.failed or failed, True
+                self._end.fail(failed, commits=False)
             jobs, self._jobs = self._jobs, []
         if failed is not None:
             self._put(failed)
@@ -219,7 +219,7 @@ class Notifier:
                 job()
 
     def _tell(self, call: _Call) -> None:
-        if self.is_stopped and not call.always:
+        if self._end.is_stopped and not call.always:
             return
         name, watch = self._report.name, self._watch
         try:
@@ -255,7 +255,8 @@ class Notifier:
         with self._lock:
             if self._is_left:
                 return
-            self.is_stopped = True
             if isinstance(event, Failed):
-                self.failed = event
+                self._end.fail(event, commits=False)
+            else:
+                self._end.stop()
         self._put(event)

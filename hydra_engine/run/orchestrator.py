@@ -30,7 +30,7 @@ from hydra_engine.planning import (
     check_sharing,
     fits_arena,
 )
-from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.loop import EngineRun, RunSettings
 from hydra_engine.run.signals import Signals
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import HostThreads, bound, dram, host_threads
@@ -58,7 +58,7 @@ class ModelOrchestrator:
     Args:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
         devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM.
-        policy: one of `hydra_engine.policies.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
+        policy: one of `hydra_engine.schedule.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
             "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
         checkpoint_dir: where `train_models` saves, made if it is not there: hydra_engine/checkpoints/checkpoint.md says
@@ -460,17 +460,10 @@ class ModelOrchestrator:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
         with signals.deferred():
             try:
-                yield EngineRun(
-                    planned,
-                    self._devices,
-                    self._policy,
-                    double_buffer=self._double_buffer,
-                    verbose=verbose,
-                    host=host,
-                    signals=signals,
-                    saver=saver,
-                    rescue=rescue,
+                settings = RunSettings(
+                    policy=self._policy, double_buffer=self._double_buffer, verbose=verbose, host=host
                 )
+                yield EngineRun(planned, self._devices, settings, signals, saver, rescue)
             finally:
                 torch.set_num_threads(host.intra_op_threads)
 
@@ -551,7 +544,7 @@ class ModelOrchestrator:
         return replace(report, tasks=tasks, messages=(*messages, *told))
 
     def _about(self) -> dict[str, Any]:
-        """What a checkpoint says of the run."""
+        """Return the run's figures for a checkpoint."""
         plan, run = self.plan, self._running
         return {
             "command": restart.command(),

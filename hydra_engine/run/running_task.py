@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import traceback
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,217 @@ from torch import Tensor
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.display import TaskProgress
+from hydra_engine.errors import DeviceLost, LoaderTimeout, StopTask
 from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.run.retries import Retries
-from hydra_engine.schedule import DataFailed, Failed
-from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
-from hydra_engine.tasks import FAILED, Evaluation, EvaluationMeans, ModelWatch, Revision, TaskReport, batch_size, joined
+from hydra_engine.schedule import Commit, TaskUnits
+from hydra_engine.tasks import (
+    Evaluation,
+    EvaluationMeans,
+    ModelWatch,
+    Purpose,
+    Retry,
+    Revision,
+    TaskReport,
+    batch_size,
+    joined,
+)
 from partitioners.precision import cast
+
+# Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
+FINAL = (DeviceLost, StopTask, LoaderTimeout)
+
+
+class Retries:
+    """Counts a task's retries in one run, and reports each. From any thread: shards are updated side by side."""
+
+    def __init__(self, most: int, report: TaskReport) -> None:
+        self._most = most
+        self._num_before = len(report.retries)  # of a run that is resumed
+        self._report = report
+        self._lock = threading.Lock()
+
+    @property
+    def are_asked_for(self) -> bool:
+        """True if the task may be tried again, so that something has to be kept for it."""
+        return self._most > 0
+
+    def allow(self, error: BaseException, where: str, step: int) -> bool:
+        """Return True if this error may be tried again; then count and report the retry."""
+        if not isinstance(error, Exception) or isinstance(error, FINAL):
+            return False
+        with self._lock:
+            if len(self._report.retries) - self._num_before >= self._most:
+                return False
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            text = f"{type(error).__name__}: {first_line}"
+            self._report.retries.append(Retry(step=step, where=where, error=text))
+            return True
+
+
+class Life(Enum):
+    """Stations of a task in its run."""
+
+    SETTING_UP = auto()  # its reader's thread takes its memory and calls its user's factories
+    WAITING = auto()  # it is set up, and others that it begins with are not
+    TRAINING = auto()  # the scheduler knows it
+    ENDING = auto()  # nothing of it is under way: it is concluded, saved and given back
+    ENDED = auto()  # its callbacks were told its end
+
+
+class Asked(Enum):
+    """Stations of the next batch."""
+
+    NOTHING = auto()  # none is asked for, or it is there
+    LATER = auto()  # it is asked for once the step in progress is committed
+    READING = auto()  # the reader is at it
+
+
+@dataclass(eq=False)
+class Feed:
+    """The batch that a task computes next."""
+
+    asked: Asked = Asked.NOTHING
+    read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
+    epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
+    next_batch: Batch | None = None  # read, not begun
+
+
+class Again(NamedTuple):
+    """A step is to begin again."""
+
+    error: Exception  # why
+    fits: bool  # it is tried again as it is; False: memory ran short
+
+
+@dataclass(eq=False)
+class StepInProgress:
+    """The batch that was begun last: a training step, or an evaluation's."""
+
+    batch: Batch
+    is_new_shape: bool = False  # the first of its shape: a device may still run out in its backward
+    is_spread: bool = False  # over several devices
+    is_committed: bool = False
+    layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
+    again: Again | None = None
+
+
+class LastCommit(NamedTuple):
+    """The task after the last step that was committed."""
+
+    position: TaskPosition
+    buffers: list[Tensor]
+
+
+def revise(state: TaskState, report: TaskReport, reason: str) -> None:
+    """Report that a task goes on otherwise than planned."""
+    report.revisions.append(
+        Revision(
+            step=report.steps,
+            boundaries=list(state.cut.boundaries),
+            accumulation_steps=state.cut.num_micro_batches,
+            reason=reason,
+        )
+    )
+
+
+class Figures:
+    """Figures of evaluated batches, outputs of predicted ones, and the epochs that are over."""
+
+    def __init__(self, planned: PlannedTask, notifier: Notifier) -> None:
+        self._planned, self._report, self._notifier = planned, planned.report, notifier
+        self._means: EvaluationMeans | None = None  # of the evaluation in progress
+        self._told_parts: set[tuple[int, int]] = set()  # (samples, parts) that were reported
+        self._ended_epoch = -1  # the last one that was told to be over
+        self.evaluation: Evaluation | None = None  # the last that is through
+        self.outputs: list[Any] = []  # of the batch that was predicted last; the caller takes it
+
+    def commit(self, batch: Batch) -> None:
+        """Take the batch in progress over, into its evaluation's means or for the caller."""
+        if self._planned.task.purpose is Purpose.PREDICT:
+            self._commit_prediction()
+        else:
+            self._commit_evaluation(batch)
+
+    def _commit_evaluation(self, batch: Batch) -> None:
+        staging = self._planned.state.staging
+        if self._means is None:
+            self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
+        self._note_parts(batch)
+        # In one piece, unless it did not fit so.
+        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
+        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
+        self._means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
+
+    def _note_parts(self, batch: Batch) -> None:
+        """Report, once for each size, that an evaluation batch was computed in parts.
+
+        Refuse it where the parts drew, or changed buffers, as the whole batch would have done once.
+        """
+        state, number = self._planned.state, len(batch.micro_batches)
+        staging = state.staging
+        if number == 1:
+            return
+        ends = [staging.random[len(state.cut.shards), m] for m in range(number)]
+        draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
+        if draws or staging.buffers:
+            does = "draws random numbers" if draws else "changes a buffer"
+            raise ValueError(
+                f"{self._report.name}: evaluation batch {batch.step} of {batch.num_samples} samples is too large for a "
+                f"layer alone, and in {number} parts a layer that {does} in eval() gives other figures; give smaller "
+                f"batches, or use a device with more memory"
+            )
+        if (batch.num_samples, number) not in self._told_parts:
+            self._told_parts.add((batch.num_samples, number))
+            reason = (
+                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed "
+                f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
+                f"or the loss does not treat each sample by itself, by more"
+            )
+            revise(state, self._report, reason)
+
+    def end_evaluation(self) -> None:
+        """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
+        if self._means is None:
+            return
+        self.evaluation = found = self._means.result()
+        self._means = None
+        self._report.validation_losses.append(found.loss)
+        self._report.validation_steps.append(self._report.steps)
+        for name, value in found.metrics.items():
+            self._report.validation_metrics.setdefault(name, []).append(value)
+        self._notifier.validation()
+
+    def _commit_prediction(self) -> None:
+        """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
+        state = self._planned.state
+        output, narrow = state.staging.take(len(state.cut.shards), 0), state.layout.narrow
+        self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
+
+    def end_epoch(self, batch: Batch) -> None:
+        """Tell, once, that a batch's epoch is over, its validation too."""
+        if batch.epoch > self._ended_epoch:
+            self.end_evaluation()
+            self._ended_epoch = batch.epoch
+            self._notifier.epoch(batch.epoch)
+
+
+class _ShownBuffers:
+    """The buffers that a user's model has now, for its callbacks; its weights are there."""
+
+    def __init__(self, state: TaskState) -> None:
+        self._state = state
+        self._shown: list[Tensor] = []
+
+    def show(self) -> None:
+        """Give the model the buffers that the last step left."""
+        values, shown = self._state.pool.buffers, self._shown
+        changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
+        if changed:
+            self._state.layout.put_buffers(values, changed)
+            self._shown = list(values)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,47 +233,47 @@ class RunningTask:
     """Touched by the thread that decides, or by the one job of the task's that commits, fits or ends it."""
 
     planned: PlannedTask
-    report: TaskReport
     notifier: Notifier
+    end: TaskEnd
     retries: Retries
+    figures: Figures
+    life: Life = Life.SETTING_UP
     num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
-    is_set_up: bool = False  # or is over already; before, its reader's thread calls the user's factories
-    is_scheduled: bool = False  # the scheduler knows it
-    is_reading: bool = False
-    epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
-    ended_epoch: int = -1  # the last one that was told to be over
-    is_ending: bool = False  # it is over, and what it leaves is being put in order
-    next_batch: Batch | None = None  # read, not begun
-    batch: Batch | None = None
-    is_committed: bool = False  # that batch
-    layers_moved_reader: bool = False  # the next batch is read from where this one's layers left the random stream
-    is_new_shape: bool = False  # this batch is the first of its shape: a device may still run out in its backward
-    is_spread: bool = False  # the batch in progress, over several devices
-    read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
-    owes_read: bool = False  # the next batch was asked for, and is read once this one is committed
-    may_spread: bool = True  # over several devices; False once a part of a step did not fit
-    to_begin_again: Exception | None = None  # why the step in progress has to be fitted
-    is_retried: bool = False  # the step in progress begins again as it is: it fits
-    record: StepRecord | None = None
-    means: EvaluationMeans | None = None  # of the evaluation in progress
-    evaluation: Evaluation | None = None  # the last that is through
-    position: TaskPosition | None = None  # after the last step that was committed, where positions are kept
-    buffers: list[Tensor] = field(default_factory=list)  # as that step left them
-    shown_buffers: list[Tensor] = field(default_factory=list)  # that the user's model has now
+    feed: Feed = field(default_factory=Feed)
+    step: StepInProgress | None = None  # replaced as the next batch begins
+    may_spread: bool = True  # steps over several devices; False once a part of one did not fit
+    held_commit: Commit | None = None  # it waits for callbacks: until then nothing of the task changes
+    record: StepRecord | None = None  # of the last training step
+    last_commit: LastCommit | None = None  # where positions are kept
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
-    waits_to_commit: bool = False  # for its callbacks
-    is_committing: bool = False  # from when they have returned to the event
-    num_updating: int = 0  # shards whose update of the last step is not through
-    is_releasing: bool = False  # shards may be updated before the step is committed
     is_torn: bool = False  # part of its state is of another step than the rest
-    evaluated_parts: set[tuple[int, int]] = field(default_factory=set)  # (samples, parts) that were reported
-    outputs: list[Any] = field(default_factory=list)  # of the batch that was predicted last; the caller takes it
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self.planned.name
+
+    @property
+    def report(self) -> TaskReport:
+        """The report for its user: written, and of all in it only the number of steps is read to decide anything."""
+        return self.planned.report
 
     @property
     def state(self) -> TaskState:
         """Its units' state."""
         return self.planned.state
+
+    @property
+    def is_ending(self) -> bool:
+        """True if nothing of it is under way any more."""
+        return self.life in (Life.ENDING, Life.ENDED)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch in progress."""
+        assert self.step is not None
+        return self.step.batch
 
     def watch(self, optimizer: TaskOptimizer | None) -> None:
         """From now on see what callbacks do to the model: devices have their copies of it."""
@@ -80,40 +284,31 @@ class RunningTask:
             stays = is_steady or self.state.steps_on_device or (optimizer is not None and optimizer.steps_in_place)
             weights = [slot.parameter for slot in self.state.layout.trainable_slots()]
             watch.follow(weights, is_steady=is_steady, stays=stays)
-            self.notifier.watch(watch, self.show_buffers)
-
-    def show_buffers(self) -> None:
-        """Give the user's model the buffers that the last step left, for its callbacks; its weights are there."""
-        values, shown = self.state.pool.buffers, self.shown_buffers
-        changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
-        if changed:
-            self.state.layout.put_buffers(values, changed)
-            self.shown_buffers = list(values)
+            self.notifier.watch(watch, _ShownBuffers(self.state).show)
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
         if self.snapshot is not None:
             self.snapshot.secure(slots)
 
-    def note_position(self) -> None:
+    def note_commit(self) -> None:
         """The batch in progress is committed: the next begins where its layers have left the random stream."""
         batch = self.batch
-        if batch is not None and batch.position is not None:
+        if batch.position is not None:
             random = self.state.end_of_forward() if self.draws_from_main else batch.main
-            self.position, self.buffers = batch.position.with_random(random), list(self.state.pool.buffers)
+            self.last_commit = LastCommit(batch.position.with_random(random), list(self.state.pool.buffers))
 
     @property
     def draws_from_main(self) -> bool:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
-        assert self.batch is not None
-        return self.state.accumulation_steps == 1 or not self.batch.training
+        return self.state.cut.num_micro_batches == 1 or not self.batch.training
 
     @property
     def loss(self) -> float:
-        """Of the step in progress, once its units are through: of all its micro-batches."""
+        """Loss of the step in progress, over all its micro-batches, once its units are through."""
         losses = self.state.staging.losses
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
-        return parts[0] if self.state.accumulation_steps == 1 else sum(parts)
+        return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
 
     def nonfinite_loss(self) -> float | None:
         """The step's loss, where that is not finite and the task does not take any."""
@@ -126,52 +321,54 @@ class RunningTask:
         """The shards that have an update of their own; none where the whole task is stepped at its commit."""
         if self.state.task.optimizer_scope == "task":
             return ()
-        return tuple(shard.index for shard in self.state.shards if shard.owned)
+        return tuple(shard.index for shard in self.state.cut.shards if shard.owned)
+
+    @property
+    def units(self) -> TaskUnits:
+        """Its units as it is cut now."""
+        state = self.state
+        return TaskUnits(
+            training=state.cut.chains[True],
+            evaluation=state.cut.chains[False],
+            needs=tuple(shard.needs for shard in state.cut.shards),
+            updates=self.updates,
+            unit_s=self.planned.unit_s,
+            spreads=self.planned.spreads,
+        )
 
     @property
     def progress(self) -> TaskProgress:
-        """Where it stands."""
+        """Steps and loss so far."""
         losses = self.report.losses
         return TaskProgress(self.report.name, self.report.steps, self.num_steps, losses[-1] if losses else None)
 
     def revise(self, reason: str) -> None:
         """Report that the task goes on otherwise than planned."""
-        state = self.state
-        self.report.revisions.append(
-            Revision(
-                step=self.report.steps,
-                boundaries=state.boundaries,
-                accumulation_steps=state.accumulation_steps,
-                reason=reason,
-            )
-        )
+        revise(self.state, self.report, reason)
 
-    def take(self) -> None:
+    def take(self, *, is_new_shape: bool = False, is_spread: bool = False) -> None:
         """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
-        batch, following = self.batch, self.next_batch
+        before, following = self.step, self.feed.next_batch
         assert following is not None
-        if batch is not None and not batch.training and following.evaluation != batch.evaluation:
-            self.end_evaluation()
-        if batch is not None and following.epoch > batch.epoch:
-            self.end_epoch()
-        self.batch, self.next_batch, self.is_committed = following, None, False
-        self.layers_moved_reader = False
+        if before is not None and not before.batch.training and following.evaluation != before.batch.evaluation:
+            self.figures.end_evaluation()
+        if before is not None and following.epoch > before.batch.epoch:
+            self.figures.end_epoch(before.batch)
+        self.step = StepInProgress(following, is_new_shape=is_new_shape, is_spread=is_spread)
+        self.feed.next_batch = None
 
     def end_epoch(self) -> None:
         """Tell, once, that the epoch of the last batch is over, its validation too."""
-        if self.batch is not None and self.batch.epoch > self.ended_epoch:
-            self.end_evaluation()
-            self.ended_epoch = self.batch.epoch
-            self.notifier.epoch(self.batch.epoch)
+        if self.step is not None:
+            self.figures.end_epoch(self.step.batch)
 
     def stage(self, num_parts: int = 1) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
         batch = self.batch
-        assert batch is not None
         if self.optimizer is not None:
             self.optimizer.epoch = batch.epoch
         staging, pool = self.state.staging, self.state.pool
-        self.state.begin_parts(num_parts, batch.training)
+        self.state.progress.begin_parts(num_parts, batch.training)
         staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)
         if num_parts > 1:
             slots = self.state.layout.slots
@@ -180,72 +377,7 @@ class RunningTask:
                 num_parts,
                 in_sums=self.planned.spreads[num_parts - 1].in_sums,
                 is_narrow=self.state.layout.narrow is not None,
-                place=lambda index: pool.gradient(slots[index]),
-                fit=lambda index, gradient: pool.place_gradient(slots[index], gradient),
+                place=lambda index: pool.gradients.of(slots[index]),
+                fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
-
-    def commit_evaluation(self) -> None:
-        """Take the evaluated batch in progress into its evaluation's means."""
-        batch, staging = self.batch, self.state.staging
-        assert batch is not None
-        if self.means is None:
-            self.means = EvaluationMeans(sums_losses=self.planned.task.loss_reduction == "sum")
-        self._note_parts(batch)
-        # In one piece, unless it did not fit so.
-        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
-        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
-        self.means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
-
-    def _note_parts(self, batch: Batch) -> None:
-        """Report, once for each size, that an evaluation batch was computed in parts.
-
-        Refuse it where the parts drew, or changed buffers, as the whole batch would have done once.
-        """
-        number, staging = len(batch.micro_batches), self.state.staging
-        if number == 1:
-            return
-        ends = [staging.random[len(self.state.shards), m] for m in range(number)]
-        draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
-        if draws or staging.buffers:
-            does = "draws random numbers" if draws else "changes a buffer"
-            raise ValueError(
-                f"{self.report.name}: evaluation batch {batch.step} of {batch.num_samples} samples is too large for a "
-                f"layer alone, and in {number} parts a layer that {does} in eval() gives other figures; give smaller "
-                f"batches, or use a device with more memory"
-            )
-        if (batch.num_samples, number) not in self.evaluated_parts:
-            self.evaluated_parts.add((batch.num_samples, number))
-            self.revise(
-                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed "
-                f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
-                f"or the loss does not treat each sample by itself, by more"
-            )
-
-    def end_evaluation(self) -> None:
-        """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
-        if self.means is None:
-            return
-        self.evaluation = found = self.means.result()
-        self.means = None
-        self.report.validation_losses.append(found.loss)
-        self.report.validation_steps.append(self.report.steps)
-        for name, value in found.metrics.items():
-            self.report.validation_metrics.setdefault(name, []).append(value)
-        self.notifier.validation()
-
-    def commit_prediction(self) -> None:
-        """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
-        output = self.state.staging.take(len(self.state.shards), 0)
-        narrow = self.state.layout.narrow
-        self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
-
-    def note_failure(self, event: Failed | DataFailed) -> None:
-        """Report what was raised, unless something was before."""
-        if self.report.exception is None:
-            unit = str(event.unit or "") if isinstance(event, Failed) else ""
-            where = " in " + ", ".join(filter(None, (unit, event.where)))
-            text = "".join(traceback.format_exception(event.error))
-            self.report.status, self.report.exception = FAILED, event.error
-            remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
-            self.report.error = f"{event.task} failed{where}\n{text}{remedy}"

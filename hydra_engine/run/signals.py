@@ -1,4 +1,4 @@
-"""Events from every thread to the one that decides, and the signals that end a run: Ctrl-C and SIGTERM."""
+"""Events from every thread to the one that decides, deadlines, and the signals that end a run: Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from hydra_engine.schedule import StopRequested
 from hydra_engine.system import is_interactive
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 # The dispositions that we replace. Any other one is the user's own, and theirs to decide; or "ignore", of nohup.
 _USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -31,8 +32,37 @@ class Overdue(NamedTuple):
     """Nothing was told until the deadline."""
 
 
+class Deadlines(Generic[K]):
+    """Deadlines of the answers that are waited for, by name.
+
+    An answer that comes does not move `next_s`: one look too early is cheaper than a search at each.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[K, float] = {}
+        self.next_s = math.inf  # of time.monotonic(): no later than the first of them
+
+    def set(self, name: K, seconds: float) -> None:
+        """An answer is waited for, so long from now."""
+        self._by_name[name] = time.monotonic() + seconds
+        self.next_s = min(self.next_s, self._by_name[name])
+
+    def drop(self, name: K) -> None:
+        """It has come."""
+        self._by_name.pop(name, None)
+
+    def take_due(self) -> list[K]:
+        """Whose time is up; they are waited for no more."""
+        now_s = time.monotonic()
+        due = [name for name, deadline_s in self._by_name.items() if deadline_s <= now_s]
+        for name in due:
+            del self._by_name[name]
+        self.next_s = min(self._by_name.values(), default=math.inf)
+        return due
+
+
 class Inbox(Generic[T]):
-    """What the deciding thread is told, one event at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
+    """Events for the thread that decides, one at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
@@ -47,7 +77,7 @@ class Inbox(Generic[T]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is there now."""
+        """True if no event is there now."""
         return not self._taken and self._queue.empty()
 
     def __enter__(self) -> T | StopRequested | Overdue:
@@ -125,7 +155,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """What is not to be cut off: a signal waits for the end, and whoever works there sees to an early one."""
+        """Defer signals to the end of the block; whoever works there sees to an early end."""
         self._deferrals += 1
         try:
             with _children_unheard(lambda: self._first == signal.SIGTERM):

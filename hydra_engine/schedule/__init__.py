@@ -3,6 +3,8 @@
 from hydra_engine.schedule.events import (
     BatchReady,
     Begin,
+    Capture,
+    CaptureWanted,
     Commit,
     Computed,
     DataEnded,
@@ -27,9 +29,10 @@ from hydra_engine.schedule.events import (
     Stored,
     TaskAdded,
     TaskStopped,
+    TaskUnits,
     Update,
 )
-from hydra_engine.schedule.policies import Policy, resolve_policy
+from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import (
@@ -41,6 +44,8 @@ from hydra_engine.schedule.units import (
     Placed,
     Unit,
     evaluation_chain,
+    format_schedule,
+    parse_schedule,
     part_ranges,
     training_chain,
 )
@@ -51,8 +56,12 @@ __all__ = [
     "FORWARD",
     "FUSED",
     "MOST_AHEAD",
+    "POLICIES",
     "BatchReady",
     "Begin",
+    "Candidate",
+    "Capture",
+    "CaptureWanted",
     "Commit",
     "Computed",
     "DataEnded",
@@ -71,6 +80,7 @@ __all__ = [
     "Load",
     "Placed",
     "Policy",
+    "RandomOrder",
     "Read",
     "Run",
     "Scheduler",
@@ -81,9 +91,12 @@ __all__ = [
     "Stored",
     "TaskAdded",
     "TaskStopped",
+    "TaskUnits",
     "Unit",
     "Update",
     "evaluation_chain",
+    "format_schedule",
+    "parse_schedule",
     "part_ranges",
     "resolve_policy",
     "training_chain",

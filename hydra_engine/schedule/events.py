@@ -1,4 +1,4 @@
-"""What the scheduler is told and what it says: plain values, so that a simulator can speak them too."""
+"""Events for the scheduler and instructions from it: plain values, so that a simulator can speak them too."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ class Spread(NamedTuple):
     in_sums: bool = True  # a part adds its gradients to those of the part before; False: each is sent down by itself
 
 
-class TaskAdded(NamedTuple):
-    """A task is ready to train. Chains are (kind, shard) in order, for a training and an evaluation batch."""
+class TaskUnits(NamedTuple):
+    """The units of a task as it is cut now."""
 
-    task: str
-    training: tuple[tuple[str, int], ...]
-    evaluation: tuple[tuple[str, int], ...]
+    training: tuple[tuple[str, int], ...]  # chain of a training batch: (kind, shard) in order
+    evaluation: tuple[tuple[str, int], ...]  # that of an evaluation batch
     needs: tuple[tuple[int, ...], ...]  # by shard: whose update its load waits for
     updates: tuple[int, ...]  # shards with something to update, lowest first
     unit_s: dict[tuple[str, int], float]  # estimates, by (kind, shard)
+    spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
+
+
+class TaskAdded(NamedTuple):
+    """A task is ready to train."""
+
+    task: str
+    units: TaskUnits
     num_steps: int | None  # None: the loader does not say
     reads_ahead: bool  # a batch may be read before the forward of the one before it is through
     early_release: bool = False  # a shard is updated once its backward is stored, not after the commit
     priority: int = 0  # units of higher ones go first, under any policy
     weight: float = 1.0  # share of compute time, under "fair-share"
-    spreads: tuple[Spread, ...] = (Spread(),)  # of a step over 1, 2, ... devices
     reads_last: bool = False  # a batch may be read only once the step before it is in all weights
 
 
@@ -103,15 +109,10 @@ class DidNotFit(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """The batch in hand fits, with these chains and shards from now on, and is begun from its first unit."""
+    """The batch in hand fits, cut into these units from now on, and is begun from its first unit."""
 
     task: str
-    training: tuple[tuple[str, int], ...]
-    evaluation: tuple[tuple[str, int], ...]
-    needs: tuple[tuple[int, ...], ...]
-    updates: tuple[int, ...]
-    unit_s: dict[tuple[str, int], float]
-    spreads: tuple[Spread, ...] = (Spread(),)
+    units: TaskUnits
     is_retried: bool = False  # nothing has changed: a batch that was read before this fits as it did
 
 
@@ -129,6 +130,12 @@ class DeviceAdded(NamedTuple):
     device: int
 
 
+class CaptureWanted(NamedTuple):
+    """A task is to be saved: say `Capture` at once where it is settled, else when it is."""
+
+    task: str
+
+
 class TaskStopped(NamedTuple):
     """One task shall begin nothing new."""
 
@@ -142,7 +149,7 @@ class StopRequested(NamedTuple):
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DidNotFit | Fitted | DeviceAdded | TaskStopped | StopRequested"
+    " | DidNotFit | Fitted | DeviceAdded | CaptureWanted | TaskStopped | StopRequested"
 )
 
 
@@ -205,10 +212,21 @@ class Update(NamedTuple):
     shard: int
 
 
-class Finish(NamedTuple):
-    """Nothing of the task is under way any more: give its weights back."""
+class Capture(NamedTuple):
+    """The task is settled: all of its state is of one step, until its next commit or early release.
+
+    Show that step to its callbacks, and save it where that is wanted. Said after each commit, once its updates are
+    through.
+    """
 
     task: str
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Finish"
+class Finish(NamedTuple):
+    """Nothing of the task is under way any more: give its weights back."""
+
+    task: str
+    is_settled: bool = True  # False: it ends in a step that has updated shards already
+
+
+Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Capture | Finish"

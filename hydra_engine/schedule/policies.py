@@ -1,40 +1,40 @@
-"""Policies: which of several units a device should take. A key for each unit, the lowest first; no clock, no state."""
+"""Policies: a key for each unit that a device could run. The lowest key goes first. No clock, no state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-# In `Candidate.ready_order`: the unit waits for its input.
+# Value of `Candidate.ready_order` for a unit that waits for its input.
 NOT_YET = 2**62
 
 
 class Candidate(NamedTuple):
-    """A unit that a device could take, as a policy sees it: one at most for each task, or each part of its step."""
+    """A unit that a device could run, as a policy sees it. Each task has at most one, or one per part of its step."""
 
     task: str
-    order: int  # of the task: they count up as tasks are added
-    remaining_s: float  # predicted compute time that the task has left, this unit included
-    ready_order: int  # counts up: the lower, the longer the unit has been waiting; NOT_YET while its input is made
-    served_order: int = 0  # counts up: the lower, the longer ago a unit of the task was begun; 0: never
-    used_s: float = 0.0  # compute time that the task has had, and what it was given for coming later
+    order: int  # number of the task: tasks are numbered as they are added
+    remaining_s: float  # predicted compute seconds until the task ends, this unit included
+    ready_order: int  # lower: the unit has waited longer; NOT_YET while its input is computed
+    served_order: int = 0  # lower: a unit of the task was begun longer ago; 0: never
+    used_s: float = 0.0  # compute seconds of the task, plus its credit for having come later
     weight: float = 1.0  # of the task, `ModelTask(weight=)`
 
 
 class Policy(Protocol):
-    """Orders units. Keeps settings at most, so one object may serve any number of runs.
+    """Orders units. A policy keeps only its settings, so one object may serve any number of runs.
 
     Attributes:
-        longest_first: a unit that is claimed and loaded stands back for a task on the critical path (False where the
-            policy does not have it).
-        prefers_resident: a unit whose shard is on the device goes before others (False where it does not have it).
+        longest_first: a task on the critical path goes before a unit that is claimed and loaded already. A policy
+            without this attribute has False.
+        prefers_resident: a unit whose shard is on the device goes before others. A policy without it has False.
     """
 
     def key(self, candidate: Candidate) -> Any:
-        """What the unit is ordered by, the lowest first; equal keys go by the order of tasks.
+        """Return the key of a unit: the lowest goes first. Equal keys go by the order of tasks.
 
-        Asked whenever something that a candidate holds has changed, and not again until something changes: it must
-        depend on the candidate alone. `ModelTask(priority=)` goes before it.
+        The key must depend on the candidate alone: it is asked for again only when a value of the candidate has
+        changed. `ModelTask(priority=)` counts before the key.
         """
 
 
@@ -49,16 +49,16 @@ class ShardedLRTF:
 
 
 class Locality(ShardedLRTF):
-    """Sharded-LRTF among units whose shard is on the device already; who goes first otherwise waits for a few at most.
+    """Sharded-LRTF among units whose shard is on the device already; the others wait for eight units at most.
 
-    What tasks share, a frozen base say, is then loaded once for all that need it.
+    A shard that tasks share, of a frozen base for example, is then loaded once for all of them.
     """
 
     prefers_resident = True
 
 
 class ShortestRemaining:
-    """The task with the shortest remaining time goes first: most tasks are through early, the longest last."""
+    """The task with the shortest remaining time goes first: most tasks end early, the longest last."""
 
     def key(self, candidate: Candidate) -> float:
         """Remaining time, the shortest first."""
@@ -69,7 +69,7 @@ class FIFO:
     """The unit that has been waiting longest goes first."""
 
     def key(self, candidate: Candidate) -> int:
-        """When the unit became ready."""
+        """Order in which units became ready."""
         return candidate.ready_order
 
 
@@ -77,24 +77,24 @@ class RoundRobin:
     """The task whose turn was longest ago goes first."""
 
     def key(self, candidate: Candidate) -> int:
-        """When the task was served last."""
+        """Order in which tasks were last served."""
         return candidate.served_order
 
 
 class FairShare:
-    """Tasks get compute time in proportion to their weights: who has had least of its share goes first.
+    """Tasks get compute time in proportion to their weights: the task that has had least of its share goes first.
 
-    Stride scheduling (Waldspurger and Weihl, 1995), with measured seconds for quanta. Who comes later shares from then
-    on; it gets nothing for the time before.
+    Stride scheduling (Waldspurger and Weihl, 1995), with measured seconds as quanta. A task that comes later has its
+    share from then on, and nothing for the time before.
     """
 
     def key(self, candidate: Candidate) -> float:
-        """Compute time had per weight."""
+        """Compute seconds of the task per weight."""
         return candidate.used_s / candidate.weight
 
 
 class RandomOrder:
-    """Any unit goes first. The order follows from the seed and what happens, not from the process's generators.
+    """Any unit goes first. The order depends on the seed and on the run's events, not on the process's generators.
 
     Args:
         seed: of the order.
@@ -104,7 +104,7 @@ class RandomOrder:
         self.seed = int(seed)
 
     def key(self, candidate: Candidate) -> int:
-        """A number as good as random, another for each unit (the finalizer of SplitMix64, Steele et al. 2014)."""
+        """Pseudorandom number of the unit (the finalizer of SplitMix64, Steele et al. 2014)."""
         mask = 2**64 - 1
         z = (self.seed * 0x9E3779B97F4A7C15 + candidate.ready_order * 0xBF58476D1CE4E5B9 + candidate.order) & mask
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -124,11 +124,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
-    """A policy by name, or the object itself."""
+    """Return a policy by its name, or the object itself."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ValueError(f"policy: {policy!r}, known: {', '.join(map(repr, sorted(POLICIES)))}")
         return POLICIES[policy]()
     if isinstance(policy, type) or not callable(getattr(policy, "key", None)):
-        raise TypeError(f"policy: {policy!r} has no method key(candidate); see hydra_engine.policies.Policy")
+        raise TypeError(f"policy: {policy!r} has no method key(candidate); see hydra_engine.schedule.Policy")
     return policy

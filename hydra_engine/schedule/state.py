@@ -9,13 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded
+from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded, TaskUnits
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
 
 
@@ -144,6 +145,28 @@ NEWEST, MOST_TIMES = 0.3, 2.0
 MOST_AHEAD = 2
 
 
+class Phase(Enum):
+    """Stations of a task on the way to its end. It only goes forward."""
+
+    OPEN = 0  # batches come
+    ALL_READ = 1  # no more come: it ends after those that were read
+    LAST_STEP = 2  # stopped in a step that has updated shards already: it ends once that is committed
+    OVER = 3  # failed or stopped: nothing of it begins, and what is under way comes through
+    FINISHED = 4  # nothing of it is under way: `Finish` was said
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.is_over = rank >= 3  # nothing of it begins any more
+
+
+class OnHost(Enum):
+    """Work of the host on the batch in progress; meanwhile none of its units runs."""
+
+    NOTHING = auto()
+    FIT = auto()  # `Fit` was said
+    COMMIT = auto()  # `Commit` was said
+
+
 @dataclass(eq=False)
 class Part:
     """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
@@ -167,7 +190,7 @@ class Part:
 
     @property
     def under_way(self) -> bool:
-        """Whether a unit is on a device, or on its way to DRAM."""
+        """True if a unit is on a device, or on its way to DRAM."""
         return self.computing is not None or self.storing > 0
 
     @property
@@ -177,7 +200,7 @@ class Part:
 
     @property
     def in_turn(self) -> bool:
-        """Whether the offered unit waits for no other part's."""
+        """True if the offered unit waits for no other part's."""
         task, before = self.task, self.before
         if before is None:
             return True
@@ -189,53 +212,81 @@ class Part:
     def next_unit(self) -> Unit | None:
         """The unit that could be loaded now."""
         task = self.task
-        if task.over or self.position >= len(task.chain):
+        if self.position >= len(task.chain) or task.phase.is_over:
             return None
         kind, shard = task.chain[self.position]
         return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
 
+    def leave(self, device: ScheduledDevice | None) -> None:
+        """Its unit is on its way to DRAM, from a device where the part can go on; None: it cannot."""
+        self.storing += 1
+        if device is not None:
+            device.near[self] = None
+        elif self.near is not None:
+            self.near.near.pop(self, None)
+        self.near = device
+
+    def arrive(self) -> None:
+        """A unit is in DRAM, or has failed."""
+        self.storing -= 1
+        if self.near is not None and self.storing == 0:
+            self.near.near.pop(self, None)
+            self.near = None
+
 
 @dataclass(eq=False)
 class ScheduledTask:
+    """A task as far as decisions need it. More attributes than most: they are read at every event."""
+
     added: TaskAdded
+    units: TaskUnits
     order: int
+    phase: Phase = Phase.OPEN
+    on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
     parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
     step: int = 0
     training: bool = True
-    committing: bool = False
-    fitting: bool = False
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
-    has_read: bool = False  # the batch after this one was asked for
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
+    has_read: bool = False  # the batch after this one was asked for
     next_batch: BatchReady | None = None
-    ended: bool = False  # no more batches
-    over: bool = False  # failed or stopped: begins nothing more
-    ends_at_commit: bool = False  # it is stopped, in a step that has updated shards already
-    finished: bool = False
     num_steps_done: int = 0
-    unit_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    unit_s: dict[tuple[str, int], float] = field(default_factory=dict)  # estimates
     step_s: float = 0.0  # of a training batch
     left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
     used_s: float = 0.0
     served_order: int = 0
 
+    def go_to(self, phase: Phase) -> None:
+        """Come nearer to the end, if it is not as near already."""
+        if phase.rank > self.phase.rank:
+            self.phase = phase
+
     @property
     def under_way(self) -> bool:
-        """Whether a unit of any part is on a device, or on its way to DRAM."""
+        """True if a unit of any part is on a device, or on its way to DRAM."""
         return any(part.under_way for part in self.parts)
 
     @property
     def is_releasing(self) -> bool:
-        """Whether shards are updated before the step in progress is committed, and some may have been."""
-        has_begun = any(kind in (FUSED, BACKWARD) for p in self.parts for kind, _ in self.chain[: p.position])
-        return self.added.early_release and self.training and has_begun
+        """True if shards are updated before the step in progress is committed, and some may have been."""
+        return (
+            self.added.early_release
+            and self.training
+            and any(kind in (FUSED, BACKWARD) for part in self.parts for kind, _ in self.chain[: part.position])
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """True if all of its state is of one step: nothing commits, releases or updates."""
+        return not self.stale and self.on_host is not OnHost.COMMIT and not self.is_releasing
 
     @property
     def spread(self) -> Spread:
-        """How the batch in progress is spread."""
-        return self.added.spreads[len(self.parts) - 1]
+        """The spread of the batch in progress."""
+        return self.units.spreads[len(self.parts) - 1]
 
     def num_stored(self) -> int:
         """Units of the chain that are through in every part."""
@@ -244,7 +295,7 @@ class ScheduledTask:
         return min(part.num_stored for part in self.parts)
 
     def is_fresh(self, shard: int) -> bool:
-        return not self.stale or self.stale.isdisjoint(self.added.needs[shard])
+        return not self.stale or self.stale.isdisjoint(self.units.needs[shard])
 
     def estimate(self) -> None:
         """Add up a new chain's times, as they are estimated now."""
@@ -253,7 +304,7 @@ class ScheduledTask:
             left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
         self.left_s = left_s[::-1]
         in_training = self.training and bool(self.chain)
-        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.added.training)
+        self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.units.training)
 
     def remaining_s(self) -> float:
         """Paper, Algorithm 2: what is left of this batch, and a step's time for each one to come."""
@@ -281,6 +332,8 @@ class ScheduledTask:
 
 @dataclass(eq=False)
 class ScheduledDevice:
+    """A device as far as decisions need it."""
+
     index: int
     running: Unit | None = None
     part: Part | None = None  # whose unit is running

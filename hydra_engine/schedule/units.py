@@ -78,7 +78,7 @@ class Flow(NamedTuple):
 
     @classmethod
     def of(cls, chain: Sequence[tuple[str, int]], unit_s: Mapping[tuple[str, int], float], num_shards: int) -> Flow:
-        """Of units that take so many seconds."""
+        """Make the flow of units that take these seconds."""
         left_s = list(accumulate((unit_s.get(node, 0.0) or LEAST_S for node in reversed(chain)), initial=0.0))[::-1]
         uses = [[k for k, (_, shard) in enumerate(chain) if shard == j] for j in range(num_shards)]
         return cls({node: k for k, node in enumerate(chain)}, left_s, uses)

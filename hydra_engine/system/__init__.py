@@ -1,4 +1,4 @@
-"""This machine: cores, DRAM, files and locks on disk, how the process began."""
+"""This machine: cores, DRAM, files and locks on disk, and the command that started the process."""
 
 from hydra_engine.system import dram, process
 from hydra_engine.system.cores import HostThreads, bound, host_threads

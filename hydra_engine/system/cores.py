@@ -1,4 +1,4 @@
-"""The host's cores: how many this process may use, on which NUMA nodes, and which threads get them."""
+"""The host's cores: those that this process may use, their NUMA nodes, and the threads that get them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-# Where the system's own folders lie.
+# The root of the system's folders.
 ROOT = Path("/")
-# As in the first version; that another number is better was not measured. One thread already moves its bytes at the
-# rate of a plain pass over memory (benchmarks/host_optimizer), so many more would mostly wait for it.
+# Not measured against other numbers. One thread already moves bytes at the rate of a plain pass over memory
+# (benchmarks/host_optimizer), so more threads would mostly wait for memory.
 MOST_OPTIMIZER_THREADS = 4
-# All tasks' loaders are read under one lock, since they draw from the process-wide generators: one works at a time.
+# Loaders draw from the process-wide generators, so they are read under one lock: one works at a time.
 DATA_CORES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostThreads:
-    """Which threads of a run compute on the host, and the cores they have; prints as one line."""
+    """The threads of a run that compute on the host, and their cores; prints as one line."""
 
-    cores: int  # that the run may use: of its node, where it is bound to one
+    cores: int  # that the run may use; if it is bound to a node, that node's
     num_nodes: int  # NUMA nodes with cores that this process may use
     optimizer_threads: int  # that commit and update
     intra_op_threads: int  # of each lane and reader: the caller's number, since bits depend on it
     optimizer_intra_op_threads: int  # of each optimizer thread: the same, where devices compute on these cores
     launch_cores: int  # wanted by the devices' lanes: one each
     data_cores: int  # wanted by the loaders
-    numa_node: int | None = None  # that all threads are bound to
+    numa_node: int | None = None  # all threads are bound to it
     bound_cores: frozenset[int] | None = None  # the numbers of its cores
-    device_nodes: tuple[int | None, ...] = ()  # by device: the node it is attached to, where known
+    device_nodes: tuple[int | None, ...] = ()  # by device: the node it is attached to, if known
 
     @property
     def cores_left(self) -> int:
-        """Cores that are free while every optimizer thread computes."""
+        """The number of cores that are free while every optimizer thread computes."""
         return max(0, self.cores - self.optimizer_threads * self.optimizer_intra_op_threads)
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ def host_threads(
     computes_here: bool = True,
     root: Path | None = None,
 ) -> HostThreads:
-    """The threads of a run on these devices, given by the nodes they are attached to.
+    """Return the threads of a run on devices that are attached to these nodes.
 
-    optimizer_threads: None for as many as leave a core to each device and one to the loaders, 1 to 4.
-    numa_node: to bind the run to. root: of the folders of the system's facts.
-    computes_here: devices are emulated, and an update has the bits of the caller's number of intra-op threads; else it
-        takes no more of them than leave cores to devices and loaders.
+    optimizer_threads: None for 1 to 4, so that each device and the loaders have a core. numa_node: to bind the run to.
+    computes_here: devices are emulated, so that an update has the caller's number of intra-op threads, by which its
+        bits are chosen. Else it takes only as many as leave cores to devices and loaders.
+    root: of the system's folders.
 
-    Raises TypeError or ValueError for wrong settings, RuntimeError where this system binds no threads.
+    Raises TypeError or ValueError for wrong settings, RuntimeError if this system binds no threads.
     """
     allowed = allowed_cores()
     nodes = numa_nodes(allowed, root)
@@ -116,19 +116,19 @@ def _check_numa_node(node: object, nodes: dict[int, frozenset[int]]) -> None:
 
 
 def allowed_cores() -> frozenset[int]:
-    """The numbers of the cores that the calling thread may run on."""
+    """Return the numbers of the cores that the calling thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def num_cores(cores: frozenset[int], root: Path | None = None) -> int:
-    """How many of these cores the process may keep busy: all, or what its cgroups grant, rounded down; at least 1."""
+    """Return the number of these cores that the process's cgroups let it keep busy, rounded down; at least 1."""
     return max(1, int(min([len(cores), *_quotas(ROOT if root is None else root)])))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The cores that each cgroup of this process grants, from the outermost one on.
+    """Yield the number of cores that each cgroup of this process grants, from the outermost one on.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html (v1)
     """
@@ -152,9 +152,9 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def numa_nodes(cores: frozenset[int], root: Path | None = None) -> dict[int, frozenset[int]]:
-    """By NUMA node, which of these cores it has; a node with none of them is left out.
+    """Return the cores of each NUMA node, among these cores; a node with none of them is left out.
 
-    Where the system names no nodes, all cores are node 0's. https://docs.kernel.org/admin-guide/mm/numaperf.html
+    If the system names no nodes, all cores are node 0's. https://docs.kernel.org/admin-guide/mm/numaperf.html
     """
     nodes = {}
     for folder in (ROOT if root is None else root).glob("sys/devices/system/node/node[0-9]*"):
@@ -165,7 +165,7 @@ def numa_nodes(cores: frozenset[int], root: Path | None = None) -> dict[int, fro
 
 
 def _numbers(text: str) -> frozenset[int]:
-    """Of "0-2,8": 0, 1, 2, 8."""
+    """Return the numbers of a list: 0, 1, 2 and 8 for "0-2,8"."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -176,11 +176,11 @@ def _numbers(text: str) -> frozenset[int]:
 
 @contextmanager
 def bound(cores: frozenset[int] | None, *, with_helpers: bool = True) -> Iterator[None]:
-    """Bind the calling thread, and all that are begun from it, to these cores; None: bind nothing.
+    """Bind the calling thread, and all threads that it begins, to these cores; None: bind nothing.
 
     Memory that these threads are the first to touch lies on their node. Afterwards the calling thread has its own cores
-    again, and so, `with_helpers`, have the threads begun meanwhile that are still there: torch's intra-op threads stay
-    with the thread they were begun for. https://man7.org/linux/man-pages/man2/sched_setaffinity.2.html
+    again. With `with_helpers`, so have the threads that it began meanwhile and that still run: torch's intra-op threads
+    stay with the thread they were begun for. https://man7.org/linux/man-pages/man2/sched_setaffinity.2.html
     """
     before = None if cores is None else os.sched_getaffinity(0)
     if cores is None or before is None or before == cores:

@@ -1,4 +1,4 @@
-"""DRAM of this process: what there is, and giving back what was freed."""
+"""DRAM of this process: bytes that are available, and giving freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import psutil
 import torch
 from torch import nn
 
-# Freed weights are given back to the system in portions of so many bytes: that much DRAM is taken twice.
+# Freed memory is given back to the system once it is this much, and until then it is in use twice.
 TRIM_BYTES = 2**28
-# What torch's allocator says of it, on Linux and elsewhere.
+# Texts of torch's allocator, on Linux and elsewhere.
 _NO_DRAM = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 DRAM_REMEDY = (
     "the machine's DRAM is used up, or the limit of this process's cgroup reached: train fewer tasks at once, give "
@@ -26,7 +26,7 @@ DRAM_REMEDY = (
 
 
 def available_dram_bytes() -> int:
-    """DRAM that can still be taken: the smaller of what the machine and the process's cgroup have left."""
+    """Return the bytes of DRAM that this process can still have, by the machine and by its cgroup."""
     available = int(psutil.virtual_memory().available)
     for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -41,27 +41,27 @@ def available_dram_bytes() -> int:
 
 
 def new_storage(num_bytes: int) -> torch.UntypedStorage:
-    """DRAM, not initialised."""
+    """Return DRAM, not initialised."""
     return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
 
 
 class HostMemory:
-    """Where weights, gradients and casts lie in DRAM; devices that copy faster from memory of a kind have their own."""
+    """DRAM for weights, gradients and casts. A device that copies faster from memory of another kind has its own."""
 
     def new(self, num_bytes: int) -> torch.UntypedStorage:
-        """DRAM, not initialised; free once nobody holds it."""
+        """Return DRAM, not initialised; free once nobody holds it."""
         return new_storage(num_bytes)
 
     def let_go(self, storage: torch.UntypedStorage) -> None:
-        """No device copies from it or to it any more, so that its pages can be given back one by one."""
+        """Note that no device copies from it or to it any more, so that its pages can be given back one by one."""
 
     def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
-        """Give the pages of a part of it back to the system, where they are not held; that loses what they hold."""
+        """Give a range's pages back to the system, unless they are locked; their content is lost."""
         discard(storage, start, num_bytes)
 
 
 def return_free_memory() -> None:
-    """Give what was freed back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
+    """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
 
     https://man7.org/linux/man-pages/man3/malloc_trim.3.html
     """
@@ -70,13 +70,13 @@ def return_free_memory() -> None:
 
 
 class Freed:
-    """Counts what is freed, and gives it back portion by portion."""
+    """Counts freed bytes, and gives them back portion by portion."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more."""
+        """Note that these bytes were freed."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TRIM_BYTES:
             return_free_memory()
@@ -84,9 +84,9 @@ class Freed:
 
 
 def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_shared: bool = False) -> None:
-    """Give the pages of a part of a storage back to the system, and lose what they hold.
+    """Give the pages of a range of a storage back to the system; their content is lost.
 
-    is_shared: it lies in a mapping that processes may share, which keeps its pages when one of them needs them no more.
+    is_shared: it lies in a mapping that processes may share, which keeps its pages as long as one may need them.
 
     https://man7.org/linux/man-pages/man2/madvise.2.html
     """
@@ -99,7 +99,7 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_sha
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether nobody but these holds a tensor in a storage: a callback may have kept a state dict."""
+    """Return True if no tensor but these lies in a storage: a callback may have kept a state dict."""
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     num_own = 1 + sum(first <= parameter.data_ptr() < end for parameter in parameters)
     num_users: int = torch._C._storage_Use_Count(storage._cdata)
@@ -107,7 +107,7 @@ def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) 
 
 
 def is_out_of_dram(error: BaseException) -> bool:
-    """Whether an error, or what it came from, says that the host gave no memory: Python's, torch's or the system's."""
+    """Return True if an error, or a cause of it, says that there is no DRAM: Python's, torch's or the system's."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

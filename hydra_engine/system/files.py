@@ -1,10 +1,10 @@
 """Files on disk: the system calls that change them, and checksums taken while files are written or read.
 
-The system calls are all in one object, so that a test can put in one that fails.
+All system calls that write are methods of one object, so that a test can pass one that fails.
 
 A file's digest is the SHA-256 of the CRC-32s of its portions, four bytes each, the lowest first. A CRC notices every
-error within 32 consecutive bits, and misses others once in 2**32. It is there against decay, not against deceit, and
-takes half the processor time of SHA-256, which those who train would miss (2.3 against 1.2 GB/s where this was tried,
+error within 32 consecutive bits, and misses others once in 2**32. It is there against decay, not against deceit. It
+takes half the processor time of SHA-256, which those who train would miss (2.3 against 1.2 GB/s when this was tried,
 on a processor with instructions for SHA-256, and beside a disk of 1.2 GB/s).
 """
 
@@ -17,7 +17,7 @@ import mmap
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,14 +27,14 @@ import numpy as np
 
 
 class Disk:
-    """What a checkpoint is written with; every method raises OSError as the call behind it does."""
+    """The system calls that write a checkpoint; every method raises the OSError of the call behind it."""
 
     def create(self, path: Path) -> int:
-        """Open a new file for writing; its descriptor."""
+        """Open a new file for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def set_direct(self, descriptor: int, is_direct: bool) -> bool:
-        """Whether writes go past the page cache from here on: in whole blocks, from whole pages.
+        """Let writes go past the page cache, in whole blocks from whole pages, or not; returns True if they do now.
 
         https://man7.org/linux/man-pages/man2/open.2.html: O_DIRECT, which not every file system has.
         """
@@ -47,36 +47,28 @@ class Disk:
         return is_direct
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of the bytes; how many."""
+        """Write some of the bytes; returns their number."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Wait until what was written is on the medium."""
+        """Wait until all written bytes are on the medium."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """The other end of `create`."""
+        """Close a file that `create` opened."""
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """A new folder."""
+        """Make a new folder."""
         path.mkdir()
 
-    def link(self, source: Path, target: Path) -> None:
-        """One more name for a file."""
-        os.link(source, target)
-
     def rename(self, source: Path, target: Path) -> None:
-        """At once or not at all; a file that has the target's name is replaced."""
+        """Rename a file, at once or not at all; a file that has the target's name is replaced."""
         os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
-        """A file or a link."""
+        """Remove a file."""
         path.unlink()
-
-    def remove_folder(self, path: Path) -> None:
-        """An empty folder."""
-        path.rmdir()
 
     def sync_folder(self, path: Path) -> None:
         """Wait until the names in a folder are on the medium."""
@@ -89,39 +81,24 @@ class Disk:
         finally:
             os.close(descriptor)
 
-    def remove_tree(self, path: Path) -> None:
-        """A file, or a folder with all that is in it; links are not followed."""
-        for each in _bottom_up(path):
-            if each.is_dir() and not each.is_symlink():
-                self.remove_folder(each)
-            else:
-                self.remove_file(each)
 
-
-def _bottom_up(path: Path) -> Iterator[Path]:
-    if path.is_dir() and not path.is_symlink():
-        for each in list(path.iterdir()):
-            yield from _bottom_up(each)
-    yield path
-
-
-# Part of the format. Large enough for full speed, small enough for a processor's cache.
+# Bytes of a portion: part of the format. Large enough for full speed, small enough for a processor's cache.
 PORTION_BYTES = 2**22
-# One is filled, one is written, and one is ready for when they take turns.
+# One is filled, one is written, and one stands ready.
 _NUM_BUFFERS = 3
-# For reading what nobody wants but for its checksum.
+# Threads that read files only for their checksums.
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 class Fingerprint(NamedTuple):
-    """What a file is known by."""
+    """The size and digest of a file."""
 
     num_bytes: int
     digest: str  # in hexadecimal
 
 
 def fingerprint(path: Path, threads: Executor) -> Fingerprint:
-    """Of a whole file, which nobody wants to read just now."""
+    """Return the fingerprint of a whole file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         num_bytes = os.fstat(descriptor).st_size
@@ -147,7 +124,7 @@ class WriteBehind:
         self._thread.shutdown(cancel_futures=True)
 
     def buffer(self) -> memoryview:
-        """Memory for a portion, not in use by those before it; raises what their writing raised."""
+        """Return memory for a portion that no write uses; raises the error of a write that it waited for."""
         if len(self._buffers) < _NUM_BUFFERS:
             # Whole pages, as the disk wants them; shared, since a fork during a write of private ones may corrupt it
             # (https://man7.org/linux/man-pages/man2/open.2.html, O_DIRECT).
@@ -159,23 +136,23 @@ class WriteBehind:
         return self._buffers[-1]
 
     def start(self, write: Callable[[memoryview], None], portion: memoryview) -> None:
-        """Write what a buffer was filled with."""
+        """Write a filled buffer."""
         self._writes.append(self._thread.submit(write, portion))
 
     def wait(self) -> None:
-        """Until all is written; raises what the writing raised."""
+        """Wait until all is written; raises the error of a write."""
         for each in self.settle():
             each.result()
 
     def settle(self) -> Iterable[Future[None]]:
-        """Wait until nothing is being written, whether it went well or not."""
+        """Wait until nothing is being written; returns all writes, of which some may have failed."""
         writes, self._writes = self._writes, deque()
         futures.wait(writes)
         return writes
 
 
 class NewFile:
-    """A file being written. Its checksums are those of the very bytes that the disk is given."""
+    """A file being written. Its checksums are of the very bytes that the disk is given."""
 
     def __init__(self, disk: Disk, path: Path, behind: WriteBehind) -> None:
         self._disk = disk
@@ -203,7 +180,7 @@ class NewFile:
         self.fill(len(source), copy_to)
 
     def fill(self, num_bytes: int, copy_to: Callable[[memoryview, int], None]) -> None:
-        """Append bytes that `copy_to` puts into a buffer, from the byte it is given on; it never waits for the disk."""
+        """Append bytes: `copy_to(buffer, start)` fills a buffer from `start` on, and waits for no disk."""
         start = 0
         while start < num_bytes:
             end = min(PORTION_BYTES, self._filled_bytes + num_bytes - start)
@@ -215,7 +192,7 @@ class NewFile:
                 self._buffer = self._behind.buffer()
 
     def finish(self) -> Fingerprint:
-        """Wait until everything is on the medium."""
+        """Wait until everything is on the medium; returns the file's fingerprint."""
         num_bytes = len(self._checksums) * PORTION_BYTES + self._filled_bytes
         if self._filled_bytes:
             self._put()
@@ -238,7 +215,7 @@ class NewFile:
             except OSError as error:
                 if not is_direct or error.errno != errno.EINVAL:
                     raise
-                is_direct = self._disk.set_direct(self._descriptor, False)  # it wants other sizes: after a short write
+                is_direct = self._disk.set_direct(self._descriptor, False)  # no whole block, after a short write
         if is_direct:
             self._disk.set_direct(self._descriptor, False)
 
@@ -259,14 +236,14 @@ class OldFile:
         self._file.close()
 
     def read(self, num_bytes: int | None = None) -> bytes:
-        """The next bytes, or all that are left; raises EOFError where there are not so many."""
+        """Read the next bytes, or all to the end of the file; raises EOFError if there are fewer."""
         left_bytes = os.fstat(self._file.fileno()).st_size - self._num_bytes
         data = bytearray(left_bytes if num_bytes is None else min(num_bytes, left_bytes + 1))
         self.read_into(memoryview(data))
         return bytes(data)
 
     def read_into(self, target: memoryview) -> None:
-        """Fill memory with the next bytes; raises EOFError where there are not so many."""
+        """Fill memory with the next bytes; raises EOFError if there are fewer."""
         while target:
             part = target[: PORTION_BYTES - self._num_bytes % PORTION_BYTES]
             if self._file.readinto(part) < len(part):
@@ -279,7 +256,7 @@ class OldFile:
             target = target[len(part) :]
 
     def finish(self) -> Fingerprint:
-        """Of the whole file: what nobody wanted is read as well."""
+        """Read the rest, and return the fingerprint of the whole file."""
         self.read()
         if self._num_bytes % PORTION_BYTES:
             self._checksums.append(self._checksum)
@@ -287,7 +264,7 @@ class OldFile:
 
 
 def _checksum(descriptor: int, start: int) -> int:
-    """Of the portion that begins there; a read may be short before the end of a file."""
+    """Return the checksum of the portion that begins there; a read may be short before the end of a file."""
     checksum, left_bytes = 0, PORTION_BYTES
     while left_bytes and (data := os.pread(descriptor, left_bytes, start)):
         checksum = zlib.crc32(data, checksum)

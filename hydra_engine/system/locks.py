@@ -1,4 +1,4 @@
-"""Two locks: one of a folder that ends with its process, one of threads that can be taken away."""
+"""Two locks: one on a folder that ends with its process, and one between threads that can be taken away."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from hydra_engine.errors import CheckpointError
 
-# A turn apart and a turn beside wait for each other no longer than this; then they go on together, and are told.
+# Turns apart and turns beside wait for each other no longer than this. Then they go on together, and note that.
 PATIENCE_S = 2.0
-# So long a turn apart waits for a turn beside that calls the user: it may itself wait for whatever it likes.
+# A turn apart waits no longer than this for a turn beside that calls the user, which may itself wait for anything.
 CALL_PATIENCE_S = 0.1
 
 
 class TakenAway(RuntimeError):
-    """The lock was taken away from this thread while it was at work: it was left behind, and nobody waits for it."""
+    """The lock was taken away from this thread while it was at work, and nobody waits for the thread any more."""
 
 
 class Beside:
@@ -43,18 +43,18 @@ class Hold:
 
     def __init__(self, mutex: threading.Lock, *, apart: bool) -> None:
         self.thread = threading.get_ident()
-        self.put_back: list[Callable[[], None]] = []  # of what it has replaced; called by whoever takes the lock away
+        self.put_back: list[Callable[[], None]] = []  # undo its changes; called by whoever takes the lock away
         self.is_over = False
         self.is_apart = apart
-        self.number = math.inf  # of all turns: those beside that came before it go first
-        self.has_begun = False  # apart, it has waited for them
-        self.is_passed = False  # turns beside it wait for its end no more
-        self.met: list[Beside] = []  # that overlapped with it
-        self.outside: Any = None  # what it has replaced first, where it says so
+        self.number = math.inf  # its place among all turns: those beside that came before it go first
+        self.has_begun = False  # if apart: it has waited for them
+        self.is_passed = False  # turns beside wait for its end no more
+        self.met: list[Beside] = []  # turns that overlapped with it
+        self.outside: Any = None  # the first value that it replaced, if it says so
         self._mutex = mutex
 
     def settle(self, job: Callable[[], None]) -> None:
-        """Run `job`, short and of ours, unless the lock was taken away; then raises TakenAway."""
+        """Run `job`, which is short and ours; raises TakenAway instead if the lock was taken away."""
         with self._mutex:
             if self.is_over:
                 raise TakenAway(f"thread {threading.current_thread().name!r} came back too late, and was left behind")
@@ -62,13 +62,13 @@ class Hold:
 
 
 class RevocableLock:
-    """`with lock.held() as hold`: reentrant, for any thread; `take_from(thread)`: from a thread that hangs inside.
+    """A reentrant lock for any thread: `with lock.held() as hold`. `take_from(thread)` ends a hold that hangs.
 
-    A lock of the interpreter's that any thread may release; on top of it, who holds it. Under `_mutex`, which is held
-    for moments only, a turn ends: by its own thread, or by the one that takes it away, never by both.
+    It is a lock of the interpreter's, which any thread may release, and a note of who holds it. A turn ends under
+    `_mutex`, which is held for moments only: by its own thread, or by the one that takes it away, never by both.
 
-    `with lock.beside() as turn`: many threads at a time, in turns with those that hold the lock apart. Neither kind
-    waits for the other for longer than `PATIENCE_S`, so that whoever waits for a third party inside stops nobody.
+    `with lock.beside() as turn` is for many threads at a time, in turns with those that hold the lock apart. Neither
+    kind waits for the other for longer than `PATIENCE_S`, so that a thread that hangs inside stops nobody.
     """
 
     def __init__(self) -> None:
@@ -77,17 +77,17 @@ class RevocableLock:
         self._changed = threading.Condition(self._mutex)
         self._hold: Hold | None = None
         self._beside: list[Beside] = []
-        self._waiting: list[int] = []  # turns beside that have not begun, by number
-        self._number = 0  # of the last turn that came
+        self._waiting: list[int] = []  # numbers of turns beside that have not begun
+        self._number = 0  # the last turn's
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds it now."""
+        """True while nobody holds it."""
         return not self._lock.locked()
 
     @contextmanager
     def held(self, *, apart: bool = False) -> Iterator[Hold]:
-        """Hold it for the body; `apart`: and from those who work beside. A thread that holds it keeps its hold."""
+        """Hold it for the body; `apart`: keep out those who work beside, too. A thread that has a hold keeps it."""
         outer = self._hold
         if outer is not None and outer.thread == threading.get_ident():
             assert outer.is_apart or not apart
@@ -127,7 +127,10 @@ class RevocableLock:
 
     @contextmanager
     def beside(self, *, is_call: bool = False) -> Iterator[Beside]:
-        """Work beside others, and apart from whoever holds it apart. is_call: of a callback, which may take long."""
+        """Take a turn beside others, and wait for a thread that holds the lock apart.
+
+        is_call: a turn of a callback, which may take long.
+        """
         turn: list[Beside] = []
         try:
             with self._changed:
@@ -162,14 +165,14 @@ class RevocableLock:
             each.had_company = True
 
     def look(self, job: Callable[[Hold | None], None]) -> None:
-        """Run `job`, short and of ours, with the hold of now, which meanwhile neither begins nor ends a change."""
+        """Run `job`, which is short and ours, with the present hold, which cannot begin or end a change meanwhile."""
         with self._mutex:
             job(self._hold)
 
     def take_from(self, thread: int | None) -> bool:
-        """Take it away from the thread of this identifier, and put back what that has replaced; False: not its holder.
+        """Take the lock away from this thread and undo its changes; returns False if the thread does not hold it.
 
-        That thread may still be at work, and what it does outside of `settle` cannot be prevented.
+        The thread may still be at work, and nothing prevents its changes outside of `settle`.
         """
         with self._changed:
             self._beside = [each for each in self._beside if each.thread != thread]
@@ -190,7 +193,11 @@ class RevocableLock:
 
 
 class FolderLock:
-    """Held from here to `release`; raises CheckpointError, naming the holder, while another one is held."""
+    """A lock on a folder, held until `release` or the end of the process, however that ends.
+
+    Raises CheckpointError at once, naming the holder, if another process holds it. This is flock itself: of the
+    versions of filelock that Python 3.10 can have, none keeps the holder's name or lets go in a forked child.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -208,16 +215,16 @@ class FolderLock:
         except BaseException:
             self.release()
             raise
-        # A forked child (a loader's worker) has the lock too, and would hold it after its parent was killed.
+        # A forked child (a loader's worker) would have the lock too, and keep it after its parent was killed.
         os.register_at_fork(after_in_child=partial(_release_inherited, weakref.ref(self)))
 
     @property
     def is_held(self) -> bool:
-        """Until `release`, and never in a forked child."""
+        """True until `release`; never in a forked child."""
         return self._descriptor >= 0
 
     def release(self) -> None:
-        """Once or more often."""
+        """Let others have it; may be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

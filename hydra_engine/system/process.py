@@ -1,4 +1,4 @@
-"""How this process was started, so that `hydra-engine resume` can start it again."""
+"""The command that started this process, so that `hydra-engine resume` can start it again."""
 
 from __future__ import annotations
 
@@ -6,58 +6,49 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from hydra_engine._started_in import STARTED_IN
 
 # The directory of checkpoints to go on from, for the process that is started again.
 VARIABLE = "HYDRA_ENGINE_RESUME"
 
 
-def _current_directory() -> str | None:
-    with suppress(OSError):  # it was removed
-        return os.getcwd()
-    return None
-
-
-# As near to the start as we come: a program may go elsewhere later, and the path of its script is relative to this one.
-_STARTED_IN = _current_directory()
-
-
 def is_interactive() -> bool:
-    """Whether a person types at a Python prompt, IPython's and Jupyter's too, or will do so after the script."""
+    """Return True if a person types at a Python prompt (IPython's and Jupyter's too), or will after the script."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def command() -> dict[str, Any] | None:
-    """How this process was started, as JSON: {"argv": with the interpreter's full path, "cwd": where}.
+    """Return the command of this process as JSON: {"argv": with the interpreter's full path, "cwd": its directory}.
 
-    None where that cannot be done again: at a prompt or in a notebook, from a script on stdin, in a process that
+    None if it cannot be run again: at a prompt or in a notebook, from a script on stdin, in a process that
     `multiprocessing` has begun. Environment variables are not part of it.
     """
     is_from_stdin = sys.argv[:1] in ([], [""], ["-"])
     if is_interactive() or is_from_stdin or multiprocessing.parent_process() is not None:
         return None
-    if not sys.executable or _STARTED_IN is None:
+    if not sys.executable or STARTED_IN is None:
         return None
-    return {"argv": [sys.executable, *sys.orig_argv[1:]], "cwd": _STARTED_IN}
+    return {"argv": [sys.executable, *sys.orig_argv[1:]], "cwd": STARTED_IN}
 
 
 def directory_asked_for() -> Path | None:
-    """Where `hydra-engine resume` wants this process to go on from; None where it did not start it."""
+    """Return the directory to go on from, if `hydra-engine resume` started this process; else None."""
     value = os.environ.get(VARIABLE)
     return Path(value).absolute() if value else None
 
 
 def forget() -> None:
-    """It goes on from there."""
+    """Forget the directory to go on from, so that others in this process begin anew."""
     os.environ.pop(VARIABLE, None)
 
 
 def start_again(argv: Sequence[str], cwd: str | os.PathLike[str], directory: Path) -> NoReturn:
-    """Become the program `argv`, in `cwd`, that is to go on from this directory of checkpoints.
+    """Become the program `argv`, in `cwd`, to go on from this directory of checkpoints.
 
-    Raises OSError where the program or `cwd` is not there.
+    Raises OSError if the program or `cwd` is not there.
     """
     environment: Mapping[str, str] = os.environ | {VARIABLE: str(directory.absolute())}
     os.chdir(cwd)

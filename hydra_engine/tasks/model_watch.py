@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioners.boundary import extent, extent_bytes
+from partitioners.reach import IN_MODULES
 
 _WHY = (
     "devices compute with copies of the layers that were made when training began, and with weights that were loaded "
@@ -152,7 +153,7 @@ class ModelWatch:
                     continue
                 if attribute.endswith("_hooks"):
                     return f"registered or removed a hook ({attribute}) of {where}"
-                if attribute in ("_modules", "_parameters", "_buffers"):
+                if attribute in IN_MODULES:
                     return f"changed which {attribute[1:]} {where} has"
                 return f"set {attribute} of {where} from {reprlib.repr(old)} to {reprlib.repr(new)}"
         return None

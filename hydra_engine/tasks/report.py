@@ -233,7 +233,7 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Units, and where and when they were computed, for `hydra_engine.drawing` and `hydra_engine.schedule`.
+        """Where and when units were computed, for `hydra_engine.display` and `hydra_engine.schedule`.
 
         Of a step that began again, what was computed then.
         """

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from partitioners.reach import IN_MODULES
+
 Contents: TypeAlias = "dict[Any, Any] | list[Any]"
 
-# What a module keeps in dicts of its own, which its attributes are looked up in.
-TENSORS = ("_parameters", "_buffers", "_modules")
 # Every module's own, hooks above all: where empty, nobody looks into them again.
 OWN = frozenset(vars(nn.Module()))
 
@@ -78,12 +78,16 @@ class Attributes:
     def _of_module(self, module: nn.Module, name: str) -> Iterator[tuple[Any, str, str]]:
         own = vars(module)
         self._add(own, name, "")
-        for key in TENSORS:
+        for key in IN_MODULES:
             self._add(own[key], name, key, is_own=True)
         for key, child in module._modules.items():
             yield child, f"{name}.{key}", ""
         for key, value in own.items():
-            if key in TENSORS or isinstance(value, (bool, int, float, str, type(None))) or (key in OWN and not value):
+            if (
+                key in IN_MODULES
+                or isinstance(value, (bool, int, float, str, type(None)))
+                or (key in OWN and not value)
+            ):
                 continue
             yield value, name, key
 

@@ -5,34 +5,57 @@ Nothing here copies, waits for a device or touches the host's state, so a unit c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from hydra_engine.data import Boundary, RandomState, Stream, TaskGenerator, capture, copy_of, install, installed
+from hydra_engine.data import Boundary, RandomState
 from hydra_engine.devices import DeviceGenerator
-from hydra_engine.host import LayerFault, Shard, Structure
+from hydra_engine.host import DeviceStep, LayerFault, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
+from hydra_engine.worker.drawing import Drawing
+from hydra_engine.worker.gradients import Gradients
 from hydra_engine.worker.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
-from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import cast
-from partitioners.skips import Frame, framed, replayed
+from partitioners.skips import Frame, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
+Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
 
 
 def _drop(_: Any) -> Any:
     return None
+
+
+class UnitSpec(NamedTuple):
+    """The unit to run, and how."""
+
+    kind: str
+    shard: Shard
+    # Of the step's micro-batches, those that the unit has: some of them where the step is spread over devices.
+    micro_batches: range = range(1)
+    # The shard draws from generators that exist once in the process, and runs with these installed.
+    locked: bool = False
+    # A layer may draw random numbers. Without it, none is looked for on a device, where kernels would wait.
+    draws: bool = True
+    # A layer differentiates inside its own forward, which must find what it saved.
+    keep_saved: bool = False
+    # Gradients leave with each micro-batch's output, instead of as one sum.
+    in_pieces: bool = False
+    # No gradients of other micro-batches will be added to these: narrow ones are rounded.
+    is_last: bool = True
+    # Buffers that a backward is known to write to.
+    written: Collection[int] = ()
+    on_recomputed: OnRecomputed | None = None
 
 
 class Inspector(Protocol):
@@ -48,11 +71,17 @@ class Inspector(Protocol):
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         """See what a micro-batch starts from."""
 
-    def enters_layer(self, value: Any, frame: Frame) -> None:
-        """See the value that a layer starts from."""
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
+        """See the value that a layer, or the loss, starts from."""
 
     def drew_in_backward(self) -> None:
         """A backward left the generators otherwise than it found them."""
+
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
+        """See the buffers as a recomputed forward left them."""
+
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
+        """See them after the backward: which of them it has written to."""
 
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         """All micro-batches of a unit are through."""
@@ -74,23 +103,20 @@ class Executor:
         generator: DeviceGenerator | None = None,
         compiled: CompiledLayers | None = None,
     ) -> None:
-        """`generator`: that the device's kernels draw from; None: the CPU's, whose draws are redirected one by one."""
+        """Make one; micro-batches run inside `modes()`.
+
+        generator: the one that the device's kernels draw from; None: the CPU's, whose draws are redirected one by one.
+        """
         self.structure = structure
-        self._generator = generator
-        self._compiled = compiled
-        self._may_compile = False
-        self._modes = modes
-        self._metrics = metrics or {}
+        self.generator = generator
+        self.compiled = compiled
+        self.modes = modes
+        self.metrics = metrics or {}
         self.current = ""  # the layer that runs, for messages
-        self._on_recomputed: OnRecomputed | None = None
-        self._redirects = True  # draws on the CPU, to the task's own generator
-        self._bound: set[int] = set()  # storages that a layer's output must not share: the slab, the buffers
-        self._hooks: Modes = nullcontext
-        self._num_layers = num_layers
-        self._is_narrow = structure.narrow is not None
+        self.num_layers = num_layers
+        self.is_narrow = structure.narrow is not None
         self.loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
-        self._accumulated: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
-        self._anchor = torch.zeros((), device=structure.device, requires_grad=True)
+        self.anchor = torch.zeros((), device=structure.device, requires_grad=True)
         # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
         # of a layer another one than those of other devices.
         self.attributes = [Attributes(*each) for each in zip(structure.layers, structure.names, strict=True)]
@@ -98,98 +124,24 @@ class Executor:
 
     def run(
         self,
-        kind: str,
-        shard: Shard,
+        spec: UnitSpec,
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
-        inputs: Iterable[MicroInput],
-        emit: Callable[[int, MicroOutput], None],
-        *,
-        locked: bool,
-        draws: bool = True,
-        keep_saved: bool = False,
-        on_recomputed: OnRecomputed | None = None,
-        step: Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], Any] | None = None,
-        first: int = 0,
         so_far: Mapping[int, Tensor] | None = None,
-        in_pieces: bool = False,
-        is_last: bool = True,
         saved: Saved | None = None,
         graphs: Sequence[Graph] = (),
-    ) -> UnitOutput:
-        """Run a unit over its micro-batches, in order; each one's output goes to `emit` before the next one starts.
+    ) -> UnitRunning:
+        """Return a context that runs a unit: `micro` for each of its micro-batches in order, then `end`.
 
-        `locked`: the shard draws from generators that only exist once in the process, and runs with those installed.
-        `draws`: a layer may draw random numbers; without it, none is looked for on a device, where kernels would wait.
-        `step`: updates the parameters, in place, once all micro-batches are through.
-        `keep_saved`: a layer of it differentiates inside its own forward, which must find what it saved.
-
-        Of a step that is spread over several devices, a unit has the micro-batches from `first` on. It adds their
-        gradients to those `so_far`, in place; or gives them `in_pieces`, with each micro-batch's output. Unless it
-        `is_last`, narrow gradients are not rounded: others will be added.
-
-        `saved`: counts or keeps what autograd saves in a forward. `graphs`: kept by the forward, and not run again.
+        views: the shard's parameters. so_far: gradients of the micro-batches before these; the unit adds to them in
+        place. saved: counts or keeps what autograd saves in a forward. graphs: a forward's, by micro-batch; it is not
+        run again.
         """
-        structure = self.structure
-        self._on_recomputed = on_recomputed
-        self._redirects = draws or self._generator is None
-        self._may_compile = not (locked or keep_saved or kind == EVALUATE)
-        structure.bind(views, buffers)
-        self._accumulated = {}
-        self._bound = {t.untyped_storage().data_ptr() for t in (*views.values(), *buffers.values())}
-        self._hooks = partial(saved_tensors_hooks, _drop, _drop) if kind == FORWARD and not keep_saved else nullcontext
-        if saved is not None:
-            saved.begin(views.values())
-            self._hooks = saved.hooks
-        m = first
-        has_gradients = kind in (FUSED, BACKWARD)
-        if self.inspector is not None:
-            self.inspector.begins(kind, shard, views)
-        try:
-            with self._modes(), self._evaluating(shard) if kind == EVALUATE else torch.enable_grad():
-                self._go_on_from(so_far or {})
-                for micro in inputs:  # not enumerate, which holds on to the micro-batch before
-                    if m > first:
-                        self._accumulate(shard)
-                    if graphs:
-                        out = self._from_graph(shard, m, micro, graphs[m - first])
-                    else:
-                        out = self._micro(kind, shard, m, micro, locked, saved)
-                    if in_pieces and has_gradients:
-                        out.pieces = {index: self._taken(index) for index in shard.owned}
-                    emit(m, out)
-                    m += 1
-                    del micro, out
-            if self.inspector is not None:
-                self.inspector.ends(views, structure.parameters)
-            gradients: dict[int, Tensor | None] = {}
-            stepped = None
-            if has_gradients and not in_pieces:
-                if self._accumulated:
-                    self._accumulate(shard)
-                gradients = {index: self._gradient(index, is_rounded=is_last) for index in shard.owned}
-                if step is not None:
-                    stepped, gradients = step(structure.parameters, gradients), {}
-                    for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
-                        if structure.parameters[index].data_ptr() != views[index].data_ptr():
-                            views[index].copy_(structure.parameters[index].data)
-            taken = structure.take_buffers(shard.first, self._end(shard))
-            self._settle_attributes(shard)
-            # A recomputed forward left what the forward left.
-            return UnitOutput(gradients=gradients, buffers={} if kind == BACKWARD else taken, stepped=stepped)
-        except BaseException:  # what a layer has bound or set must not stay for the next run
-            structure.take_buffers(shard.first, self._end(shard))
-            if self.inspector is None or not self.inspector.carries:
-                for attributes in self.attributes[shard.first : self._end(shard)]:
-                    attributes.put_back()
-            raise
-        finally:
-            self._accumulated = {}
-            structure.release(shard)
+        return UnitRunning(self, spec, views, buffers, so_far or {}, saved, graphs)
 
-    def _settle_attributes(self, shard: Shard) -> None:
-        """Put back what a unit has changed of its layers' attributes; raises LayerFault for parameters and buffers."""
-        for k in range(shard.first, self._end(shard)):
+    def settle_attributes(self, first: int, end: int) -> None:
+        """Put back what a unit has changed of its layers' attributes. Raises LayerFault for parameters and buffers."""
+        for k in range(first, end):
             attributes = self.attributes[k]
             if not attributes.is_changed():
                 continue
@@ -203,209 +155,292 @@ class Executor:
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
-            if self.inspector is None or not self.inspector.carries:
-                attributes.put_back()
+            self.put_back(attributes)
 
-    def _accumulate(self, shard: Shard) -> None:
-        """Add the narrow gradients of the last micro-batch to those before it, in float32."""
-        if not self._is_narrow:
-            return  # autograd adds
-        for index in shard.owned:
-            parameter = self.structure.parameters[index]
-            if parameter.grad is None or parameter.grad.dtype == torch.float32:
-                continue
-            if index in self._accumulated:
-                self._accumulated[index].add_(parameter.grad)
-            else:
-                self._accumulated[index] = parameter.grad.float()
-            parameter.grad = None
+    def put_back(self, attributes: Attributes) -> None:
+        """Make a layer's attributes as they were before the unit, unless units on trial hand them on."""
+        if self.inspector is None or not self.inspector.carries:
+            attributes.put_back()
 
-    def _go_on_from(self, so_far: Mapping[int, Tensor]) -> None:
-        for index, gradient in so_far.items():
-            parameter = self.structure.parameters[index]
-            if gradient.dtype == parameter.dtype:
-                parameter.grad = gradient
-            else:
-                self._accumulated[index] = gradient
 
-    def _taken(self, index: int) -> Tensor | None:
-        """A parameter's gradient, which is none from here on."""
-        parameter = self.structure.parameters[index]
-        gradient, parameter.grad = self._dense(index), None
-        return gradient
+class UnitRunning:
+    """One unit while it runs: its micro-batches one after the other, then what the unit leaves.
 
-    def _dense(self, index: int) -> Tensor | None:
-        """A parameter's gradient, apart from others; raises UnfitTensor where it is sparse."""
-        gradient = self.structure.parameters[index].grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise UnfitTensor(
-                f"parameter {self.structure.slot_names[index]} received a gradient of layout {gradient.layout}, limit: "
-                f"dense gradients; build its layer with sparse=False, or let its backward give a dense one"
-            )
-        return self._apart(gradient)
+        with executor.run(spec, views, buffers) as running:
+            for m in spec.micro_batches:
+                output = running.micro(m, input)
+            unit_output = running.end()
 
-    def _gradient(self, index: int, *, is_rounded: bool) -> Tensor | None:
-        """A parameter's gradient over all micro-batches, as it crosses the link."""
-        parameter = self.structure.parameters[index]
-        accumulated = self._accumulated.pop(index, None)
-        if accumulated is None:
-            return self._dense(index)
-        return accumulated.to(parameter.dtype) if is_rounded else accumulated
+    On the way out, the executor's layers are empty again, whatever happened.
+    """
 
-    def _end(self, shard: Shard) -> int:
-        return shard.last if shard.last < self._num_layers else len(self.structure.layers)
+    def __init__(
+        self,
+        executor: Executor,
+        spec: UnitSpec,
+        views: dict[int, Tensor],
+        buffers: dict[int, Tensor],
+        so_far: Mapping[int, Tensor],
+        saved: Saved | None,
+        graphs: Sequence[Graph],
+    ) -> None:
+        self._executor = executor
+        self._structure = executor.structure
+        self._inspector = executor.inspector
+        self._spec = spec
+        self._shard = shard = spec.shard
+        # With the loss's module, which counts as part of the last layer's shard.
+        self._end = shard.last if shard.last < executor.num_layers else len(executor.structure.layers)
+        self._views = views
+        self._buffers = buffers
+        self._so_far = so_far
+        self._saved = saved
+        self._graphs = graphs
+        self._gradients = Gradients(executor.structure, shard, (*views.values(), *buffers.values()))
+        self._written = {index for index in shard.buffers if index in spec.written}
+        self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
+        self._had_gradients = True  # in the caller's thread
 
-    @contextmanager
-    def _evaluating(self, shard: Shard) -> Iterator[None]:
-        layers = self.structure.layers[shard.first : self._end(shard)]
-        flags = [(module, module.training) for layer in layers for module in layer.modules()]
+    def __enter__(self) -> UnitRunning:
+        self._structure.bind(self._views, self._buffers)
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._spec.kind != EVALUATE)
         try:
-            for layer in layers:
-                layer.eval()
-            with torch.no_grad():
-                yield
-        finally:
-            for module, training in flags:
-                module.training = training
+            if self._saved is not None:
+                self._saved.begin(self._views.values())
+            if self._inspector is not None:
+                self._inspector.begins(self._spec.kind, self._shard, self._views)
+            if self._spec.kind == EVALUATE:
+                layers = self._structure.layers[self._shard.first : self._end]
+                self._was_training = [(module, module.training) for layer in layers for module in layer.modules()]
+                for layer in layers:
+                    layer.eval()
+            if self._so_far:
+                self._gradients.go_on_from(self._so_far)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
 
-    def _micro(
-        self, kind: str, shard: Shard, m: int, micro: MicroInput, locked: bool, saved: Saved | None = None
-    ) -> MicroOutput:
-        if self.inspector is not None:
-            self.inspector.enters(shard, m, micro)
-        with _Drawing(micro.random, locked, self._redirects, self._generator, self.inspector) as drawing:
-            arrivals, tensors = self._arrive(micro.value, graph=kind != EVALUATE)
-            versions = [tensor._version for tensor in tensors]
-            skips = {name: self._arrive(skip, graph=kind != EVALUATE) for name, skip in micro.skips.items()}
-            arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
-            gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
-            with self._hooks(), drawing.forward(), framed(arriving) as frame:
-                value = self._layers(shard, micro.value.build(tensors), frame)
-                gotten = [tensor for _, found in skips.values() for tensor in found]
-                if gotten_versions != [tensor._version for tensor in gotten]:
-                    raise ValueError(
-                        f"layers {self.structure.names[shard.first]} to {self.current} work in place on a value that "
-                        f"they got from skips, which other layers may get too; clone it first"
-                    )
-                if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
-                    raise ValueError(
-                        f"layers {self.structure.names[shard.first]} to {self.current} work in place on an input that "
-                        f"shares memory with another input, which crossing between shards takes apart; clone it first"
-                    )
-                if self._is_narrow and micro.target is not None:
-                    value = cast(value, torch.float32)  # what the loss and the metrics compute in
-                loss = self._loss(value, micro) if micro.target is not None else None
-            if kind in (FORWARD, EVALUATE) and loss is None:
-                out = Boundary.of(value, f"the output of layer {self.current}")
-                self._check_place(out)
-                if saved is not None:
-                    saved.weigh(out.tensors)
-                if saved is not None and saved.graphs is not None:
-                    edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
-                    saved.graphs.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
-                leaving = {name: self._leaving(name, frame) for name in shard.leaving}
-                skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
-                if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
-                    out = replace(out, shares_memory=True)  # crossing takes it apart from what skips layers
-                return MicroOutput(
-                    random=drawing.state,
-                    value=self._around(out),
-                    skips={name: self._around(each) for name, each in leaving.items()},
-                )
-            if kind == EVALUATE:
-                assert loss is not None
-                return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
-            if loss is not None:
-                del value  # logits are large, and the plain loop does not hold them either
-                with replayed(frame):
-                    scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
-                    scaled.backward()  # type: ignore[no-untyped-call]
+    def __exit__(self, *exc: Any) -> None:
+        torch.set_grad_enabled(self._had_gradients)
+        for module, training in self._was_training:
+            module.training = training
+        try:
+            if exc[0] is not None:  # what a layer has bound or set must not stay for the next run
+                self._structure.take_buffers(self._shard.first, self._end)
+                for attributes in self._executor.attributes[self._shard.first : self._end]:
+                    self._executor.put_back(attributes)
+        finally:
+            self._structure.release(self._shard)
+
+    def micro(self, m: int, micro: MicroInput) -> MicroOutput:
+        """Run the step's micro-batch m."""
+        spec, executor, inspector = self._spec, self._executor, self._inspector
+        if executor.is_narrow and m > spec.micro_batches.start:
+            self._gradients.accumulate()
+        with executor.modes():
+            if self._graphs:
+                out = self._from_graph(micro, self._graphs[m - spec.micro_batches.start])
             else:
-                self._backward(value, micro, shard, m, skips, frame)
-        gradients = [self._apart(arrival.gradient if arrival else None) for arrival in arrivals]
-        tied = {}
-        for index in shard.borrowed:
-            tied[index] = self._dense(index)
-            self.structure.parameters[index].grad = None
+                if inspector is not None:
+                    inspector.enters(self._shard, m, micro)
+                drawing = Drawing(
+                    micro.random,
+                    executor.generator,
+                    locked=spec.locked,
+                    redirects=spec.draws or executor.generator is None,
+                    in_backward=None if inspector is None else inspector.in_backward,
+                )
+                with drawing:
+                    out = self._through_layers(m, micro, drawing)
+                if drawing.drew_in_backward and inspector is not None:
+                    inspector.drew_in_backward()
+        if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
+            out.pieces = self._gradients.taken(self._shard.owned)
+        return out
+
+    def end(self, step: Step | None = None) -> UnitOutput:
+        """Return what the unit leaves, once all its micro-batches are through.
+
+        step: updates the parameters, in place.
+        """
+        spec, structure, shard = self._spec, self._structure, self._shard
+        if self._inspector is not None:
+            self._inspector.ends(self._views, structure.parameters)
+        gradients: dict[int, Tensor | None] = {}
+        stepped = None
+        if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
+            gradients = self._gradients.totals(are_rounded=spec.is_last)
+            if step is not None:
+                stepped, gradients = step(structure.parameters, gradients), {}
+                for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
+                    if structure.parameters[index].data_ptr() != self._views[index].data_ptr():
+                        self._views[index].copy_(structure.parameters[index].data)
+        structure.check_shared()
+        taken = structure.take_buffers(shard.first, self._end)
+        self._executor.settle_attributes(shard.first, self._end)
+        if spec.kind == BACKWARD:  # the rest is what the forward left
+            taken = {index: taken[index] for index in self._written}
+        return UnitOutput(gradients=gradients, buffers=taken, stepped=stepped)
+
+    def _through_layers(self, m: int, micro: MicroInput, drawing: Drawing) -> MicroOutput:
+        """Run the layers forward, and backward where the unit has a backward."""
+        executor, kind = self._executor, self._spec.kind
+        arrivals, tensors = self._arrive(micro.value)
+        versions = [tensor._version for tensor in tensors]
+        skips = {name: self._arrive(skip) for name, skip in micro.skips.items()}
+        arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
+        gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
+        hooks: AbstractContextManager[Any] = nullcontext()  # of what autograd saves: dropped, or counted and kept
+        if self._saved is not None:
+            hooks = self._saved.hooks()
+        elif kind == FORWARD and not self._spec.keep_saved:
+            hooks = saved_tensors_hooks(_drop, _drop)
+        with hooks, drawing.forward(), Frame(arriving) as frame:
+            value = self._layers(micro.value.build(tensors), frame)
+            if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
+                raise ValueError(
+                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on a "
+                    f"value that they got from skips, which other layers may get too; clone it first"
+                )
+            if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
+                raise ValueError(
+                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on an "
+                    f"input that shares memory with another input, which crossing between shards takes apart; clone it "
+                    f"first"
+                )
+            if executor.is_narrow and micro.target is not None:
+                value = cast(value, torch.float32)  # what the loss and the metrics compute in
+            loss = self._loss(value, micro) if micro.target is not None else None
+        if kind in (FORWARD, EVALUATE) and loss is None:
+            return self._passed_on(value, arrivals, frame, drawing)
+        if kind == EVALUATE:
+            assert loss is not None
+            return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
+        if loss is not None:
+            del value  # logits are large, and the plain loop does not hold them either
+            watching = nullcontext() if self._inspector is None else self._watching_buffers()
+            with watching, replayed(frame):
+                scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
+                scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            with self._watching_buffers():
+                self._backward(value, micro, m, skips, frame)
         return MicroOutput(
             random=drawing.state,
-            gradients=gradients if shard.index else None,
-            tied=tied,
-            skip_gradients={
-                name: [self._apart(arrival.gradient if arrival else None) for arrival in found]
-                for name, (found, _) in skips.items()
-            },
+            gradients=self._of_arrivals(arrivals) if self._shard.index else None,
+            tied=self._gradients.taken(self._shard.borrowed) if self._shard.borrowed else {},
+            skip_gradients={name: self._of_arrivals(found) for name, (found, _) in skips.items()},
             loss=_number(loss) if loss is not None else None,
         )
 
-    def _from_graph(self, shard: Shard, m: int, micro: MicroInput, graph: Graph) -> MicroOutput:
-        """The backward of a forward whose graph was kept; what skips layers, and tied weights, it has none of."""
+    def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
+        """Return what a forward leaves to the shards above."""
+        out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
+        self._check_place(out)
+        if saved is not None:
+            saved.weigh(out.tensors)
+            if saved.graphs is not None:
+                edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
+                saved.graphs.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
+        leaving = {name: self._leaving(name, frame) for name in self._shard.leaving}
+        skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
+        if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
+            out = out._replace(shares_memory=True)  # crossing takes it apart from what skips layers
+        return MicroOutput(
+            random=drawing.state,
+            value=self._around(out),
+            skips={name: self._around(each) for name, each in leaving.items()},
+        )
+
+    def _from_graph(self, micro: MicroInput, graph: Graph) -> MicroOutput:
+        """Run the backward of a forward whose graph was kept, in a shard without tied weights and skips."""
         found = zip(graph.outputs, micro.gradients, strict=True)
         pairs = [(edge, gradient) for edge, gradient in found if edge is not None and gradient is not None]
         if pairs:
-            outputs, gradients = zip(*pairs, strict=True)
-            with replayed(graph.frame):
-                torch.autograd.backward(outputs, gradients)
-        return MicroOutput(
-            random=micro.random,
-            gradients=[self._apart(a.gradient if a else None) for a in graph.arrivals] if shard.index else None,
-        )
+            edges, roots = zip(*pairs, strict=True)
+            with self._watching_buffers(), replayed(graph.frame):
+                torch.autograd.backward(edges, roots)
+        gradients = self._of_arrivals(graph.arrivals) if self._shard.index else None
+        return MicroOutput(random=micro.random, gradients=gradients)
+
+    @contextmanager
+    def _watching_buffers(self) -> Iterator[None]:
+        """Note the buffers that the body, a backward, writes to: in a hook, or where a checkpoint runs a forward again.
+
+        By their versions, which kernels of torch do not always move: on trial by their bits.
+        """
+        structure, first, end, inspector = self._structure, self._shard.first, self._end, self._inspector
+        before = structure.buffer_versions(first, end)
+        if before and inspector is not None:
+            inspector.begins_backward(structure.current_buffers(first, end))
+        yield
+        if before:
+            after = structure.buffer_versions(first, end)
+            self._written |= {index for index, version in after.items() if version != before.get(index)}
+            if inspector is not None:
+                self._written |= inspector.ends_backward(structure.current_buffers(first, end))
 
     def _check_place(self, value: Boundary) -> None:
-        """What crosses to another shard comes back on the device, wherever it was."""
-        here = self.structure.device
+        """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
+        here = self._structure.device
         strange = next((tensor for tensor in value.tensors if tensor.device.type != here.type), None)
         if strange is not None:
             raise ValueError(
-                f"layer {self.current} gave a tensor of shape {tuple(strange.shape)} on {strange.device}, limit: "
-                f"{here}, where its inputs are; make it there, or pass it on as a number"
+                f"layer {self._executor.current} gave a tensor of shape {tuple(strange.shape)} on {strange.device}, "
+                f"limit: {here}, where its inputs are; make it there, or pass it on as a number"
             )
 
     def _around(self, value: Boundary) -> Boundary:
-        """A value without its graph, that nothing else writes to."""
-        return value.around([tensor for each in value.tensors if (tensor := self._apart(each)) is not None])
+        """Return a value without its graph, that nothing else writes to."""
+        apart, current = self._gradients.apart, self._executor.current
+        return value.around([apart(tensor, current) for tensor in value.tensors])
+
+    def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
+        """Return the gradients of what entered the shard."""
+        found: list[Tensor | None] = []
+        for arrival in arrivals:
+            gradient = None if arrival is None else arrival.gradient
+            found.append(None if gradient is None else self._gradients.apart(gradient, self._executor.current))
+        return found
 
     def _leaving(self, name: str, frame: Frame) -> Boundary:
         if name not in frame.values:
             raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
         return Boundary.of(frame.values[name], f"the skip {name!r}")
 
-    def _apart(self, tensor: Tensor | None) -> Tensor | None:
-        """The tensor without its graph, and cloned if it lies in the slab or a buffer, which others will write to."""
-        if tensor is None:
-            return None
-        if tensor.layout != torch.strided:
-            check_fit(f"a gradient that leaves a shard, up to {self.current},", tensor)
-        tensor = tensor.detach()
-        return copy_of(tensor) if tensor.untyped_storage().data_ptr() in self._bound else tensor
-
-    def _arrive(self, value: Boundary, *, graph: bool) -> tuple[list[Arrival | None], list[Tensor]]:
+    def _arrive(self, value: Boundary) -> tuple[list[Arrival | None], list[Tensor]]:
+        """Bring a value into this shard's graph, where it needs gradients."""
+        graph = self._spec.kind != EVALUATE
         arrivals = [
             Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad, strict=True)
         ]
         tensors = [
-            tensor if arrival is None else Arrive.apply(self._anchor, arrival)  # type: ignore[no-untyped-call]
+            tensor if arrival is None else Arrive.apply(self._executor.anchor, arrival)  # type: ignore[no-untyped-call]
             for tensor, arrival in zip(value.tensors, arrivals, strict=True)
         ]
         return arrivals, tensors
 
-    def _layers(self, shard: Shard, value: Any, frame: Frame) -> Any:
-        for k in range(shard.first, shard.last):
-            self.current = self.structure.names[k]
-            if self.inspector is not None:
-                self.inspector.enters_layer(value, frame)
-            if self._compiled is None or not self._may_compile:
-                value = self.structure.layers[k](value)
-            else:
-                value = self._compiled.run(k, value)
+    def _layers(self, value: Any, frame: Frame) -> Any:
+        executor, structure, inspector = self._executor, self._structure, self._inspector
+        compiled = executor.compiled
+        if self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
+            compiled = None
+        for k in range(self._shard.first, self._shard.last):
+            executor.current = structure.names[k]
+            if inspector is not None:
+                inspector.enters_layer(value, frame)
+            value = structure.layers[k](value) if compiled is None else compiled.run(k, value)
         return value
 
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
-        self.current = "loss_fn"
-        if self.inspector is not None:
-            self.inspector.enters_layer(value, Frame({}))
-        loss = self.loss_fn(value, micro.target.build(micro.target.tensors))
+        self._executor.current = "loss_fn"
+        target = micro.target.build(micro.target.tensors)
+        if self._inspector is not None:
+            self._inspector.enters_layer(value, Frame({}), target)
+        loss = self._executor.loss_fn(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
@@ -415,8 +450,8 @@ class Executor:
         assert micro.target is not None
         target = micro.target
         found: dict[str, float | Tensor] = {}
-        for name, metric in self._metrics.items():
-            self.current = f"metric {name}"
+        for name, metric in self._executor.metrics.items():
+            self._executor.current = f"metric {name}"
             measured = metric(value, target.build(target.tensors))
             found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
         return found
@@ -425,15 +460,16 @@ class Executor:
         self,
         value: Any,
         micro: MicroInput,
-        shard: Shard,
         m: int,
         skips: Mapping[str, tuple[list[Arrival | None], list[Tensor]]],
         frame: Frame,
     ) -> None:
-        tensors = Boundary.of(value, f"the output of layer {self.current}").tensors
+        """Run the backward of a shard that passes a value on."""
+        shard, compiled, on_recomputed = self._shard, self._executor.compiled, self._spec.on_recomputed
+        tensors = Boundary.of(value, f"the output of layer {self._executor.current}").tensors
         # A metered unit runs uncompiled, and another one of its step may not.
-        if self._on_recomputed is not None and (self._compiled is None or not self._compiled.any_graph):
-            self._on_recomputed(shard, m, tensors)
+        if on_recomputed is not None and (compiled is None or not compiled.any_graph):
+            on_recomputed(shard, m, tensors)
         roots: list[tuple[Tensor, Tensor]] = []
         # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.
         for name in sorted(micro.skip_gradients, key=lambda each: -shard.above[each]):
@@ -442,7 +478,7 @@ class Executor:
         roots += [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
         # autograd's order in the whole model.
-        roots += [(self.structure.parameters[index], g) for index, g in micro.tied.items()]
+        roots += [(self._structure.parameters[index], g) for index, g in micro.tied.items()]
         if roots:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
@@ -450,72 +486,5 @@ class Executor:
 
 
 def _number(value: Tensor) -> float | Tensor:
-    """A number that is in DRAM; of one on a device, what will be it once the device is through."""
+    """Return a number that is in DRAM; of one on a device, what will be it once the device is through."""
     return value.item() if value.device.type == "cpu" else value.detach().clone()
-
-
-class _Drawing:
-    """Where the draws of one micro-batch go, and the random state they leave."""
-
-    def __init__(
-        self,
-        state: RandomState,
-        locked: bool,
-        redirects: bool,
-        generator: DeviceGenerator | None,
-        inspector: Inspector | None = None,
-    ) -> None:
-        self.state = state
-        self._inspector = inspector
-        self._after: Any = None  # of the device's generator, once the forward is through
-        self._redirects = redirects
-        self._stream = Stream(state)
-        self._installed = installed(self._stream) if locked else None
-        self._generator = generator
-
-    def __enter__(self) -> _Drawing:
-        if self._installed is not None:
-            self._installed.__enter__()
-        return self
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The body's draws move the state; what a backward draws again, in a checkpoint inside a layer, does not."""
-        before = None if self._generator is None else self._generator.install(self.state.device)
-        if self._installed is not None:
-            yield
-            self.state = capture()._replace(device=self.state.device)
-            if self._inspector is not None and self._inspector.in_backward is not None:
-                install(self._inspector.in_backward)
-        elif not self._redirects:
-            yield
-        else:
-            with TaskGenerator(self.state.torch) as drawn:
-                yield
-            self.state = self.state._replace(torch=drawn.state)
-        if self._generator is not None:
-            after = self._generator.state()
-            assert before is not None
-            if not self._generator.same_seed(before, after):
-                raise RuntimeError(
-                    "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
-                    "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
-                )
-            self._after = after
-            if after != before:  # a seed stays one until something is drawn
-                self.state = self.state._replace(device=after)
-
-    def __exit__(self, *exc: Any) -> None:
-        inspector = self._inspector
-        drew = exc[0] is None and inspector is not None and self._drew_in_backward(inspector.in_backward)
-        if self._installed is not None:
-            self._installed.__exit__(*exc)
-        if drew and inspector is not None:
-            inspector.drew_in_backward()
-
-    def _drew_in_backward(self, before: RandomState | None) -> bool:
-        """Return True if the states are others than a backward found; a checkpoint in a layer puts them back."""
-        if self._installed is None or before is None:
-            return False
-        drew_there = self._generator is not None and self._generator.state() != self._after
-        return drew_there or not capture()._replace(device=before.device).same_as(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,11 @@ class Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        if ctx.arrival.gradient is not None:
+            raise RuntimeError(
+                "differentiates what entered its shard a second time, limit: one backward in a step, since the shards "
+                "below run theirs once; return the loss, without calling backward() on the way"
+            )
         ctx.arrival.gradient = gradients[0]
         return None, None
 
@@ -54,14 +59,24 @@ class Graph:
     frame: Frame
 
 
+@dataclass(kw_only=True)
+class GraphUse:
+    """Graphs that a unit makes, or goes on from."""
+
+    saved: Saved | None = None  # a forward: counts or keeps what autograd saves
+    granted_bytes: int = 0  # a forward: for graphs to keep
+    key: Hashable = None  # a backward: of `graphs`, pinned
+    graphs: Sequence[Graph] = ()  # a backward: its forward's
+
+
 class Saved:
-    """What autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room for it.
+    """Tensors that autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room.
 
     Attributes:
         graphs: of the micro-batches so far; None where they are not kept.
-        num_bytes: of what was saved.
-        all_seen: whether that is all that the graphs hold: a layer may keep tensors for its backward by itself.
-        created_bytes: asked for what operations have created and is alive, where that is metered.
+        num_bytes: bytes that were saved.
+        all_seen: the graphs hold nothing else; False where a layer keeps tensors for its backward by itself.
+        created_bytes: returns the bytes of what operations have created and is alive, where that is metered.
     """
 
     def __init__(self, room: int | None = None) -> None:
@@ -76,19 +91,19 @@ class Saved:
         self._storages: set[StorageWeakRef] = set()
 
     def begin(self, slabs: Iterable[Tensor]) -> None:
-        """A unit whose parameters are these runs from here on."""
+        """Begin with a unit, whose parameters are these: they are not counted."""
         self._storages = {_reference(tensor) for tensor in slabs}
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Around one micro-batch's forward."""
+        """Return the context of one micro-batch's forward."""
         if self.created_bytes is not None:
             self._created_before = self.created_bytes()
         return saved_tensors_hooks(self._pack, _unpacked)
 
     def weigh(self, tensors: Iterable[Tensor]) -> None:
-        """A micro-batch's forward is through, and its graph is alive; it gave these tensors, and saved what was packed.
+        """Find out whether the graph of a micro-batch's forward, which gave these tensors, holds more than was packed.
 
-        Where that is only counted, what was packed is gone: whatever else was created and is there, the graph holds.
+        Only where nothing is kept: what was packed is gone, and the graph holds whatever else was created and is there.
         """
         if self.created_bytes is None or self.graphs is not None:
             return
@@ -96,7 +111,7 @@ class Saved:
         self.all_seen &= self.created_bytes() - self._created_before <= sum(given.values())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a graph that is kept holds a tensor's memory."""
+        """Return True if a graph that is kept holds a tensor's memory."""
         return self.graphs is not None and _reference(tensor) in self._storages
 
     def _pack(self, tensor: Tensor) -> Tensor | None:

@@ -86,6 +86,8 @@ class Spiller:
 
         `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
+        if not shard.buffers:
+            return {}
         sources = self._buffers(state, shard, part, after=after)
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 
@@ -168,9 +170,9 @@ class Spiller:
             return value.around([self._place(each, copies.loads) for each in value.tensors])
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
-        if state.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
+        if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             micro.target = placed_all(staging.targets[m])
-            micro.weight = None if kind == EVALUATE or state.accumulation_steps == 1 else staging.weights[m]
+            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
@@ -187,8 +189,8 @@ class Spiller:
 
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
         """Fill an input's room, in any lane."""
-        if shard.is_first and kind != BACKWARD and state.index_limit is not None:
-            check_indices(state.staging.entering(0, m), state.index_limit, state.layout.names[0])
+        if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
+            check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
         micro, copies = arriving
         if copies.loads:
             self._device.copy(LOAD, copies.loads, urgent=True)
@@ -228,14 +230,14 @@ class Spiller:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
         elif out.gradients:
-            state.pool.lend_gradients(shard)
+            state.pool.gradients.lend(shard)
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:
-                    self._copy_gradient(state.pool.place_gradient(state.layout.slots[slot], gradient), gradient)
+                    self._copy_gradient(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
-        """Send the buffers that a shard's forward changed to DRAM."""
+        """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
         if not out.buffers:
             return
         staging = state.staging
@@ -249,8 +251,10 @@ class Spiller:
             for index, value in after.items()
             if not identical(value, before[index]) or (is_here and residue(value) != residue(before[index]))
         }
+        if unit.kind == BACKWARD:
+            state.check_backward_buffers(changed)
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
-            state.any_may_change = True
+            state.observed.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
         for index, value in changed.items():
             staging.buffers[index] = self._sent(value) if is_here else value
@@ -268,7 +272,7 @@ class Spiller:
 
         granted_bytes: still granted for it; 0: others have to be found.
         """
-        j, shards = shard.index, state.shards
+        j, shards = shard.index, state.cut.shards
         if out.value is not None and j + 1 < len(shards):
             tensors = out.value.tensors
             return self._keep(state, VALUE, j + 1, m, tensors, shards[j + 1], granted_bytes, is_held=out.is_held)
@@ -297,7 +301,7 @@ class Spiller:
         key = (state.name, what, serial, j, m)
 
         def next_use_s() -> float:
-            return state.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
+            return state.progress.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
 
         kept = ([None if tensor is None else _alias(tensor) for tensor in tensors], is_held)
         if num_bytes <= granted_bytes:

@@ -1,25 +1,30 @@
-"""A unit on its way through a device: the slabs that it shares with others, what it starts from and leaves."""
+"""A unit on a device: its shard (`Claim`), its computation (`UnitRun`), and tensors that enter and leave it."""
 
 from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from typing import TypeVar
 
 from torch import Tensor
 
-from hydra_engine.data import NO_BATCH, Boundary, RandomState
-from hydra_engine.devices import Promise, Slab
-from hydra_engine.host import DeviceStep, Region, TaskState, UnitBytes
+from hydra_engine.data import Boundary, RandomState, Signature
+from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
+from hydra_engine.host import DeviceStep, DeviceStepper, Region, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
-from hydra_engine.worker.graphs import Graph, Saved
+from hydra_engine.worker.graphs import GraphUse, Saved
+from partitioners import MemoryMeter
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class MicroInput:
-    """What one micro-batch of a unit starts from, on the device."""
+    """Tensors that one micro-batch of a unit starts from, on the device."""
 
     value: Boundary
     random: RandomState  # before the shard's forward
@@ -32,7 +37,7 @@ class MicroInput:
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all of them."""
         target = self.target.tensors if self.target else ()
         skips = [tensor for value in self.skips.values() for tensor in value.tensors]
         gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values())]
@@ -46,7 +51,7 @@ class MicroInput:
 
 @dataclass(kw_only=True)
 class MicroOutput:
-    """What one micro-batch of a unit leaves, on the device."""
+    """Tensors that one micro-batch of a unit leaves, on the device."""
 
     random: RandomState  # after the shard's forward
     value: Boundary | None = None  # forward: what enters the next shard
@@ -71,15 +76,16 @@ class MicroOutput:
 
 @dataclass(kw_only=True)
 class UnitOutput:
-    """What a unit leaves once all its micro-batches are through, on the device."""
+    """Tensors that a unit leaves once all its micro-batches are through, on the device."""
 
     gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
     buffers: dict[int, Tensor]
-    stepped: Any = None  # what a step of the optimizer on the device left
+    stepped: DeviceStep | None = None  # what a step of the optimizer on the device left
+    last: MicroOutput | None = None  # of its last micro-batch, which goes to DRAM with it
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that stay on the device until they are stored."""
+        """Bytes that stay on the device until they are stored, beside those of the last micro-batch."""
         return storage_bytes([*self.gradients.values(), *self.buffers.values()])
 
 
@@ -93,8 +99,8 @@ class GivenUp(RuntimeError):
     """A unit that was on its way when its run closed."""
 
 
-class Loading:
-    """A slab that is being filled, or was: for every unit that needs it."""
+class SlabLoad:
+    """A slab that is being filled, or was, for every unit that needs it."""
 
     def __init__(self, load: Callable[[], Slab], *, late: bool) -> None:
         self.slab: Promise[Slab] = Promise()
@@ -103,104 +109,229 @@ class Loading:
 
     @property
     def is_whole(self) -> bool:
+        """The slab is filled."""
         return self.slab.is_done and self.slab.is_kept()
 
     def settle(self) -> bool:
-        """Wait for its load, if that was begun, and tell whether it is whole."""
+        """Wait for the load, if it was begun. Return True if the slab is filled."""
         return self.is_whole if self.is_late else self.slab.is_kept()
 
     def load(self) -> None:
-        """Fill it. Of no unit's errors: others may need it."""
+        """Fill the slab. Its errors are of no unit: others may need it."""
         try:
             self.slab.keep(self._load())
         except BaseException as error:
             self.slab.give_up(error)
 
 
-class Left:
-    """How far what a unit leaves is on its way to DRAM."""
+class Stage(Enum):
+    """How far a claim has come."""
 
-    def __init__(self) -> None:
-        self.passed: Promise[None] = Promise()  # all that the next unit starts from
-        self.stored: Promise[None] = Promise()  # gradients of parameters, too
+    ASKED = auto()  # the ledger has not granted its slabs, or has refused them
+    GRANTED = auto()  # its slabs are filled, or on their way
+    IN_LANES = auto()  # its unit is in the lanes, and the last of its jobs ends it
 
 
-class Work:
-    """One unit on its way through a device."""
+class Claim:
+    """A unit's shard on its way to the device, or there, until its unit is computed or the claim is dropped.
+
+    Attributes:
+        slabs: by region; pinned.
+        views: parameters in the slabs, by slot, once the unit runs.
+        error: the first, of the unit too; `where` it was.
+        freed: kept once the slabs are let go.
+    """
 
     def __init__(self, unit: Unit, state: TaskState) -> None:
         self.unit = unit
         self.label = str(unit)
         self.state = state
-        self.shard = state.shards[unit.shard]
-        self.stepper = state.stepper if unit.kind in (FUSED, BACKWARD) else None
-        self.buffer_bytes = self.shard.buffer_bytes
-        self.beside_bytes = self.buffer_bytes  # granted with what it works with
-        self.beside_bytes += 0 if self.stepper is None else state.step_bytes(self.shard)
-        parts = state.staging.parts
-        self.first, self.end = state.staging.range_of(unit.part)  # of the step's micro-batches
-        self.goes_on = parts is not None and parts.in_sums and unit.part > 0 and unit.kind in (FUSED, BACKWARD)
-        self.in_pieces = parts is not None and not parts.in_sums and unit.part > 0
-        self.beside_bytes += state.sum_bytes(self.shard) if self.goes_on else 0
+        self.shard = state.cut.shards[unit.shard]
         self.regions = state.regions(self.shard)
-        self.slabs: dict[Region, Loading] = {}  # pinned
-        self.slab_granted = False
-        self.admitted = False  # its jobs are in the lanes, and the last of them ends it
-        self.error: BaseException | None = None  # the first
+        self.slabs: dict[Region, SlabLoad] = {}
+        self.views: dict[int, Tensor] = {}
+        self.stage = Stage.ASKED
+        self.error: BaseException | None = None
         self.where = ""
-        # From here on known when it runs.
-        self.after: Left | None = None  # by the unit before it, where that is still on its way to DRAM
-        self.left = Left()
-        self.at_work: Promise[None] = Promise()  # kept once its slabs are let go
-        self.signature = NO_BATCH
-        self.known: UnitBytes | None = None
-        self.is_metered = False
-        self.held_bytes = 0  # granted beside its slabs
-        self.views: dict[int, Tensor] = {}  # parameters in the slabs
-        self.buffers: dict[int, Tensor] = {}  # come with the first input
-        self.so_far: dict[int, Tensor] = {}  # gradients of the parts before; come with the first input
-        self.step: DeviceStep | None = None  # comes with the first input, where the device steps the optimizer
-        self.inputs: list[Promise[MicroInput] | None] = []
-        self.saved: Saved | None = None  # counts or keeps what a forward saves
-        self.graph_bytes = 0  # granted for that
-        self.graph_key: Hashable = None  # of the graphs that a backward goes on from, pinned
-        self.graphs: Sequence[Graph] = ()
-        self.entered: list[tuple[Tensor, int]] = []  # of the micro-batch in progress, with versions
-        self.stores: list[Promise[None]] = []
-        self.output: UnitOutput | None = None
-        self.last_output: MicroOutput | None = None  # goes with what the unit itself leaves
-        self.input_bytes = 0
-        self.output_bytes = 0
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.end - self.first
-
-    @property
-    def wanted_bytes(self) -> int | None:
-        """What it takes beside its slabs; None: not known yet."""
-        return self.beside_bytes + self.known.total(self.num_micro_batches) if self.known else None
-
-    def count_buffers(self, num_bytes: int) -> None:
-        """Take its buffers' bytes to be so many."""
-        self.beside_bytes += num_bytes - self.buffer_bytes
-        self.buffer_bytes = num_bytes
+        self.freed: Promise[None] = Promise()
 
     def fail(self, error: BaseException, where: str = "") -> None:
+        """Remember the first error."""
         forget_frames(error)
         if self.error is None:
             self.error, self.where = error, where
 
+    def do(self, lane: str, device: OpenDevice, job: Callable[[], T]) -> T:
+        """Do part of the unit in a lane, to the end. Where the unit has failed, raise why instead."""
+        try:
+            if self.error is not None:
+                raise self.error
+            try:
+                return job()
+            finally:
+                device.finish()
+        except BaseException as error:
+            self.fail(error, f"{lane} lane")
+            raise
+
+    def keep(self, lane: str, device: OpenDevice, promise: Promise[T], job: Callable[[], T]) -> None:
+        """Keep a promise by doing part of the unit, or give it up."""
+        try:
+            promise.keep(self.do(lane, device, job))
+        except BaseException as error:
+            promise.give_up(error)
+
+
+class Account:
+    """Bytes that a unit takes beside its slabs: known before, granted, and seen.
+
+    Attributes:
+        known: what such a unit took at most so far; None: it has to be metered.
+        buffer_bytes: of its shard's buffers.
+        beside_bytes: granted beside `known`: for buffers, the optimizer's step, gradients that it adds to.
+        held_bytes: granted now.
+        work_bytes: peak of what a metered unit created.
+        input_bytes, output_bytes: of one micro-batch, the largest seen.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        signature: Signature,
+        known: UnitBytes | None,
+        num_micro_batches: int,
+        buffer_bytes: int,
+        beside_bytes: int,
+    ) -> None:
+        self._ledger = ledger
+        self.signature = signature
+        self.known = known
+        self.num_micro_batches = num_micro_batches
+        self.buffer_bytes = buffer_bytes
+        self.beside_bytes = beside_bytes
+        self.held_bytes = 0
+        self.work_bytes = 0
+        self.input_bytes = 0
+        self.output_bytes = 0
+
+    @property
+    def wanted_bytes(self) -> int | None:
+        """Bytes to ask for; None: not known yet."""
+        return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
+
+    def measured(self) -> UnitBytes:
+        """Return what the unit took, as metered."""
+        return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
+
+    def total_bytes(self, work_bytes: int) -> int:
+        """Bytes that the unit takes beside its slabs, where it has created so many."""
+        measured = UnitBytes(work_bytes, self.input_bytes, self.output_bytes)
+        return self.beside_bytes + measured.total(self.num_micro_batches)
+
+    def grow(self, num_bytes: int) -> None:
+        """Take more bytes than were granted."""
+        self._ledger.grow(num_bytes)
+        self.held_bytes += num_bytes
+
+    @contextmanager
+    def metered(self, saved: Saved | None) -> Iterator[None]:
+        """Count the bytes that the body creates, and grow where they are more than was granted.
+
+        saved: told what is alive.
+        """
+
+        def on_change(delta: int) -> None:
+            if delta > 0:
+                missing = self.total_bytes(meter.current_bytes + delta) - self.held_bytes
+                if missing > 0:
+                    self.grow(missing)
+
+        meter = MemoryMeter(on_change)
+        if saved is not None:
+            saved.created_bytes = lambda: meter.current_bytes
+        with meter:
+            yield
+        self.work_bytes = meter.peak_bytes
+        if self.known is None:
+            needed = self.total_bytes(self.work_bytes)
+            self._ledger.settle(self.held_bytes, needed)
+            self.held_bytes = needed
+
+    def count_buffers(self, num_bytes: int) -> None:
+        """Replace the bytes of its buffers."""
+        self.beside_bytes += num_bytes - self.buffer_bytes
+        self.buffer_bytes = num_bytes
+
+
+class Sums(Enum):
+    """Gradients of a unit that has some of a step's micro-batches."""
+
+    OWN = auto()  # the first ones, or the only ones: it adds up its own
+    GOES_ON = auto()  # it adds to those of the micro-batches before, in place
+    IN_PIECES = auto()  # it gives each micro-batch's apart, and the host adds them up
+
+
+class Passage:
+    """Progress of what a unit leaves, on its way to DRAM."""
+
+    def __init__(self) -> None:
+        self.passed: Promise[None] = Promise()  # all that the next unit starts from
+        self.stored: Promise[None] = Promise()  # gradients of parameters, too
+        self.is_void = False  # the unit has failed before it left anything
+
+
+class UnitRun:
+    """A unit that is computed: what it works with on the device, and what it leaves there until that is stored.
+
+    Attributes:
+        after: of the unit before it, where that is still on its way to DRAM.
+        buffers, so_far, step: come with the first input.
+        first_input: brought by the lane that computes; `inputs`: the others on their way, by micro-batch.
+        stores: outputs on their way to DRAM, but for the last.
+    """
+
+    def __init__(self, claim: Claim, ledger: Ledger, after: Passage | None) -> None:
+        unit, state = claim.unit, claim.state
+        staging, shard, has_gradients = state.staging, claim.shard, unit.kind in (FUSED, BACKWARD)
+        self.claim = claim
+        self.micro_batches = range(*staging.range_of(unit.part))  # of the step's
+        self.stepper: DeviceStepper | None = state.stepper if has_gradients else None
+        self.sums = Sums.OWN
+        if staging.parts is not None and unit.part > 0:
+            if not staging.parts.in_sums:
+                self.sums = Sums.IN_PIECES
+            elif has_gradients:
+                self.sums = Sums.GOES_ON
+        signature = staging.signature_of(unit.part)
+        known = state.unit_bytes(unit.kind, shard, signature)
+        buffer_bytes = state.buffer_bytes(shard) if state.observed.resized else shard.buffer_bytes
+        beside_bytes = buffer_bytes
+        beside_bytes += 0 if self.stepper is None else state.step_bytes(shard)
+        beside_bytes += state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
+        self.account = Account(ledger, signature, known, len(self.micro_batches), buffer_bytes, beside_bytes)
+        self.is_metered = False
+        self.graphs = GraphUse()
+        self.after = after
+        self.passage = Passage()
+        self.buffers: dict[int, Tensor] = {}
+        self.so_far: dict[int, Tensor] = {}
+        self.step: DeviceStep | None = None
+        self.first_input: MicroInput | None = None
+        self.inputs: dict[int, Promise[MicroInput]] = {}
+        self.stores: list[Promise[None]] = []
+        self.output: UnitOutput | None = None
+
     def forget(self) -> None:
-        """It has failed, and its error may refer to it for as long as somebody reads that: nothing on a device does."""
-        self.saved, self.graphs, self.step, self.inputs, self.stores = None, (), None, [], []
-        self.views, self.buffers, self.so_far, self.entered = {}, {}, {}, []
+        """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""
+        self.graphs = GraphUse()
+        self.step, self.first_input, self.inputs, self.stores = None, None, {}, []
+        self.claim.views, self.buffers, self.so_far = {}, {}, {}
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of what the functions that an error came through had in their hands: a unit's activations.
+    """Clear the variables of the functions that an error came through: they hold a unit's activations.
 
-    Its text stays as it is. Functions that are still at work are left alone.
+    The error's text stays as it is, and functions that still run keep theirs.
     """
     seen: set[int] = set()
     cause: BaseException | None = error

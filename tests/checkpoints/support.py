@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.nested import nested_files
+from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.system.files import Disk
+
+WEIGHTS, FROZEN = "weights.safetensors", "frozen.safetensors"
 
 
 class TaskContent(NamedTuple):
@@ -68,22 +71,58 @@ def save(store, k):
     return save_tasks(store, content(k), {"k": k})
 
 
+def save_round(store, k):
+    """Task "bert" trains, above frozen weights; task "gpt" was over at the first save. Their order changes."""
+    with store.begin() as new:
+        if "notes" in store.newest_files("gpt"):
+            new.keep("gpt")
+        else:
+            new.add("gpt", {"notes": b"over", **nested_files("state", {"step": torch.ones(7)})})
+        unchanged = store.newest_files("bert") & {FROZEN}
+        files = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
+        if not unchanged:
+            files[FROZEN] = {"f": torch.arange(9.0)}
+        new.add("bert", files, unchanged)
+        return new.commit({"k": k})
+
+
+def assert_round(found, k):
+    assert found.data == {"k": k}
+    assert found.files("bert") == {WEIGHTS, FROZEN}
+    assert found.files("gpt") == {"notes", "state.json", "state.safetensors"}
+    assert torch.equal(found.read_tensors("bert", WEIGHTS)["w"], torch.full((5,), float(k)))
+    assert torch.equal(found.read_tensors("bert", FROZEN)["f"], torch.arange(9.0))
+    assert found.read_bytes("gpt", "notes") == b"over"
+    assert torch.equal(found.read_nested("gpt", "state")["step"], torch.ones(7))
+
+
+# Saves of one task that is written anew each time, and of two of which much is taken over.
+KINDS = {"all written": (save, assert_holds), "files taken over": (save_round, assert_round)}
+
+
 def assert_stopped_whole(folder, assert_holds, save, k):
     """After a save that was cut off: one of two is there, whole, and the next, of `k`, succeeds; which it was."""
     found = load_newest(folder)
     assert_holds(found, found.data["k"])
     assert found.messages == ()
     with CheckpointDirectory(folder, keep=1) as store:
-        assert_nothing_temporary(folder)
+        assert_nothing_unnamed(folder)
         assert_holds(store.load_newest(), found.data["k"])
         path = save(store, k).path
         assert_holds(store.load_newest(), k)
-    assert sorted(each.name for each in folder.iterdir()) == ["LATEST", "LOCK", path.name]
+    assert sorted(each.name for each in folder.iterdir()) == ["LOCK", path.name, "files"]
+    assert_nothing_unnamed(folder)
     return found.data["k"]
 
 
-def assert_nothing_temporary(folder):
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+def assert_nothing_unnamed(folder):
+    named = {file.file for path in newest_first(folder) for file in read_manifest(path).files}
+    assert {path.name for path in (folder / "files").iterdir()} <= named
+
+
+def path_of(found, task, name):
+    """A file of a checkpoint, which is given or saved."""
+    return place(found.path, read_manifest(found.path).tasks[task][name])
 
 
 def flip(path, offset, mask=1):
@@ -122,7 +161,7 @@ def _failing(name):
     return call
 
 
-CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder", "link")
+CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file")
 for _name in CALLS:
     setattr(FailingDisk, _name, _failing(_name))
 
@@ -191,23 +230,13 @@ class LosingDisk(Disk):
             self.kept[self.ids[path]] = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids}
             self._moment()
 
-    def link(self, source, target):
-        super().link(source, target)
-        self.ids[target] = self.ids[source]
-        self._moment()
-
     def rename(self, source, target):
         super().rename(source, target)
-        for path in [path for path in self.ids if path == source or source in path.parents]:
-            self.ids[target / path.relative_to(source)] = self.ids.pop(path)
+        self.ids[target] = self.ids.pop(source)
         self._moment()
 
     def remove_file(self, path):
         super().remove_file(path)
-        self._moment()
-
-    def remove_folder(self, path):
-        super().remove_folder(path)
         self._moment()
 
 

@@ -1,6 +1,5 @@
 """A checkpoint comes back bit for bit or not at all, and the newest whole one survives whatever ends a save."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -21,27 +20,23 @@ import pytest
 import torch
 
 from hydra_engine.checkpoints import checkpoint, manifest
-from hydra_engine.checkpoints.checkpoint import LATEST, load_newest, newest_first
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system.files import PORTION_BYTES, Disk
 from tests.checkpoints.support import (
+    WEIGHTS,
     FailingDisk,
-    Killed,
-    LosingDisk,
     TaskContent,
-    all_calls,
     assert_holds,
-    assert_nothing_temporary,
-    assert_stopped_whole,
+    assert_nothing_unnamed,
     bits,
     flip,
-    one_call,
+    path_of,
     read_task,
     save,
     save_tasks,
     what_takes_room,
-    write_out,
 )
 
 
@@ -142,14 +137,6 @@ def test_tensors_that_share_memory_or_are_strided(tmp_path):
     assert found.state["__metadata__"].shape == (2,)
 
 
-def test_tensors_that_cross_portions(tmp_path):
-    sizes = (PORTION_BYTES - 7, 3, 2 * PORTION_BYTES + 1, 70_000, 5, 65_536)
-    weights = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
-    weights["strided"] = torch.randint(256, (1000, 200), dtype=torch.uint8).t()
-    found = save_and_read(tmp_path, TaskContent(weights=weights))
-    assert all(torch.equal(found.weights[name], value) for name, value in weights.items())
-
-
 NO_VALUES = r"torch\.(q?u?int[1-7](x\d)?|quint.*|qint.*|complex32)"  # no kernel copies them; a warning comes with it
 DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -169,8 +156,8 @@ def test_weights_are_as_the_published_format_has_them(tmp_path):
     """https://github.com/huggingface/safetensors#format, rule by rule."""
     weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
     with CheckpointDirectory(tmp_path) as store:
-        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
-    content = (path / "0-bert/weights.safetensors").read_bytes()
+        path = path_of(save_tasks(store, {"bert": TaskContent(weights=weights)}), "bert", WEIGHTS)
+    content = path.read_bytes()
     [size] = struct.unpack("<Q", content[:8])
     text, buffer = content[8 : 8 + size], content[8 + size :]
     assert text[:1] == b"{"
@@ -198,12 +185,13 @@ def test_weights_are_as_the_published_format_has_them(tmp_path):
 def test_a_digest_is_as_documented(tmp_path):
     weights = {"w": torch.randint(256, (PORTION_BYTES + 1000,), dtype=torch.uint8)}
     with CheckpointDirectory(tmp_path) as store:
-        path = save_tasks(store, {"bert": TaskContent(weights=weights)}).path
-    content = (path / "0-bert/weights.safetensors").read_bytes()
+        saved = save_tasks(store, {"bert": TaskContent(weights=weights)})
+    content = path_of(saved, "bert", WEIGHTS).read_bytes()
     checksums = [zlib.crc32(content[start : start + PORTION_BYTES]) for start in range(0, len(content), PORTION_BYTES)]
     digest = hashlib.sha256(b"".join(struct.pack("<I", each) for each in checksums)).hexdigest()
-    listed = json.loads((path / manifest.NAME).read_bytes())["files"]["0-bert/weights.safetensors"]
-    assert listed == {"num_bytes": len(content), "digest": digest}
+    listed = json.loads(saved.path.read_bytes())["tasks"]["bert"][WEIGHTS]
+    name = f"{saved.path.stem.removeprefix('checkpoint-')}-0-bert-{WEIGHTS}"
+    assert listed == {"file": name, "num_bytes": len(content), "digest": digest}
 
 
 def test_weights_are_read_by_the_safetensors_library(tmp_path):
@@ -211,10 +199,10 @@ def test_weights_are_read_by_the_safetensors_library(tmp_path):
     weights = {name: each for name, each in tensors().items() if name != "complex128"}  # which it lacks
     weights["turned"] = torch.arange(6.0).view(2, 3).t()
     with CheckpointDirectory(tmp_path) as store:
-        path = save_tasks(
-            store, {"bert": TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})}
-        ).path
-    found = library.load_file(path / "0-bert/weights.safetensors")
+        content = TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})
+        saved = save_tasks(store, {"bert": content})
+    file = json.loads(saved.path.read_bytes())["tasks"]["bert"][WEIGHTS]["file"]
+    found = library.load_file(tmp_path / "files" / file)
     assert found.pop("c").dtype == torch.uint8
     assert found.keys() == weights.keys()
     for name, value in weights.items():
@@ -287,7 +275,7 @@ def test_a_name_that_the_format_keeps_for_itself(tmp_path):
         with pytest.raises(ValueError, match="keeps for itself; rename it"):
             save_tasks(store, {"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
         assert load_newest(tmp_path) is None
-        assert_nothing_temporary(tmp_path)
+        assert_nothing_unnamed(tmp_path)
 
 
 def test_as_deep_as_may_be(tmp_path):
@@ -303,12 +291,13 @@ def test_one_task_of_several_is_read_alone(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         save_tasks(store, {name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
     found = load_newest(tmp_path)
-    shutil.rmtree(found.path / "1-b")
-    (found.path / "0-a/weights.safetensors").unlink()
+    for name in found.files("b"):
+        path_of(found, "b", name).unlink()
+    path_of(found, "a", WEIGHTS).unlink()
     assert found.read_nested("a", "state") == "a"
     for read in (found.read_tensors, found.read_bytes):
         with pytest.raises(CheckpointError, match="changed after it was opened"):
-            read("a", "weights.safetensors")
+            read("a", WEIGHTS)
     with pytest.raises(CheckpointError, match=r"holds no task 'c', but 'a', 'b'; name the task as it was"):
         read_task(found, "c")
 
@@ -322,7 +311,7 @@ def test_weights_are_read_into_memory_that_is_there(tmp_path):
     into["parameter"] = torch.nn.Parameter(into["parameter"])
     into["tied"] = into["float32"]
     assert into["turned"].stride() == (1, 3)
-    read = found.read_tensors("bert", "weights.safetensors", into)
+    read = found.read_tensors("bert", WEIGHTS, into)
     assert {name: bits(each) for name, each in into.items()} == {name: bits(each) for name, each in weights.items()}
     assert all(read[name].data_ptr() == into[name].data_ptr() for name in weights)
     for others, message in (
@@ -335,7 +324,7 @@ def test_weights_are_read_into_memory_that_is_there(tmp_path):
     ):
         others = {name: torch.zeros_like(each) for name, each in others.items()}
         with pytest.raises(ValueError, match=message):
-            found.read_tensors("bert", "weights.safetensors", others)
+            found.read_tensors("bert", WEIGHTS, others)
         assert not any(any(bits(each)[-1]) for each in others.values())
 
 
@@ -348,6 +337,11 @@ def saved_twice(folder):
         return save(store, 1).path
 
 
+def written_by(path):
+    """The files in which a checkpoint, by its manifest, holds its task."""
+    return [place(path, stored) for stored in read_manifest(path).files]
+
+
 def test_nothing_saved_yet(tmp_path):
     assert load_newest(tmp_path / "not there") is None
     assert load_newest(tmp_path) is None
@@ -357,24 +351,26 @@ def test_nothing_saved_yet(tmp_path):
 
 def test_the_last_are_kept(tmp_path):
     (tmp_path / "mine.txt").write_text("a user's")
-    (tmp_path / ".tmp-mine").write_text("a user's")
     with CheckpointDirectory(tmp_path, keep=2) as store:
+        (tmp_path / "files/mine.txt").write_text("a user's")
         paths = [save(store, k).path for k in range(5)]
         assert newest_first(tmp_path) == [paths[4], paths[3]]
         assert_holds(store.load_newest(), 4)
-    assert (tmp_path / LATEST).read_text() == paths[4].name + "\n"
     with CheckpointDirectory(tmp_path, keep=1) as store:
         assert_holds(store.load_newest(), 4)
         path = save(store, 5).path
     assert path.name.startswith("checkpoint-00000006-")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".tmp-mine", "LATEST", "LOCK", path.name, "mine.txt"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["LOCK", path.name, "files", "mine.txt"]
+    (tmp_path / "files/mine.txt").unlink()
+    assert_nothing_unnamed(tmp_path)
     with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
         CheckpointDirectory(tmp_path, keep=0)
 
 
 def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
     newest = saved_twice(tmp_path)
-    flip(newest / "0-bert/state.json", 3)
+    flip(path_of(load_newest(tmp_path), "bert", "state.json"), 3)
+    assert newest_first(tmp_path)[0] == newest
     with CheckpointDirectory(tmp_path, keep=2) as store:
         assert_holds(store.load_newest(), 0)
         save(store, 2)
@@ -383,25 +379,9 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
 
 
-def test_every_altered_byte_of_a_manifest_is_noticed(tmp_path):
-    path = saved_twice(tmp_path) / manifest.NAME
-    generator = random.Random(0)
-    for offset in range(path.stat().st_size):
-        for mask in (0x20, generator.randrange(1, 256)):  # 0x20: of a hexadecimal digit, the other case
-            flip(path, offset, mask)
-            found = load_newest(tmp_path)
-            assert found.data == {"k": 0}, (offset, mask)
-            assert "manifest.json: found" in found.messages[0]
-            flip(path, offset, mask)
-    assert_holds(load_newest(tmp_path), 1)
-    for text in (path.read_bytes() + b"\n", b" " + path.read_bytes(), b""):
-        path.write_bytes(text)
-        assert load_newest(tmp_path).data == {"k": 0}
-
-
 def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
     newest = saved_twice(tmp_path)
-    files = sorted((newest / "0-bert").iterdir())
+    files = written_by(newest)
     places = [(path, offset) for path in files for offset in range(path.stat().st_size)]
     generator = random.Random(0)
     for _ in range(1000):
@@ -411,53 +391,36 @@ def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
         found = load_newest(tmp_path)
         assert found.data == {"k": 0}, (path, offset, mask)
         [message] = found.messages
-        assert f"0-bert/{path.name}: found" in message
+        assert f"{path.name}: found" in message
         assert "expected" in message
         assert newest.name in message
         flip(path, offset, mask)
     assert_holds(load_newest(tmp_path), 1)
 
 
-@pytest.mark.parametrize("name", [manifest.NAME, "0-bert/weights.safetensors", "0-bert/state.json"])
+@pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
 def test_a_file_that_is_cut_is_noticed(tmp_path, name):
-    path = saved_twice(tmp_path) / name
+    manifest = saved_twice(tmp_path)
+    path = manifest if name == "manifest" else path_of(load_newest(tmp_path), "bert", name)
     content = path.read_bytes()
     for length in [*range(0, len(content), 3), len(content) - 1]:
         path.write_bytes(content[:length])
         found = load_newest(tmp_path)
         assert found.data == {"k": 0}
-        assert f"{name}: found {length} bytes" in found.messages[0]
+        assert f"{'manifest' if path == manifest else path.name}: found {length} bytes" in found.messages[0]
     path.write_bytes(content + b" ")
     assert load_newest(tmp_path).data == {"k": 0}
     path.unlink()
-    assert "No such file" in load_newest(tmp_path).messages[0]
+    if path != manifest:
+        assert "No such file" in load_newest(tmp_path).messages[0]
     path.mkdir()
     assert load_newest(tmp_path).data == {"k": 0}
 
 
-def test_what_is_no_part_of_it_is_named_and_ignored(tmp_path):
-    newest = saved_twice(tmp_path)
-    (newest / "0-bert/notes.txt").write_text("?")
-    found = load_newest(tmp_path)
-    assert_holds(found, 1)
-    assert found.messages == (f"{newest}/0-bert/notes.txt is no part of the checkpoint",)
-
-
-def test_latest_is_not_needed(tmp_path):
-    saved_twice(tmp_path)
-    (tmp_path / LATEST).write_bytes(b"checkpoint-\xff")
-    found = load_newest(tmp_path)
-    assert_holds(found, 1)
-    assert "LATEST names" in found.messages[0]
-    assert "not there" in found.messages[0]
-    (tmp_path / LATEST).unlink()
-    assert load_newest(tmp_path).messages == ()
-
-
 def test_none_is_whole(tmp_path):
     saved_twice(tmp_path)
-    for path in newest_first(tmp_path):
-        flip(path / "0-bert/weights.safetensors", 20)
+    for path in (tmp_path / "files").glob(f"*{WEIGHTS}"):
+        flip(path, 20)
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole, of 2 .*weights.*weights.*restore one from"):
         load_newest(tmp_path)
 
@@ -473,15 +436,16 @@ def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
-    newest = saved_twice(tmp_path)
+    saved_twice(tmp_path)
     found = load_newest(tmp_path)
-    flip(newest / "0-bert/weights.safetensors", -1 + (newest / "0-bert/weights.safetensors").stat().st_size)
-    with pytest.raises(CheckpointError, match=r"changed after it was opened: 0-bert/weights.safetensors: found"):
+    weights = path_of(found, "bert", WEIGHTS)
+    flip(weights, -1 + weights.stat().st_size)
+    with pytest.raises(CheckpointError, match=rf"changed after it was opened: {weights.name}: found"):
         read_task(found, "bert")
-    os.truncate(newest / "0-bert/weights.safetensors", 150)
+    os.truncate(weights, 150)
     with pytest.raises(CheckpointError, match="changed after it was opened"):
         read_task(found, "bert")
-    shutil.rmtree(newest)
+    weights.unlink()
     with pytest.raises(CheckpointError, match="changed after it was opened"):
         read_task(found, "bert")
 
@@ -489,11 +453,11 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
 def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
     found = load_newest(saved_twice(tmp_path).parent)
     generator = random.Random(0)
-    for path in sorted((found.path / "0-bert").iterdir()):
+    for path in written_by(found.path):
         for offset in range(path.stat().st_size):
             mask = generator.randrange(1, 256)
             flip(path, offset, mask)
-            with pytest.raises(CheckpointError, match=f"changed after it was opened: .*0-bert/{path.name}"):
+            with pytest.raises(CheckpointError, match=f"changed after it was opened: .*{path.name}"):
                 read_task(found, "bert")
             flip(path, offset, mask)
     assert_holds(found, 1)
@@ -506,7 +470,9 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
         """Every other listing is old by the time it is used."""
         listings.append(newest_first(directory))
         if len(listings) % 2:
-            save(store, len(listings))
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpoint, "newest_first", newest_first)  # which the save needs too
+                save(store, len(listings))
         return listings[-1]
 
     with CheckpointDirectory(tmp_path, keep=1) as store:
@@ -517,77 +483,7 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
         assert found.messages == ()
 
 
-# -- saves that fail or are cut off
-
-
-def test_a_kill_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
-    outcomes = []
-    for n in range(2, 1000):  # the first call is made when the directory is opened
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder) as store:
-            save(store, 0)
-        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, all_calls))) as store:
-            disk.num_left = n - 1
-            with contextlib.suppress(Killed):
-                save(store, 1)
-        outcomes.append(assert_stopped_whole(folder, assert_holds, save, 2))
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert outcomes == sorted(outcomes), "once there, it stays there"
-    assert {0, 1} == set(outcomes)
-    assert len(outcomes) > 30
-
-
-@pytest.mark.parametrize("fails", [one_call, what_takes_room])
-def test_a_disk_that_is_full_at_every_system_call(tmp_path, fails):
-    errors = []
-    for n in range(1, 1000):
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder) as store:
-            save(store, 0)
-        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
-            disk.num_left = n
-            try:
-                saved = save(store, 1)
-                assert not disk.failed or "could not be removed: [Errno 28]" in saved.messages[0]
-                expected = 1
-            except CheckpointError as error:
-                errors.append(str(error))
-                assert_nothing_temporary(folder)
-                expected = 1 if len(newest_first(folder)) == 2 else 0  # LATEST named it already
-                assert expected == 0 or (folder / LATEST).read_text().startswith("checkpoint-00000002")
-            assert_holds(load_newest(folder), expected)
-            disk.num_left = 10**9
-            assert save(store, 2).messages == ()
-            assert_holds(store.load_newest(), 2)
-            assert len(newest_first(folder)) == 1
-            assert_nothing_temporary(folder)
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert len(errors) > 20
-    for text in ("did not take checkpoint-00000002", "No space left on device (", " free now)", "Make room there"):
-        assert all(text in error for error in errors)
-
-
-def test_a_power_failure_at_every_system_call_leaves_the_newest_whole_one(tmp_path):
-    disk = LosingDisk(tmp_path / "real")
-    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
-        returned = [(save(store, k), len(disk.moments))[1] for k in range(3)]
-    seen = []
-    for n, kept in enumerate(disk.moments, 1):
-        (folder := tmp_path / str(n)).mkdir()
-        write_out(kept, 0, folder)
-        found = load_newest(folder)
-        k = -1 if found is None else found.data["k"]
-        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
-        assert found is None or (assert_holds(found, k), found.messages)[1] == ()
-        seen.append(k)
-    assert seen == sorted(seen)
-    assert set(seen) == {-1, 0, 1, 2}
+# -- disks that halt or fill up
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
@@ -617,7 +513,7 @@ def test_a_disk_that_fills_up_behind(tmp_path):
             disk.num_left = n
             with pytest.raises(CheckpointError, match="No space left on device"):
                 save_tasks(store, {"bert": TaskContent(weights=weights)})
-            assert_nothing_temporary(tmp_path)
+            assert_nothing_unnamed(tmp_path)
         disk.num_left = 10**9
         save_tasks(store, {"bert": TaskContent(weights=weights)})
         assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
@@ -631,8 +527,8 @@ def test_no_second_copy_in_memory(tmp_path):
 
 SAVE_LARGE = """
 import resource, sys, torch
-from hydra_engine.checkpoint_directory import CheckpointDirectory
-from hydra_engine.moving_tensor import MovingTensor
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.tensors import MovingTensor
 w = torch.zeros(2**24).fill_(1)
 weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2],
            "moving": MovingTensor(w)}
@@ -649,8 +545,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 SAVE_ON = """
 import sys, torch
-from hydra_engine.checkpoint_directory import CheckpointDirectory
-from hydra_engine.nested import nested_files
+from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.nested import nested_files
 store = CheckpointDirectory(sys.argv[1], keep=2)
 for k in range(10**6):
     with store.begin() as new:
@@ -662,7 +558,7 @@ for k in range(10**6):
 
 FORK_AND_DIE = """
 import os, signal, sys
-from hydra_engine.checkpoint_directory import CheckpointDirectory
+from hydra_engine.checkpoints.directory import CheckpointDirectory
 store = CheckpointDirectory(sys.argv[1])
 if os.fork() == 0:
     print("forked", flush=True)
@@ -696,7 +592,7 @@ def test_kill_9_while_saving(tmp_path):
         assert number > last
         last = number
     with CheckpointDirectory(tmp_path, keep=1):
-        assert_nothing_temporary(tmp_path)
+        assert_nothing_unnamed(tmp_path)
 
 
 # -- directories that are of no use
@@ -734,7 +630,7 @@ def test_a_file_is_no_directory(tmp_path):
 
 def test_a_directory_that_is_read_only_is_refused_at_once(tmp_path):
     class ReadOnly(Disk):
-        def make_folder(self, path):
+        def create(self, path):
             raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: .*Read-only file system"):
@@ -760,7 +656,7 @@ def test_every_new_folder_above_is_synced(tmp_path):
 
     synced = []
     CheckpointDirectory(tmp_path / "a" / "b" / "c", disk=Watched()).close()
-    assert synced == [tmp_path / "a" / "b", tmp_path / "a", tmp_path]
+    assert synced == [tmp_path / "a" / "b" / "c", tmp_path / "a" / "b", tmp_path / "a", tmp_path]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not hold for root")

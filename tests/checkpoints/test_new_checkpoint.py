@@ -1,7 +1,6 @@
-"""Checkpoints built file by file: what moves is saved as it was, and what has not changed is linked."""
+"""Checkpoints built file by file: what moves is saved as it was, and what has not changed is named again."""
 
 import contextlib
-import errno
 import json
 import random
 import re
@@ -13,81 +12,52 @@ import torch
 
 from hydra_engine import _version
 from hydra_engine.checkpoints import manifest, nested
-from hydra_engine.checkpoints.checkpoint import load_newest, newest_first
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.nested import flatten, nested_files, unflatten
 from hydra_engine.checkpoints.tensors import MovingTensor, bytes_of
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system.files import PORTION_BYTES, Disk
 from tests.checkpoints.support import (
+    FROZEN,
+    WEIGHTS,
     FailingDisk,
-    Killed,
-    LosingDisk,
-    all_calls,
-    assert_nothing_temporary,
-    assert_stopped_whole,
+    assert_nothing_unnamed,
+    assert_round,
     bits,
     flip,
     one_call,
+    path_of,
+    save_round,
     what_takes_room,
-    write_out,
 )
-
-WEIGHTS, FROZEN = "weights.safetensors", "frozen.safetensors"
-
-
-def save_round(store, k, is_full=True):
-    """Task "bert" trains, above frozen weights; task "gpt" was over at the first save. Their order changes."""
-    with store.begin() as new:
-        if "notes" in store.newest_files("gpt"):
-            new.keep("gpt")
-        else:
-            new.add("gpt", {"notes": b"over", **nested_files("state", {"step": torch.ones(7)})})
-        linked = store.newest_files("bert") & {FROZEN}
-        files = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
-        if not linked:
-            files[FROZEN] = {"f": torch.arange(9.0)}
-        new.add("bert", files, linked)
-        return new.commit({"k": k}, is_full=is_full)
-
-
-def assert_round(found, k):
-    assert found.data == {"k": k}
-    assert found.files("bert") == {WEIGHTS, FROZEN}
-    assert found.files("gpt") == {"notes", "state.json", "state.safetensors"}
-    assert torch.equal(found.read_tensors("bert", WEIGHTS)["w"], torch.full((5,), float(k)))
-    assert torch.equal(found.read_tensors("bert", FROZEN)["f"], torch.arange(9.0))
-    assert found.read_bytes("gpt", "notes") == b"over"
-    assert torch.equal(found.read_nested("gpt", "state")["step"], torch.ones(7))
-
-
-def path_of(checkpoint_path, task, name):
-    found = json.loads((checkpoint_path / manifest.NAME).read_bytes())
-    return checkpoint_path / found["tasks"][task] / name
-
-
-def inode(path, task, name):
-    return path_of(path, task, name).stat().st_ino
-
 
 # -- files taken over
 
 
-def test_what_has_not_changed_is_linked(tmp_path):
+def file_of(saved, task, name):
+    """The name of a file among all."""
+    return path_of(saved, task, name).name
+
+
+def test_what_has_not_changed_is_named_again(tmp_path):
     with CheckpointDirectory(tmp_path, keep=1) as store:
         first = save_round(store, 0)
-        inodes = [inode(first.path, "bert", FROZEN), inode(first.path, "gpt", "notes")]
+        files = [file_of(first, "bert", FROZEN), file_of(first, "gpt", "notes")]
+        num_files = len(list((tmp_path / "files").iterdir()))
+        written_bytes = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
+        assert first.num_bytes == written_bytes + first.path.stat().st_size
         second = save_round(store, 1)
     with CheckpointDirectory(tmp_path, keep=1) as store:
         assert_round(store.load_newest(), 1)
         third = save_round(store, 2)
         assert_round(store.load_newest(), 2)
     assert newest_first(tmp_path) == [third.path]
-    assert [inode(third.path, "bert", FROZEN), inode(third.path, "gpt", "notes")] == inodes
-    sizes = {path: path.stat().st_size for path in third.path.rglob("*") if path.is_file()}
-    assert first.num_bytes == sum(sizes.values())
-    written = [third.path / manifest.NAME, path_of(third.path, "bert", WEIGHTS)]
-    assert third.num_bytes == second.num_bytes == sum(sizes[path] for path in written)
+    assert [file_of(third, "bert", FROZEN), file_of(third, "gpt", "notes")] == files
+    assert len(list((tmp_path / "files").iterdir())) == num_files
+    assert_nothing_unnamed(tmp_path)
+    sizes = [path.stat().st_size for path in (third.path, path_of(third, "bert", WEIGHTS))]
+    assert third.num_bytes == second.num_bytes == sum(sizes)
 
 
 def test_tasks_may_come_in_another_order(tmp_path):
@@ -106,112 +76,48 @@ def test_tasks_may_come_in_another_order(tmp_path):
         assert [found.read_bytes(name, "name") for name in found.task_names] == [b"c", b"d", b"a"]
 
 
-def test_what_can_be_linked(tmp_path):
+def test_what_can_be_taken_over(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         assert store.newest_files("bert") == frozenset()
-        path = save_round(store, 0).path
+        saved = save_round(store, 0)
         assert store.newest_files("bert") == {WEIGHTS, FROZEN}
         assert store.newest_files("other") == frozenset()
     with CheckpointDirectory(tmp_path) as store:
         assert store.newest_files("bert") == frozenset(), "nothing was verified yet"
         store.load_newest()
         assert store.newest_files("bert") == {WEIGHTS, FROZEN}
-        path_of(path, "bert", FROZEN).write_bytes(b"cut")
-        path_of(path, "gpt", "notes").unlink()
+        path_of(saved, "bert", FROZEN).write_bytes(b"cut")
+        path_of(saved, "gpt", "notes").unlink()
         assert store.newest_files("bert") == {WEIGHTS}
         assert store.newest_files("gpt") == {"state.json", "state.safetensors"}
 
 
-def test_only_the_newest_whole_one_is_linked(tmp_path):
+def test_only_the_newest_whole_one_is_taken_over(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         save_round(store, 0)
         with store.begin() as new:
             new.add("bert", {WEIGHTS: {"w": torch.zeros(1)}})
-            path = new.commit().path
+            saved = new.commit()
         assert store.newest_files("gpt") == frozenset()
-        flip(path_of(path, "bert", WEIGHTS), 3)
+        flip(path_of(saved, "bert", WEIGHTS), 3)
         assert_round(store.load_newest(), 0)
         assert store.newest_files("bert") == {WEIGHTS, FROZEN}
         save_round(store, 1)
         assert_round(store.load_newest(), 1)
 
 
-class Unlinking(Disk):
-    """A file system without hard links, or with trouble."""
-
-    def __init__(self, number, before=lambda source: None):
-        self.number = number
-        self.before = before
-
-    def link(self, source, target):
-        self.before(source)
-        raise OSError(self.number, "no link", str(target))
-
-
-@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "EXDEV", "EMLINK", "ENOSYS", "EACCES", "EINVAL"])
-def test_where_nothing_can_be_linked_it_is_copied(tmp_path, name):
-    with CheckpointDirectory(tmp_path, disk=Unlinking(getattr(errno, name))) as store:
-        first = save_round(store, 0)
-        second = save_round(store, 1)
-        assert_round(store.load_newest(), 1)
-    assert inode(second.path, "bert", FROZEN) != inode(first.path, "bert", FROZEN)
-    sizes = [path.stat().st_size for path in second.path.rglob("*") if path.is_file()]
-    assert second.num_bytes == sum(sizes)
-
-
-def test_a_copy_of_several_portions(tmp_path):
-    values = torch.randint(256, (2 * PORTION_BYTES + 77,), dtype=torch.uint8)
-    with CheckpointDirectory(tmp_path, disk=Unlinking(errno.EPERM)) as store:
-        for k in range(2):
-            with store.begin() as new:
-                new.keep("bert") if k else new.add("bert", {WEIGHTS: {"w": values}})
-                new.commit()
-        assert torch.equal(store.load_newest().read_tensors("bert", WEIGHTS)["w"], values)
-    assert len(newest_first(tmp_path)) == 2
-
-
-def test_a_link_that_the_disk_has_no_room_for(tmp_path):
-    with CheckpointDirectory(tmp_path, disk=(disk := Unlinking(errno.ENOSPC))) as store:
-        save_round(store, 0)
-        with pytest.raises(CheckpointError, match=r"did not take checkpoint-00000002.*no link: .* free now\)"):
-            save_round(store, 1)
-        assert_round(load_newest(tmp_path), 0)
-        assert_nothing_temporary(tmp_path)
-        disk.number = errno.EPERM
-        save_round(store, 2)
-        assert_round(load_newest(tmp_path), 2)
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [lambda path: flip(path, 100), cut], ids=["altered", "cut"])
-def test_what_was_altered_is_not_copied_on(tmp_path, damage):
-    with CheckpointDirectory(tmp_path) as store:
-        save_round(store, 0)
-    with CheckpointDirectory(tmp_path, disk=Unlinking(errno.EPERM, before=damage)) as store:
-        path = store.load_newest().path
-        message = r"frozen.safetensors cannot be taken over into checkpoint-00000002.*(expected|ends before)"
-        with pytest.raises(CheckpointError, match=message), store.begin() as new:
-            new.add("bert", {}, linked=[FROZEN])
-        assert_nothing_temporary(tmp_path)
-        assert newest_first(tmp_path) == [path]
-        assert store.newest_files("bert") == {WEIGHTS}
-        with store.begin() as new:  # so it is written anew
-            new.add("bert", {FROZEN: {"f": torch.arange(9.0)}})
-            new.commit({"k": 1})
-        assert load_newest(tmp_path).data == {"k": 1}
-
-
-def test_what_is_gone_or_cut_is_not_linked(tmp_path):
+def test_what_is_gone_or_cut_is_not_taken_over(tmp_path):
     for damage in (cut, lambda path: path.unlink()):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         with CheckpointDirectory(folder) as store:
-            damage(path_of(save_round(store, 0).path, "bert", FROZEN))
+            damage(path_of(save_round(store, 0), "bert", FROZEN))
             with pytest.raises(CheckpointError, match=r"frozen.* cannot be taken over"), store.begin() as new:
                 new.keep("bert")
-            assert_nothing_temporary(folder)
+            assert_nothing_unnamed(folder)
             save_round(store, 1)
             assert_round(store.load_newest(), 1)
 
@@ -222,50 +128,62 @@ def test_what_is_gone_or_cut_is_not_linked(tmp_path):
 @pytest.mark.parametrize(
     ("keep", "saves", "kept"),
     [
-        (1, "F", "1"),
-        (1, "N", "1"),
-        (1, "FN", "12"),
-        (1, "FNN", "13"),
-        (1, "FNNF", "4"),
-        (1, "NF", "2"),
-        (2, "FFNF", "24"),
-        (2, "FFNNNN", "126"),
-        (2, "NNNF", "4"),
-        (3, "FNFNFN", "1356"),
-        (3, "FNFNFNFF", "578"),
+        (1, "W", "1"),
+        (1, "WW", "2"),
+        (2, "WWW", "23"),
+        (1, "WDW", "3"),  # D: damaged once it was saved
+        (2, "WDW", "123"),
+        (2, "WDDW", "1234"),
+        (2, "WDWW", "34"),
+        (2, "WWDW", "234"),
+        (3, "WDWDWD", "3456"),
+        (3, "WDWDWDWW", "5678"),
     ],
 )
-def test_passing_ones_go_and_do_not_count(tmp_path, keep, saves, kept):
+def test_the_last_whole_ones_stay_and_damaged_ones_between_them(tmp_path, keep, saves, kept):
     with CheckpointDirectory(tmp_path, keep=keep) as store:
         for k, letter in enumerate(saves):
-            save_round(store, k, is_full=letter == "F")
+            saved = save_round(store, k)
+            if letter == "D":
+                cut(path_of(saved, "bert", WEIGHTS))
     assert "".join(str(int(path.name[11:19])) for path in reversed(newest_first(tmp_path))) == kept
-    assert_round(load_newest(tmp_path), len(saves) - 1)
+    assert_round(load_newest(tmp_path), saves.rindex("W"))
+    assert_nothing_unnamed(tmp_path)
 
 
-def test_a_passing_one_does_not_take_the_place_of_a_full_one_after_a_restart(tmp_path):
-    for k, is_full in enumerate((True, True, False, False)):
-        with CheckpointDirectory(tmp_path, keep=1) as store:
-            store.load_newest()
-            save_round(store, k, is_full=is_full)
-    assert [int(path.name[11:19]) for path in newest_first(tmp_path)] == [4, 2]
+@pytest.mark.parametrize("damage", ["altered", "of a newer version"])
+def test_while_a_manifest_cannot_be_read_nothing_is_removed_that_it_may_name(tmp_path, monkeypatch, damage):
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        if damage == "altered":
+            path = save_round(store, 0).path
+            flip(path, 100)
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(manifest, "VERSION", 2)
+                path = save_round(store, 0).path
+        own = set(path.parent.glob("files/00000001-*"))
+        with contextlib.suppress(KeyError), store.begin() as new:
+            new.add("bert", {"a": b"1"})
+            raise KeyError  # what was written goes all the same
+        assert {*(tmp_path / "files").iterdir()} == own
+    with CheckpointDirectory(tmp_path, keep=1) as store:
+        assert {*(tmp_path / "files").iterdir()} == own
+        save_round(store, 1)
+        assert newest_first(tmp_path)[1:] == []
+        assert_nothing_unnamed(tmp_path)
 
 
-def test_the_manifest_says_who_wrote_it_and_whether_it_stays(tmp_path):
+def test_the_manifest_says_who_wrote_it(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
-        for is_full in (True, False):
-            path = save_round(store, 0, is_full=is_full).path
-            found = json.loads((path / manifest.NAME).read_bytes())
-            assert found["version"] == 1
-            assert found["is_full"] is is_full
-            assert found["written_by"] == {"hydra_engine": _version.__version__, "torch": torch.__version__}
-            assert store.load_newest().manifest.is_full is is_full
+        found = json.loads(save_round(store, 0).path.read_bytes())
+    assert found["version"] == 1
+    assert found["written_by"] == {"hydra_engine": _version.__version__, "torch": torch.__version__}
 
 
 def test_every_field_of_a_manifest_and_every_kind_of_nested_state_is_documented(tmp_path):
     text = (Path(manifest.__file__).parent / "checkpoint.md").read_text()
     with CheckpointDirectory(tmp_path) as store:
-        found = json.loads((save_round(store, 0).path / manifest.NAME).read_bytes())
+        found = json.loads(save_round(store, 0).path.read_bytes())
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(found)
     assert f"version {manifest.VERSION}\n" in text
     assert f"{PORTION_BYTES:,} bytes" in text
@@ -283,7 +201,7 @@ def test_a_block_that_is_left_without_a_commit_leaves_nothing(tmp_path):
         before = sorted(tmp_path.rglob("*"))
         with store.begin() as new:
             new.add("bert", {"a": b"1"})
-            assert len(sorted(tmp_path.rglob("*"))) == len(before) + 3
+            assert len(sorted(tmp_path.rglob("*"))) == len(before) + 1
         assert sorted(tmp_path.rglob("*")) == before
         with contextlib.suppress(KeyboardInterrupt), store.begin() as new:
             new.add("bert", {"a": b"1"})
@@ -310,10 +228,10 @@ def test_what_makes_no_checkpoint(tmp_path):
                 (lambda: new.add("b", {".x": b""}), "file '.x'"),
                 (lambda: new.add("b", {"x" * 101: b""}), "file 'xxx"),
                 (lambda: new.add("b", {}, ["x/y"]), "file 'x/y'"),
-                (lambda: new.add("bert", {FROZEN: b""}, [FROZEN]), "names a file twice; write it or link it"),
+                (lambda: new.add("bert", {FROZEN: b""}, [FROZEN]), "names a file twice; write it or take it over"),
                 (lambda: new.add("bert", {}, [FROZEN, FROZEN]), "names a file twice"),
-                (lambda: new.add("bert", {}, ["x"]), r"\['x'\] cannot be linked, the newest .* has \['frozen.safe"),
-                (lambda: new.add("b", {}, ["x"]), r"\['x'\] cannot be linked, the newest checkpoint has \[\]"),
+                (lambda: new.add("bert", {}, ["x"]), r"\['x'\] cannot be taken over, the newest .* has \['frozen.safe"),
+                (lambda: new.add("b", {}, ["x"]), r"\['x'\] cannot be taken over, the newest checkpoint has \[\]"),
                 (lambda: new.keep("b"), "task 'b' is in no checkpoint that was saved here or loaded; add its files"),
             ):
                 with pytest.raises(ValueError, match=message):
@@ -337,14 +255,14 @@ def test_nothing_is_committed_after_a_failure(tmp_path):
     with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, one_call))) as store:
         with store.begin() as new:
             disk.num_left = 3
-            with pytest.raises(CheckpointError, match=r"00000001-\w+, 4 B of task 'a': .*No space"):
+            with pytest.raises(CheckpointError, match=r"00000001-\w+\.json, 4 B of task 'a': .*No space"):
                 new.add("a", {"x": b"1234"})
             with pytest.raises(ValueError, match="left or failed; begin another"):
                 new.add("b", {})
             with pytest.raises(ValueError, match="left or failed; begin another"):
                 new.commit()
         assert newest_first(tmp_path) == []
-        assert_nothing_temporary(tmp_path)
+        assert_nothing_unnamed(tmp_path)
 
 
 def test_files_that_are_not_there(tmp_path):
@@ -416,14 +334,15 @@ def test_one_that_is_given_up_while_it_is_written_fails_the_save(tmp_path):
 
     class GivingUp(Disk):
         def create(self, path):
-            moving.done()
+            if path.name.endswith(WEIGHTS):
+                moving.done()
             return super().create(path)
 
     with CheckpointDirectory(tmp_path, disk=GivingUp()) as store:
         with pytest.raises(ValueError, match="was given up before"), store.begin() as new:
             new.add("a", {WEIGHTS: {"w": moving}})
         assert newest_first(tmp_path) == []
-        assert_nothing_temporary(tmp_path)
+        assert_nothing_unnamed(tmp_path)
 
 
 def test_tensors_of_every_size_are_saved_as_they_were(tmp_path):
@@ -431,6 +350,7 @@ def test_tensors_of_every_size_are_saved_as_they_were(tmp_path):
     tensors = {f"w{k}": torch.randint(256, (size,), dtype=torch.uint8) for k, size in enumerate(sizes)}
     tensors |= {
         "turned": torch.randn(1000, 300).t(),
+        "turned bytes": torch.randint(256, (1000, 200), dtype=torch.uint8).t(),
         "0-d": torch.tensor(1.5),
         "odd": torch.ones(3, dtype=torch.cdouble),
     }
@@ -444,7 +364,7 @@ def test_tensors_of_every_size_are_saved_as_they_were(tmp_path):
             new.add("a", {WEIGHTS: moving, "plain.safetensors": before})
             new.commit()
         found = store.load_newest().read_tensors("a", WEIGHTS)
-        files = [(newest_first(tmp_path)[0] / "0-a" / name).read_bytes() for name in (WEIGHTS, "plain.safetensors")]
+        files = [path_of(store.newest, "a", name).read_bytes() for name in (WEIGHTS, "plain.safetensors")]
     assert all(bits(found[name]) == bits(value.contiguous()) for name, value in before.items())
     assert files[0] == files[1]
 
@@ -531,25 +451,22 @@ def test_nested_state_with_tensors_that_move():
     assert nested_files("x", state).keys() == {"x.json", "x.safetensors"}
 
 
-# -- bytes that change, and saves with links that are cut off
+# -- bytes that change
 
 
 def test_altered_bytes_are_noticed_also_where_two_share_them(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         first, second = save_round(store, 0).path, save_round(store, 1).path
-    places = [
-        (path, offset)
-        for path in sorted(second.rglob("*"))
-        if path.is_file() and path.name != manifest.NAME
-        for offset in range(path.stat().st_size)
-    ]
+    names = [{each.file for each in read_manifest(path).files} for path in (first, second)]
+    paths = [tmp_path / "files" / name for name in sorted(names[1])]
+    places = [(path, offset) for path in paths for offset in range(path.stat().st_size)]
     generator = random.Random(0)
     num_shared = 0
     for _ in range(1000):
         path, offset = generator.choice(places)
         mask = generator.randrange(1, 256)
         flip(path, offset, mask)
-        if path.stat().st_nlink == 2:
+        if path.name in names[0]:
             num_shared += 1
             with pytest.raises(CheckpointError, match="no checkpoint is whole, of 2") as caught:
                 load_newest(tmp_path)
@@ -561,100 +478,3 @@ def test_altered_bytes_are_noticed_also_where_two_share_them(tmp_path):
         flip(path, offset, mask)
     assert 200 < num_shared < 1000
     assert_round(load_newest(tmp_path), 1)
-
-
-@pytest.mark.parametrize("is_full", [True, False])
-def test_every_altered_byte_of_a_manifest_with_links_is_noticed(tmp_path, is_full):
-    with CheckpointDirectory(tmp_path) as store:
-        save_round(store, 0)
-        path = save_round(store, 1, is_full=is_full).path / manifest.NAME
-    generator = random.Random(0)
-    for offset in range(path.stat().st_size):
-        mask = generator.randrange(1, 256)
-        flip(path, offset, mask)
-        found = load_newest(tmp_path)
-        assert found.data == {"k": 0}, (offset, mask)
-        assert "manifest.json: found" in found.messages[0]
-        flip(path, offset, mask)
-    assert_round(load_newest(tmp_path), 1)
-
-
-class CopyingDisk(FailingDisk):
-    def link(self, source, target):
-        super().link(source, target)
-        self.remove_file(target)
-        raise OSError(errno.EPERM, "no link")
-
-
-@pytest.mark.parametrize(("disk_type", "is_full"), [(FailingDisk, True), (FailingDisk, False), (CopyingDisk, True)])
-def test_a_kill_at_every_system_call_of_a_save_with_links(tmp_path, disk_type, is_full):
-    outcomes, stopped = [], set()
-    for n in range(1, 1000):
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder) as store:
-            save_round(store, 0)
-            save_round(store, 1, is_full=False)
-        disk = disk_type(10**9, all_calls)
-        with CheckpointDirectory(folder, keep=1, disk=disk) as store:
-            store.load_newest()
-            disk.num_left = n
-            with contextlib.suppress(Killed):
-                save_round(store, 2, is_full=is_full)
-        stopped.update(disk.failed[:1])
-        outcomes.append(assert_stopped_whole(folder, assert_round, save_round, 3))
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert outcomes == sorted(outcomes), "once there, it stays there"
-    assert set(outcomes) == {1, 2}
-    assert stopped == {"create", "write", "sync", "make_folder", "rename", "remove_file", "remove_folder", "link"}
-
-
-@pytest.mark.parametrize("fails", [one_call, what_takes_room])
-def test_a_full_disk_at_every_system_call_of_a_save_with_links(tmp_path, fails):
-    errors = []
-    for n in range(1, 1000):
-        folder = tmp_path / str(n)
-        with CheckpointDirectory(folder, keep=1, disk=(disk := FailingDisk(10**9, fails))) as store:
-            save_round(store, 0)
-            disk.num_left = n
-            expected = 1
-            try:
-                save_round(store, 1)
-            except CheckpointError as error:
-                errors.append(str(error))
-                assert_nothing_temporary(folder)
-                expected = len(newest_first(folder)) - 1  # LATEST may name it already
-            assert_round(load_newest(folder), expected)
-            disk.num_left = 10**9
-            assert save_round(store, 2).messages == ()
-            assert_round(store.load_newest(), 2)
-            assert len(newest_first(folder)) == 1
-            assert_nothing_temporary(folder)
-        if not disk.failed:
-            break
-    else:
-        pytest.fail("the save never came to an end")
-    assert len(errors) > 10
-    assert all("No space left on device (" in each for each in errors)
-
-
-def test_a_power_failure_at_every_system_call_of_saves_with_links(tmp_path):
-    disk = LosingDisk(tmp_path / "real")
-    returned = []
-    with CheckpointDirectory(tmp_path / "real", keep=1, disk=disk) as store:
-        for k in range(5):
-            save_round(store, k, is_full=k % 2 == 0)
-            returned.append(len(disk.moments))
-    seen = []
-    for n, kept in enumerate(disk.moments, 1):
-        (folder := tmp_path / str(n)).mkdir()
-        write_out(kept, 0, folder)
-        found = load_newest(folder)
-        k = -1 if found is None else found.data["k"]
-        assert k >= sum(n >= each for each in returned) - 1, "what a save has returned for stays"
-        assert found is None or (assert_round(found, k), found.messages)[1] == ()
-        seen.append(k)
-    assert seen == sorted(seen)
-    assert set(seen) == {-1, 0, 1, 2, 3, 4}

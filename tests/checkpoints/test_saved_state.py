@@ -21,7 +21,7 @@ from hydra_engine.data.streams import (
     random_to_state,
 )
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.optimizer_state import restore_optimizer
+from hydra_engine.host.optimizer import restore_optimizer
 
 
 def through(state):

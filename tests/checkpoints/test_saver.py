@@ -20,15 +20,14 @@ from tests.promises.test_resumed import LOADERS, NUM_STEPS, PATIENCE_S, orchestr
 
 
 class Full(Disk):
-    """Refuses folders, or writes, as long as it is told to."""
+    """Refuses new files, or writes, as long as it is told to."""
 
     def __init__(self):
         self.refuses = set()
 
-    def make_folder(self, path):
-        if not path.name.startswith(".tmp-try"):
-            self._check("make_folder")
-        super().make_folder(path)
+    def create(self, path):
+        self._check("create")
+        return super().create(path)
 
     def write(self, descriptor, data):
         self._check("write")
@@ -61,7 +60,7 @@ class Stalls:
         yield from self.batches[4:]
 
 
-@pytest.mark.parametrize("what", ["make_folder", "write"])
+@pytest.mark.parametrize("what", ["create", "write"])
 def test_a_step_that_the_disk_refused_is_saved_as_the_run_is_interrupted(tmp_path, disk, monkeypatch, what):
     loader, failed = Stalls(), threading.Event()
     monkeypatch.setattr("hydra_engine.checkpoints.saver.Saver.tell", lambda *_: failed.set())
@@ -148,7 +147,7 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
 
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
-        if "a" in manifest.folders:
+        if "a" in manifest.tasks:
             is_saved.set()
         return found
 
@@ -182,7 +181,7 @@ def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path,
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
         if manifest.data["tasks"].get("a", {}).get("over") == "finished" and not damaged:
-            damaged.extend(tmp_path.glob("checkpoint-*/*-a/optimizer.json"))
+            damaged.extend(tmp_path.glob("files/*-a-optimizer.json"))
             for each in damaged:
                 each.unlink()
         return found

@@ -82,10 +82,11 @@ def test_a_command_given_goes_before_the_stored_one_and_runs_here(tmp_path, said
 def test_it_says_what_is_wrong_with_a_newer_one(tmp_path, said):
     older = saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path)})
     newer = saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path)})
-    (newer / "0-bert/weights.safetensors").write_bytes(b"")
+    [weights] = (tmp_path / "runs/files").glob("00000002-*-0-bert-weights.safetensors")
+    weights.write_bytes(b"")
     first, second, *_ = said("runs").splitlines()
     assert first == str(older)
-    assert second.startswith(f"{newer} is damaged, and not used: 0-bert/weights.safetensors: found 0 bytes, expected ")
+    assert second.startswith(f"{newer} is damaged, and not used: {weights.name}: found 0 bytes, expected ")
 
 
 def test_nothing_saved(tmp_path, said):
@@ -96,7 +97,7 @@ def test_nothing_saved(tmp_path, said):
 
 
 def test_none_is_whole(tmp_path, said):
-    (saved(tmp_path / "runs") / "manifest.json").write_bytes(b"{}")
+    saved(tmp_path / "runs").write_bytes(b"{}")
     out, line = said("runs")
     assert out == ""
     assert "no checkpoint is whole, of 1 in " in line

@@ -12,8 +12,7 @@ from torch import nn
 from hydra_engine import LoaderTimeout, ModelTask
 from hydra_engine.data.reader import Reader
 from hydra_engine.data.streams import GLOBAL_GENERATORS, Stream, capture, install, installed
-from hydra_engine.run.deadlines import Deadlines
-from hydra_engine.run.signals import Inbox, Overdue
+from hydra_engine.run.signals import Deadlines, Inbox, Overdue
 from hydra_engine.schedule.events import DataEnded, StopRequested
 from hydra_engine.system.locks import RevocableLock, TakenAway
 from tests import exact, zoo

@@ -737,7 +737,7 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
             entered.append(threading.current_thread().name)
             return super().__enter__()
 
-    monkeypatch.setattr("hydra_engine.worker.executor.TaskGenerator", Watched)
+    monkeypatch.setattr("hydra_engine.worker.drawing.TaskGenerator", Watched)
     torch.manual_seed(0)
     layers = [nn.Embedding(11, 16), Attends(16), nn.Sequential(Attends(16), nn.Dropout(dropout)), nn.Linear(16, 11)]
     batches = [(torch.randint(11, (4, 6)), torch.randint(11, (24,))) for _ in range(3)]
@@ -752,7 +752,7 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
     orchestra = orchestra_of([task], devices_of(cuda))
     orchestra.generate()
     [planned] = orchestra._planned
-    assert len(planned.state.drawing) == num_watched
+    assert len(planned.state.cut.drawing) == num_watched
     entered.clear()
     orchestra.train_models().raise_failures()
     assert bool(entered) == bool(num_watched)

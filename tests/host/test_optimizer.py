@@ -13,7 +13,8 @@ from torch.optim import lr_scheduler
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.host.layout import ModelLayout
 from hydra_engine.host.optimizer import TaskOptimizer
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import HostPool
+from hydra_engine.host.staging import StepStaging
 from partitioners import Presharded
 
 OPTIMIZERS = {
@@ -109,7 +110,7 @@ class ByShard:
         for slot, gradient in zip(self.layout.trainable_slots(), gradients, strict=True):
             self.staging.has_gradient[slot.index] = gradient is not None
             if gradient is not None:
-                self.pool.gradients[slot.index].copy_(gradient)
+                self.pool.gradients.places[slot.index].copy_(gradient)
         record = self.optimizer.commit(self.staging, self.pool, epoch=0)
         self.optimizer.end_step(record)
         self.staging.clear()  # the next step may have begun before the updates are through
@@ -181,7 +182,7 @@ def test_updates_use_the_hyperparameters_of_their_own_step(lr):
     before = [parameter.detach().clone() for parameter in trainable(engine.layers)]
     for slot in engine.layout.trainable_slots():
         engine.staging.has_gradient[slot.index] = True
-        engine.pool.gradients[slot.index].fill_(1)
+        engine.pool.gradients.places[slot.index].fill_(1)
     first = engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
     engine.optimizer.end_step(first)
     engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
@@ -208,7 +209,7 @@ def test_parameters_of_other_shards_are_left_alone():
     gradients = gradients_of(0, trainable(engine.layers))
     for slot, gradient in zip(engine.layout.trainable_slots(), gradients, strict=True):
         engine.staging.has_gradient[slot.index] = True
-        engine.pool.gradients[slot.index].copy_(gradient)
+        engine.pool.gradients.places[slot.index].copy_(gradient)
     before = copy.deepcopy(nn.ModuleList(engine.layers).state_dict())
     record = engine.optimizer.commit(engine.staging, engine.pool, epoch=0)
     engine.optimizer.update(engine.shards[1], engine.pool, record)

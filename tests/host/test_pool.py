@@ -11,7 +11,8 @@ from torch import nn
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import capture
 from hydra_engine.host.layout import ModelLayout, SlabPiece
-from hydra_engine.host.pool import HostPool, StepStaging
+from hydra_engine.host.pool import HostPool
+from hydra_engine.host.staging import StepStaging
 from hydra_engine.system import dram
 from partitioners.boundary import Boundary
 from tests import zoo
@@ -84,12 +85,12 @@ class TestHostPool:
         layout = layout_of(layers)
         pool = HostPool(layout)
         pool.open()
-        for slot, gradient in zip(layout.slots, pool.gradients, strict=True):
+        for slot, gradient in zip(layout.slots, pool.gradients.places, strict=True):
             assert (gradient is not None) == slot.trainable
             if gradient is not None:
                 assert gradient.shape == slot.parameter.shape
                 gradient.fill_(slot.index)
-        for slot, gradient in zip(layout.slots, pool.gradients, strict=True):
+        for slot, gradient in zip(layout.slots, pool.gradients.places, strict=True):
             assert gradient is None or (gradient == slot.index).all(), "gradients overlap"
         pool.close()
 
@@ -112,7 +113,7 @@ class TestHostPool:
         (layer.weight * 2).sum().backward()
         expected = layer.weight.grad.stride()
         pool.open()
-        assert pool.gradients[0].stride() == expected
+        assert pool.gradients.places[0].stride() == expected
         pool.close()
 
     def test_tied_and_frozen_parameters_stay_so(self):

@@ -411,6 +411,18 @@ def note_of(error):
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
+@pytest.mark.parametrize("num_heads", [4, 2, 1])
+def test_attention_counts_every_head_of_queries_also_where_they_share_keys(num_heads):
+    samples, heads, positions, width = 3, 4, 5, 8
+    attention = Function(
+        lambda x: F.scaled_dot_product_attention(x, x[:, :num_heads], x[:, :num_heads], enable_gqa=num_heads < heads)
+    )
+    inputs = torch.randn(samples, heads, positions, width)
+    _, cost, _ = profile([nn.Linear(width, width), attention, nn.Linear(width, width)], inputs, inputs, loss_by_mean)
+    product = 2 * samples * heads * positions * positions * width
+    assert (cost.forward_flops, cost.backward_flops) == (2 * product, 5 * product)
+
+
 # An evaluation.
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_engine.planning.fit
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
-from hydra_engine.host.state import TaskState
+from hydra_engine.host import KnownUnits
 from partitioners import Balanced, Presharded
 from tests import reference
 
@@ -300,7 +300,7 @@ def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(mon
 
 def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
     monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
-    monkeypatch.setattr(TaskState, "fits_like_another", lambda *_: True)
+    monkeypatch.setattr(KnownUnits, "fits", lambda *_: True)
     with pytest.raises(ValueError, match="the next batch is read already"):
         train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
 

@@ -119,7 +119,7 @@ def predicted(step_s):
     """Predict such seconds for a step by its number of micro-batches; twice as long a step on any memory: none."""
 
     def decide(planned, machine):
-        return step_s[planned.state.accumulation_steps]
+        return step_s[planned.state.cut.num_micro_batches]
 
     least = mock.patch("hydra_engine.planning.planner.least_step_s", return_value=min(step_s.values()))
     return mock.patch.object(PlannedTask, "_decide", decide), least
@@ -139,8 +139,8 @@ def test_auto_takes_more_micro_batches_while_a_step_is_predicted_to_be_shorter(s
     with decide, least:
         plan = orchestra.generate()
     [planned] = orchestra._planned
-    assert plan.tasks["task-0"].accumulation_steps == planned.state.accumulation_steps == number
-    assert planned.state.staging_bytes > 0
+    assert plan.tasks["task-0"].accumulation_steps == planned.state.cut.num_micro_batches == number
+    assert planned.state.measured.staging_bytes > 0
 
 
 def test_auto_takes_no_more_than_fit():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import hydra_engine.planning.fit
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
-from hydra_engine.host.unit_bytes import MOST_KNOWN, NUM_METERED
+from hydra_engine.host.measured import MOST_KNOWN, NUM_METERED
 from hydra_engine.planning.planner import PlannedTask
 from partitioners import Presharded
 from tests import reference
@@ -57,8 +57,8 @@ class Trained:
             orchestra.train_models()
         self.report, self.metered = orchestra.report.tasks["a"], audit.metered
         self.state = orchestra._planned[0].state
-        self.num_known = max((len(table) for table in self.state.known._units.values()), default=0)
-        self.num_batches = len(self.state.known._batches)
+        self.num_known = max((len(table) for table in self.state.measured.known._units.values()), default=0)
+        self.num_batches = len(self.state.measured.known._batches)
         assert audit.num_units
         assert not audit.over
         assert all(device.peak_bytes <= device.memory_bytes for device in orchestra.report.devices)

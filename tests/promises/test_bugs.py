@@ -344,7 +344,7 @@ def test_reads_run_ahead_of_micro_batches_with_dropout():
     task = task_for(model_with(nn.Dropout(0.2)), accumulation_steps=2)
     orchestra = orchestrator(task)
     orchestra.generate()
-    assert not orchestra._planned[0].state.draws
+    assert not orchestra._planned[0].state.observed.draws
 
 
 class Split(nn.Module):

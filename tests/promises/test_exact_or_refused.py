@@ -1175,6 +1175,343 @@ def empty_tensors_share_no_memory():
     return {"layers": around(Empties(), DoublesFirst()), "expect": "exact"}
 
 
+# -- Backwards and hooks that reach for buffers
+
+
+class Scaled(Base):
+    """Divides by a buffer, which something changes in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+
+    def odd(self, x):
+        return x / self.scale.clone()
+
+
+@recipe
+def batch_norm_in_a_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    class Layer(Base):
+        def __init__(self):
+            super().__init__(0.2)
+            self.norm = nn.BatchNorm1d(8)
+
+        def odd(self, x):
+            return self.norm(x)
+
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "validation": batches(2), "expect": "exact"}
+
+
+def gather(module, _, leaving):
+    module.scale.mul_(0.9).add_(leaving[0].abs().sum(0))
+
+
+def gather_beside_autograd(module, _, leaving):
+    module.scale.data.mul_(0.9).add_(leaving[0].abs().sum(0))
+
+
+def gather_in_another(module, _, leaving):
+    module.scale = module.scale * 0.9 + leaving[0].abs().sum(0)
+
+
+for _hook in (gather, gather_beside_autograd, gather_in_another):
+
+    def _build(hook=_hook):
+        layer = Scaled()
+        layer.register_full_backward_hook(hook)
+        return {"layers": around(layer, nn.Linear(8, 8)), "expect": "exact"}
+
+    RECIPES[f"backward_hook_{_hook.__name__}"] = _build
+
+
+@recipe
+def backward_of_a_shared_buffer():
+    layers = [Scaled(), Scaled()]
+    layers[1].scale = layers[0].scale
+    for layer in layers:
+        layer.register_full_backward_hook(gather)
+    return {"layers": around(*layers, nn.Linear(8, 8))}
+
+
+@recipe
+def function_changes_a_buffer_in_its_backward():
+    class Divide(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x / scale
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found = gradient / ctx.scale
+            ctx.scale.add_(gradient.abs().mean(0))
+            return found, None
+
+    class Layer(Scaled):
+        def odd(self, x):
+            return Divide.apply(x, self.scale)
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+
+
+@recipe
+def parameter_hook_writes_a_buffer():
+    layer = Scaled()
+    layer.linear.weight.register_hook(lambda gradient: (layer.scale.add_(gradient.abs().mean(0)), None)[1])
+    return {"layers": around(layer), "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_a_buffer_that_changes():
+    class Layer(Scaled):
+        def odd(self, x):
+            self.scale += x.detach().abs().mean(0)
+            return x
+
+    layer = Layer()
+    layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
+    return {"layers": around(layer), "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_a_buffer_that_stays():
+    layer = Scaled()
+    layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
+    return {"layers": around(layer, nn.BatchNorm1d(8)), "expect": "exact"}
+
+
+@recipe
+def parameter_hook_reads_another_gradient():
+    layers = around(nn.Linear(8, 8))
+    other = layers[1].weight
+    layers[0].weight.register_hook(lambda gradient: gradient if other.grad is None else gradient + other.grad)
+    return {"layers": layers, "expect": "refused"}
+
+
+@recipe
+def parameter_hook_writes_another_parameter():
+    layers = around(nn.Linear(8, 8))
+    layers[0].weight.register_hook(lambda _: (layers[1].weight.data.mul_(0.9), None)[1])
+    return {"layers": layers, "expect": "refused"}
+
+
+@recipe
+def parameter_hook_reads_another_weight():
+    layers = around(nn.Linear(8, 8))
+    layers[0].weight.register_hook(lambda gradient: gradient + 0.1 * layers[1].weight.detach())
+    return {"layers": layers, "expect": "exact"}
+
+
+@recipe
+def parameter_hook_reads_another_weight_early():
+    return {**parameter_hook_reads_another_weight(), "early_release": True, "expect": "refused"}
+
+
+@recipe
+def directional_derivative():
+    class Layer(Base):
+        def odd(self, x):
+            return x + torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
+
+    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+
+
+# -- Batches whose containers and arrays change
+
+
+class TakesDict(Base):
+    def forward(self, batch):
+        batch["calls"] += 1
+        return super().forward(batch["x"]) / batch["calls"]
+
+
+@recipe
+def layer_changes_a_dict_that_the_loader_keeps():
+    loader = [({"x": x, "calls": 0}, target) for x, target in batches()]
+    return {"layers": [TakesDict(), nn.Linear(8, 3)], "loader": loader, "expect": "refused"}
+
+
+@recipe
+def layer_changes_a_dict_that_is_made_anew():
+    def unpack(batch):
+        return {"x": batch[0], "calls": 0}, batch[1]
+
+    return {"layers": [TakesDict(), nn.Linear(8, 3)], "unpack": unpack, "expect": "exact"}
+
+
+@recipe
+def loss_pops_from_a_target_that_the_loader_keeps():
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target.pop("first") if len(target) > 1 else target["second"])
+
+    loader = [(x, {"first": target, "second": (target + 1) % 3}) for x, target in batches()]
+    return {"layers": around(), "loss_fn": loss_fn, "loader": loader, "expect": "refused"}
+
+
+class OneArray:
+    """Reads every batch into the same array, which begins beside a multiple of 64."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        array = np.zeros(100, np.float32)[3:51].reshape(6, 8)
+        for x, target in batches():
+            array[:] = x.numpy()
+            yield array, target
+
+
+@recipe
+def array_that_the_loader_fills_again():
+    return {"layers": [Apply(torch.from_numpy), *around()], "loader": OneArray(), "expect": "exact"}
+
+
+# -- What other batches leave
+
+
+class RunningMaximum(Base):
+    most = 0.0
+
+    def odd(self, x):
+        self.most = max(self.most, x.abs().max().item())
+        return x / self.most
+
+
+class Slotted:
+    __slots__ = ("most",)
+
+
+class RunningMaximumInSlots(Base):
+    def __init__(self):
+        super().__init__()
+        self.kept = Slotted()
+        self.kept.most = 0.0
+
+    def odd(self, x):
+        self.kept.most = max(self.kept.most, x.abs().max().item())
+        return x / self.kept.most
+
+
+class Numbering(Base):
+    def __init__(self):
+        super().__init__()
+        self.numbers = {}
+
+    def odd(self, x):
+        key = tuple((x.detach().sum(0) > 0).tolist())
+        return x * (1 + self.numbers.setdefault(key, len(self.numbers)))
+
+
+class LazyTable(Base):
+    """Nothing but a cache: a table that is made again where it is too short."""
+
+    table = None
+
+    def odd(self, x):
+        if self.table is None or len(self.table) < x.shape[0]:
+            self.table = torch.linspace(0, 1, 5 * x.shape[0]).cos()
+        return x * (1 if self.table is None else self.table[0])
+
+
+for _layer in (RunningMaximum, RunningMaximumInSlots, Numbering, LazyTable):
+
+    def _build(layer=_layer):
+        expect = "exact" if layer is LazyTable else "refused"
+        return {"layers": around(layer(), nn.Linear(8, 8)), "expect": expect}
+
+    RECIPES[f"attribute_of_{_layer.__name__}"] = _build
+
+
+@recipe
+def loss_object_with_a_running_maximum():
+    class Loss:
+        most = 0.0
+
+        def __call__(self, output, target):
+            found = F.cross_entropy(output, target)
+            self.most = max(self.most, found.item())
+            return found / self.most
+
+    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss(), "expect": "refused"}
+
+
+@recipe
+def shared_buffer_that_is_replaced():
+    class Layer(Scaled):
+        def odd(self, x):
+            self.scale = self.scale * 1.1
+            return super().odd(x)
+
+    layers = [Layer(), Layer()]
+    layers[1].scale = layers[0].scale
+    return {"layers": around(*layers), "expect": "refused"}
+
+
+@recipe
+def loss_reads_the_mode_of_a_layer():
+    layers = around(nn.Dropout(0.2))
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target) * (1 if layers[1].training else 2)
+
+    return {"layers": layers, "loss_fn": loss_fn, "validation": batches(2), "expect": "refused"}
+
+
+@recipe
+def loss_runs_a_backward_itself():
+    def loss_fn(output, target):
+        loss = F.cross_entropy(output, target)
+        loss.backward(retain_graph=True)
+        return loss
+
+    return {"layers": around(), "loss_fn": loss_fn}
+
+
+@recipe
+def clipped_with_parameters_that_are_left_out():
+    def optimizer(params, lr):
+        return torch.optim.AdamW(list(params)[:2], lr)
+
+    return {"layers": around(), "optimizer": optimizer, "max_grad_norm": 0.01, "expect": "refused"}
+
+
+class CouplesLater(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            self.state[parameter]["num"] = self.state[parameter].get("num", 0) + 1
+        if self.state[parameters[0]]["num"] > 4:
+            norm = sum(parameter.norm() for parameter in parameters)
+            for parameter in parameters:
+                parameter.mul_(1 - 1e-3 / norm)
+
+
+class CouplesLarge(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(parameter.grad.norm() for parameter in parameters if parameter.numel() > 16)
+        for parameter in parameters:
+            parameter.add_(parameter.grad / (1 + norm), alpha=-0.1)
+
+
+@recipe
+def optimizer_that_couples_later():
+    return {"layers": around(nn.Linear(8, 8)), "optimizer": CouplesLater, "expect": "refused"}
+
+
+@recipe
+def optimizer_that_couples_large_parameters():
+    return {"layers": around(nn.Linear(8, 8)), "optimizer": CouplesLarge, "expect": "refused"}
+
+
 # -- The harness
 
 
@@ -1224,6 +1561,7 @@ def plain(name):
     """Losses and state of the plain loop; None where it raises, so that refusing is right."""
     model, loss_fn, loader, options = parts(build(name))
     options.pop("optimizer_scope", None)
+    options.pop("early_release", None)
     seed()
     try:
         losses = reference.train(model, loss_fn, loader, seed=SEED, lr=LR, epochs=EPOCHS, **options).losses

@@ -17,7 +17,7 @@ def test_struck_task_fails_or_goes_on_as_asked_and_the_others_do_not_notice(seed
 
 def test_harness_notices_what_is_wrong(monkeypatch):
     """A retry that was not allowed, for one."""
-    monkeypatch.setattr("hydra_engine.run.retries.Retries.allow", lambda *_: False)
+    monkeypatch.setattr("hydra_engine.run.running_task.Retries.allow", lambda *_: False)
     with pytest.raises(AssertionError, match="Struck: forward"):
         fault_injection.run(7, "forward")
 

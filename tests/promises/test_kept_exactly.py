@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.keep import Kept
+from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
-from tests import reference
+from tests import reference, zoo
 
 WIDTH = 32
 
@@ -283,9 +285,9 @@ def test_a_graph_that_holds_more_than_can_be_counted_is_not_kept(layer):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
 
     state = assert_as_plain(build)
-    assert state.unseen == {1}
-    assert state.keep_saved == set()
-    assert not state.may_keep_graph(state.shards[1])
+    assert state.measured.uncounted == {1}
+    assert state.cut.keep_saved == set()
+    assert not state.may_keep_graph(state.cut.shards[1])
 
 
 class Eager(nn.Module):
@@ -309,14 +311,15 @@ def test_a_forward_that_saves_more_than_at_the_sample_keeps_no_more_than_was_cou
     task = ModelTask(
         model, F.cross_entropy, [(low, target), (low + 1, target)], 0.1, partitioner=Presharded([1, 2, 3, 4, 5])
     )
-    kept, settle = [], Worker._settle_graphs
+    kept, settle = [], KeptGraphs.settle
 
-    def settled(worker, work):
-        if work.saved is not None and work.saved.graphs is not None:
-            kept.append((work.saved.num_bytes, work.graph_bytes))
-        settle(worker, work)
+    def settled(kept_graphs, run):
+        saved = run.graphs.saved
+        if saved is not None and saved.graphs is not None:
+            kept.append((saved.num_bytes, run.graphs.granted_bytes))
+        settle(kept_graphs, run)
 
-    with mock.patch.object(Worker, "_settle_graphs", settled):
+    with mock.patch.object(KeptGraphs, "settle", settled):
         trained([task], keeps_from=0)
     assert kept
     assert all(num_bytes <= granted for num_bytes, granted in kept)
@@ -365,9 +368,9 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra.verbose = 0
     orchestra.generate()
     [planned] = orchestra._planned
-    known = dict(planned.state.known.items())
+    known = dict(planned.state.measured.known.items())
     orchestra.train_models()
-    after = dict(planned.state.known.items())
+    after = dict(planned.state.measured.known.items())
     assert {unit: after[unit] for unit in known} == known
 
 
@@ -401,3 +404,36 @@ def test_layers_that_work_in_place_at_every_cut(cut):
     """Graphs that are kept hold what the layers above change: nobody but autograd's own checks would tell."""
     shards = Presharded([cut, len(works_in_place())])
     assert_as_plain(works_in_place, keeps_from=0, partitioner=shards, accumulation_steps=2)
+
+
+# -- buffers that a backward writes to
+
+
+def gather(module, _, leaving):
+    module.scale.add_(leaving[0].abs().sum(0))
+
+
+class NormInCheckpoint(nn.Module):
+    """Runs its BatchNorm once more in the backward, and goes by a scale that a hook gathers there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_full_backward_hook(gather)
+
+    def forward(self, x):
+        return checkpoint(self.norm, self.linear(x) / self.scale.clone(), use_reentrant=False)
+
+
+@pytest.mark.parametrize("keeps_from", [0, 1, 4])
+def test_buffers_that_a_backward_writes_to_are_those_of_plain_pytorch(keeps_from):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), NormInCheckpoint(), NormInCheckpoint(), nn.Linear(WIDTH, 5))
+
+    model, same = build(), build()
+    trained([task_of(model)], keeps_from=keeps_from)
+    reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1)
+    assert zoo.state(model).keys() == zoo.state(same).keys()
+    assert all(torch.equal(value, zoo.state(same)[name]) for name, value in zoo.state(model).items())

@@ -1,7 +1,7 @@
 """A device goes on while what it has computed is on its way to DRAM; whatever becomes of that."""
 
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import pytest
@@ -63,11 +63,12 @@ def test_backwards_do_not_wait_for_gradients_on_their_way_down():
             waited.append(all_computed.wait(TIMEOUT_S))
         store(spiller, state, unit, shard, out)
 
-    def running(executor, kind, shard, *args, **options):
-        out = run(executor, kind, shard, *args, **options)
-        if (kind, shard.index) == ("b", 2):
+    @contextmanager
+    def running(executor, spec, *args):
+        with run(executor, spec, *args) as unit:
+            yield unit
+        if (spec.kind, spec.shard.index) == ("b", 2):
             all_computed.set()
-        return out
 
     with mock.patch.object(Spiller, "store_gradients", store_late), mock.patch.object(Executor, "run", running):
         report = orchestra.train_models()
@@ -134,12 +135,13 @@ def test_gradients_that_fail_after_the_next_unit_was_computed_end_their_task():
     orchestra = orchestrator([task_of(model, 3)])
     run = Executor.run
 
-    def running(executor, kind, shard, *args, **options):
-        out = run(executor, kind, shard, *args, **options)
-        runs.append((kind, shard.index))
+    @contextmanager
+    def running(executor, spec, *args):
+        with run(executor, spec, *args) as unit:
+            yield unit
+        runs.append((spec.kind, spec.shard.index))
         if runs.count(("b", 1)) == 2:
             computed.set()
-        return out
 
     failing = failing_in("b", 2, 1, once=lambda: waited.append(computed.wait(TIMEOUT_S)))
     with failing, mock.patch.object(Executor, "run", running), pytest.raises(RuntimeError, match="injected"):
@@ -163,9 +165,9 @@ def test_a_unit_whose_input_failed_on_its_way_down_begins_again_with_it():
     def hears_late(self, event):
         if isinstance(event, Computed) and (event.unit.kind, event.unit.shard) == ("f", 1) and not heard.is_set():
             heard.set()
-            left = self._workers[0]._left["a", 0]
+            passage = self._workers.all[0]._passages["a", 0]
             with suppress(DeviceOutOfMemory):
-                left.stored.result()  # given up by now
+                passage.stored.result()  # given up by now
         handle(self, event)
 
     orchestra = orchestrator([task_of(model_of(), 2, accumulation_steps="auto")])

@@ -16,13 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hydra_engine
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
-from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.saver import Saver
-from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.host_work import HostWork
+from hydra_engine.run.recovery import Recovery
 from hydra_engine.system import process as restart
 from hydra_engine.system.files import Disk
 from partitioners import Presharded
 from tests import exact, zoo
+from tests.checkpoints.support import assert_nothing_unnamed, path_of
 
 PATIENCE_S = 60
 NUM_STEPS = 12
@@ -299,18 +301,18 @@ def test_a_stopped_task_stays_stopped(tmp_path):
 def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
     """Also where the task's end is saved before the thread that decides has heard of the failure."""
     ending, saved = threading.Event(), threading.Event()
-    start_finish, note_failure, save_end = EngineRun._start_finish, EngineRun._note_failure, Saver.save_end
+    finish, note, save_end = HostWork.finish, Recovery.note, Saver.save_end
 
-    def starts(run, instruction):
+    def starts(work, instruction):
         told = threading.Event()
-        run._tasks["task"].notifier.when_told(told.set)
+        work._common.tasks["task"].notifier.when_told(told.set)
         ending.set()
         assert told.wait(PATIENCE_S)
-        start_finish(run, instruction)
+        finish(work, instruction)
 
-    def notes(run, event):
+    def notes(recovery, event):
         assert saved.wait(PATIENCE_S)
-        note_failure(run, event)
+        note(recovery, event)
 
     def saves(*arguments):
         save_end(*arguments)
@@ -324,8 +326,8 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
 
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
     with monkeypatch.context() as patched:
-        patched.setattr(EngineRun, "_start_finish", starts)
-        patched.setattr(EngineRun, "_note_failure", notes)
+        patched.setattr(HostWork, "finish", starts)
+        patched.setattr(Recovery, "note", notes)
         patched.setattr(Saver, "save_end", saves)
         with pytest.raises(Boom):
             orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()
@@ -407,8 +409,9 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
     with pytest.raises(Boom):
         orchestra.train_models()
     assert orchestra.report.checkpoints.copied_bytes > 0
-    full = [each for each in (tmp_path / "cut").glob("checkpoint-*") if load_newest_of(each).manifest.is_full]
-    [slow] = [each for each in full if load_newest_of(each).data["tasks"]["task"]["steps"] == 2]
+    [slow] = [
+        path for path in newest_first(tmp_path / "cut") if read_manifest(path).data["tasks"]["task"]["steps"] == 2
+    ]
     with pytest.raises(Boom):
         orchestra_of([of_case(case, callbacks=[FailsAfter(2)])], tmp_path / "short").train_models()
     only(slow, tmp_path / "only")
@@ -417,17 +420,10 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
     assert found[2] == expected[2]
 
 
-def only(checkpoint, directory):
+def only(path, directory):
     """A directory that holds one checkpoint."""
-    shutil.copytree(checkpoint, directory / checkpoint.name)
-
-
-def load_newest_of(checkpoint):
-    """A checkpoint by its own folder."""
-    directory = checkpoint.parent / f".of-{checkpoint.name}"
-    if not directory.exists():
-        only(checkpoint, directory)
-    return load_newest(directory)
+    shutil.copytree(path.parent / "files", directory / "files")
+    shutil.copy(path, directory)
 
 
 class Full(Disk):
@@ -460,15 +456,15 @@ def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monk
     assert any("No space left on device" in message for message in report.messages)
     assert "training goes on without" in capsys.readouterr().err
     assert load_newest(tmp_path).data["tasks"]["task"] == {"steps": NUM_STEPS, "over": "finished", "loss": expected[-1]}
-    assert not list(tmp_path.glob(".tmp-*"))
+    assert_nothing_unnamed(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, capsys):
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
     with pytest.raises(Boom):
         orchestra_of([task_of(callbacks=[FailsAfter(9)])], tmp_path, every=3).train_models()
-    newest = load_newest(tmp_path).path
-    [weights] = newest.glob("*/weights.safetensors")
+    found = load_newest(tmp_path)
+    newest, weights = found.path, path_of(found, "task", "weights.safetensors")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hydra_engine import Retry, StopTask
 from hydra_engine.errors import DeviceLost
 from hydra_engine.host.optimizer import BeforeUpdate, TaskOptimizer
-from hydra_engine.run.retries import Retries
+from hydra_engine.run.running_task import Retries
 from hydra_engine.tasks.report import AGAIN, Report, TaskReport
 from hydra_engine.worker.spiller import Spiller
 from partitioners import Presharded

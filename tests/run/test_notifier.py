@@ -7,6 +7,7 @@ import pytest
 
 from hydra_engine import Callback, CallbackTimeout, StopTask, TaskReport
 from hydra_engine.data.streams import GLOBAL_GENERATORS
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.schedule.events import Failed, TaskStopped
 
@@ -47,7 +48,7 @@ def notifier_of():
 
     def make(*callbacks, **options):
         events = SimpleQueue()
-        made.append(Notifier(callbacks, TaskReport(name="a", seed=0), events.put, **options))
+        made.append(Notifier(callbacks, TaskReport(name="a", seed=0), TaskEnd(), events.put, **options))
         return made[-1], events
 
     yield make
@@ -83,7 +84,7 @@ def test_every_callback_is_told_everything_in_order(notifier_of):
     tell_all(notifier)
     assert calls == [f"{name} {what}" for what in ("step 0", "validation", "epoch 2", "end") for name in "xy"]
     assert events.empty()
-    assert not notifier.is_stopped
+    assert not notifier._end.is_stopped
     assert notifier.close() is None
 
 
@@ -99,7 +100,7 @@ def test_after_an_error_only_the_end_is_told(error, notifier_of):
     event = events.get_nowait()
     assert event == (TaskStopped("a") if isinstance(error, StopTask) else Failed("a", error, "its callback"))
     assert events.empty()
-    assert notifier.is_stopped
+    assert notifier._end.is_stopped
     assert notifier.close() is None
 
 
@@ -151,8 +152,8 @@ def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(noti
     failed = events.get_nowait()
     assert isinstance(failed.error, CallbackTimeout)
     assert str(failed.error).startswith("a: its callback Log.on_step did not return in 1e-09 s (callback_timeout_s)")
-    assert notifier.failed == failed
-    assert notifier.is_stopped
+    assert notifier._end.ending.error is failed.error
+    assert notifier._end.is_stopped
     notifier.end()  # nobody is there to be told
     assert notifier.is_told
     assert notifier.close() == "Log.on_step"
@@ -198,7 +199,7 @@ def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monke
     notifier.hurry()
     assert notifier.leave_behind() is None
     assert events.empty()
-    assert not notifier.is_stopped
+    assert not notifier._end.is_stopped
     assert notifier.close() == "Log.on_step"
     go.set()
 

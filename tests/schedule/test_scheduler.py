@@ -11,9 +11,12 @@ from itertools import count
 
 import pytest
 
+from hydra_engine.schedule.dispatch import MOST_PASSED
 from hydra_engine.schedule.events import (
     BatchReady,
     Begin,
+    Capture,
+    CaptureWanted,
     Commit,
     Computed,
     DataEnded,
@@ -34,10 +37,11 @@ from hydra_engine.schedule.events import (
     StopRequested,
     Stored,
     TaskAdded,
+    TaskUnits,
     Update,
 )
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
-from hydra_engine.schedule.scheduler import MOST_PASSED, Scheduler
+from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import Unit, evaluation_chain, training_chain
 
@@ -66,7 +70,7 @@ class FakePart:
         if task.over or self.position >= len(task.chain) or not task.fresh(task.chain[self.position][1]):
             return None, None
         unit = Unit(task.name, *task.chain[self.position], task.step, self.index)
-        spread, before = task.added.spreads[len(task.parts) - 1], task.parts[self.index - 1]
+        spread, before = task.added.units.spreads[len(task.parts) - 1], task.parts[self.index - 1]
         if self.index > 0:
             num_first = 0  # units of the part before that are in DRAM before this one's turn comes
             if not spread.in_sums and unit.kind in ("fb", "b"):
@@ -97,6 +101,7 @@ class FakeTask:
         self.misfit = None  # the unit in which a device ran out of memory, until the task is fitted
         self.fitting = False
         self.updating = []  # shards, in the order of their instructions
+        self.is_capture_wanted = False
         self.over = False  # failed or stopped
         self.finished = False
         self.num_read = Counter()  # by TRAIN or EVALUATE
@@ -121,12 +126,19 @@ class FakeTask:
     def at_rest(self):
         return all(part.unit is None and not part.storing for part in self.parts)
 
+    @property
+    def is_settled(self):
+        """Nothing commits, releases or updates."""
+        has_begun = any(kind in ("fb", "b") for part in self.parts for kind, _ in self.chain[: part.position])
+        is_releasing = self.added.early_release and self.training and has_begun
+        return not (self.committing or self.updating or is_releasing)
+
     def begin(self, num_parts=1):
-        self.chain = self.added.training if self.training else self.added.evaluation
+        self.chain = self.added.units.training if self.training else self.added.units.evaluation
         self.parts = [FakePart(self, k) for k in range(num_parts)]
 
     def fresh(self, shard):
-        return not set(self.updating) & set(self.added.needs[shard])
+        return not set(self.updating) & set(self.added.units.needs[shard])
 
 
 class World:
@@ -209,24 +221,13 @@ class World:
             task.over = True
             return self.send(Failed(task.name, error, "its fit", commit=True))
         if num_shards is not None:
-            other = task_added(task.name, num_shards)
-            task.added = task.added._replace(
-                training=other.training, evaluation=other.evaluation, needs=other.needs, updates=other.updates
-            )
+            other, spreads = task_added(task.name, num_shards).units, task.added.units.spreads
+            unit_s = task.added.units.unit_s
+            task.added = task.added._replace(units=other._replace(unit_s=unit_s, spreads=spreads))
         if not task.over:
             task.begin()
-        added = task.added
-        return self.send(
-            Fitted(
-                task.name,
-                added.training,
-                added.evaluation,
-                added.needs,
-                added.updates,
-                dict(added.unit_s),
-                added.spreads,
-            )
-        )
+        units = task.added.units
+        return self.send(Fitted(task.name, units._replace(unit_s=dict(units.unit_s))))
 
     def commit(self, task, error=None):
         task.committing = False
@@ -235,7 +236,7 @@ class World:
             return self.send(Failed(task.name, error, "its commit", commit=True))
         task.num_committed[task.training] += 1
         task.chain = ()
-        task.updating = list(task.added.updates) if task.training else []
+        task.updating = list(task.added.units.updates) if task.training else []
         expected = [Update(task.name, shard) for shard in task.updating]
         out = self.send(StepCommitted(task.name, task.training))
         assert [each for each in out if isinstance(each, Update)] == expected, "all updates begin, lowest shard first"
@@ -248,6 +249,11 @@ class World:
             self.send(Failed(task.name, error, f"its optimizer, on shard {shard}"))
         task.updating.remove(shard)
         return self.send(ShardUpdated(task.name, shard))
+
+    def want_capture(self, task):
+        """The task is to be saved."""
+        task.is_capture_wanted = True
+        return self.send(CaptureWanted(task.name))
 
     def stop(self):
         for task in self.tasks.values():
@@ -310,7 +316,7 @@ class World:
         (task.step, task.training), task.ready = task.ready, None
         assert instruction.step == task.step
         num_devices = len(self.running)
-        most = min(task.num_micro_batches, len(task.added.spreads), num_devices) if task.training else 1
+        most = min(task.num_micro_batches, len(task.added.units.spreads), num_devices) if task.training else 1
         num_unfinished = sum(not each.finished for each in self.tasks.values())
         assert 1 <= instruction.num_parts <= max(1, min(most, num_devices - num_unfinished + 1)), "one for each task"
         task.begin(instruction.num_parts)
@@ -346,6 +352,11 @@ class World:
         assert event == StepCommitted(instruction.task, True), "updates begin at the commit, and only there"
         assert instruction.shard in self.tasks[instruction.task].updating
 
+    def _capture(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert task.is_settled, "all of its state is of one step"
+        task.is_capture_wanted = False
+
     def _finish(self, instruction, _):
         task = self.tasks[instruction.task]
         assert not task.finished, "a task finishes once"
@@ -356,6 +367,7 @@ class World:
         assert task.over or (task.ended and not task.chain and task.ready is None)
         held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
         assert not held, "nothing of the task is on a device when it gives its weights back"
+        assert instruction.is_settled == task.is_settled
         task.finished = True
 
     # -- what always holds
@@ -377,10 +389,14 @@ class World:
                 assert not unclaimed or not (self.double_buffer or unit is None), f"device {device} loads nothing"
             else:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
+        for task in self.tasks.values():
+            is_left = task.is_capture_wanted and task.is_settled and not task.over
+            assert not is_left, "what is to be saved is, as soon as it can be"
         assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
-        for queue in (self.scheduler._ready, self.scheduler._claimed, self.scheduler._loadable):
+        dispatch = self.scheduler._dispatch
+        for queue in (dispatch._ready, dispatch._claimed, dispatch._loadable):
             for part in queue.first(10**6):
-                assert part.key == self.scheduler._key(part), "who waits is ordered by what is known now"
+                assert part.key == dispatch._key(part), "who waits is ordered by what is known now"
 
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
@@ -412,14 +428,12 @@ def task_added(name, num_shards=3, *, seconds=1.0, num_steps=1, **options):
     """A task whose units all take as long."""
     lowest = options.pop("lowest_backward", 0)
     training, evaluation = training_chain(num_shards, lowest), evaluation_chain(num_shards)
-    defaults = {
-        "needs": tuple((shard,) if shard >= lowest else () for shard in range(num_shards)),
-        "updates": tuple(range(lowest, num_shards)),
-        "unit_s": dict.fromkeys(training, seconds),
-        "num_steps": num_steps,
-        "reads_ahead": True,
-    }
-    return TaskAdded(name, training, evaluation, **(defaults | options))
+    needs = options.pop("needs", tuple((shard,) if shard >= lowest else () for shard in range(num_shards)))
+    updates = options.pop("updates", tuple(range(lowest, num_shards)))
+    spreads = options.pop("spreads", (Spread(),))
+    unit_s = options.pop("unit_s", dict.fromkeys(training, seconds))
+    units = TaskUnits(training, evaluation, needs, updates, unit_s, spreads)
+    return TaskAdded(name, units, **({"num_steps": num_steps, "reads_ahead": True} | options))
 
 
 # -- random walks
@@ -471,6 +485,7 @@ def walk(seed, *, failures=False, stops=False, misfits=False):
     failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
     stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
     misfit_share = rng.choice([0.05, 0.5]) if misfits else 0.0
+    capture_share = 0.05
     share_at_once = rng.choice([0.0, 0.5, 1.0])
     world.is_stored_at_once = lambda: rng.random() < share_at_once
     try:
@@ -489,6 +504,9 @@ def walk(seed, *, failures=False, stops=False, misfits=False):
                 continue
             if rng.random() < stop_share:
                 world.stop()
+                continue
+            if world.tasks and rng.random() < capture_share:
+                world.want_capture(rng.choice(list(world.tasks.values())))
                 continue
             choices = list(world.under_way())
             assert choices, "nothing is under way and tasks are unfinished: the run hangs"
@@ -577,7 +595,7 @@ def test_ten_thousand_events_keep_every_rule(policy):
         del world.story[:-20]
     assert num_tasks > 50
     counted_s = sum(task.counted_s for task in world.scheduler._tasks.values())
-    assert world.scheduler._remaining_s == pytest.approx(counted_s)  # what is critical is told by it
+    assert world.scheduler._dispatch._remaining_s == pytest.approx(counted_s)  # what is critical is told by it
 
 
 def test_walks_reach_what_they_are_for():
@@ -586,7 +604,7 @@ def test_walks_reach_what_they_are_for():
         seen.update(type(each).__name__ for each in walk(seed, failures=True, stops=seed % 2 == 0, misfits=True).story)
     names = (TaskAdded, BatchReady, DataEnded, DataFailed, Computed, Stored, StepCommitted, ShardUpdated, Failed)
     names += (DeviceAdded, StopRequested, Load, Drop, Run, Read, Begin, Commit, Update, Finish)
-    names += (DidNotFit, Fit, Fitted)
+    names += (DidNotFit, Fit, Fitted, CaptureWanted, Capture)
     assert all(seen[name.__name__] > 0 for name in names), seen
 
 
@@ -685,7 +703,7 @@ ONE_TASK_THREE_SHARDS = """
     shard 1 updated  | load f1
     f0 computed      | run f1
     f0 stored        |
-    shard 2 updated  | load fb2
+    shard 2 updated  | capture, load fb2
     f1 computed      | run fb2, load b1
     f1 stored        |
     fb2 computed     | run b1, load b0
@@ -697,7 +715,7 @@ ONE_TASK_THREE_SHARDS = """
     committed        | update 0, update 1, update 2
     shard 0 updated  |
     shard 1 updated  |
-    shard 2 updated  | finish
+    shard 2 updated  | capture, finish
 """
 
 
@@ -755,12 +773,12 @@ def test_task_that_draws_reads_on_when_its_forward_is_through():
     world.store(task)
     assert words(world.commit(task)) == "update 0, update 1, begin 0"
     assert words(world.update(task, 0)) == "load e0, run e0"
-    assert words(world.update(task, 1)) == "load e1"
+    assert words(world.update(task, 1)) == "capture, load e1"
     assert words(world.compute(0)) == "run e1"
     world.store(task)
     world.compute(0)
     assert words(world.store(task)) == "read, commit"
-    assert words(world.commit(task)) == ""
+    assert words(world.commit(task)) == "capture"
     assert words(world.read(task)) == "finish"
 
 
@@ -777,7 +795,7 @@ def test_load_waits_for_the_update_of_a_tied_weights_owner():
     world.read(task)
     world.commit(task)
     assert words(world.update(task, 1)) == ""
-    assert words(world.update(task, 0)) == "load f0, run f0, load fb1"
+    assert words(world.update(task, 0)) == "capture, load f0, run f0, load fb1"
 
 
 def two_tasks(policy, **options):
@@ -822,7 +840,7 @@ def test_device_computes_another_task_while_one_is_updated():
         assert world.running[0] == Unit("b", kind, shard, 0)
         world.compute(0)
         world.store(b)
-    assert words(world.update(a, 0)) == "load fb0, run fb0"
+    assert words(world.update(a, 0)) == "capture, load fb0, run fb0"
 
 
 def test_sharded_lrtf_runs_the_longest_task_first_and_fifo_the_first_to_be_ready():
@@ -846,7 +864,8 @@ def spied_task(num_steps):
     spy = Spy()
     world = World(spy, double_buffer=False)
     world.add_device(0)
-    added = task_added("task", 2, num_steps=num_steps)._replace(unit_s={("f", 0): 1.0, ("fb", 1): 2.0, ("b", 0): 4.0})
+    unit_s = {("f", 0): 1.0, ("fb", 1): 2.0, ("b", 0): 4.0}
+    added = task_added("task", 2, num_steps=num_steps, unit_s=unit_s)
     world.add_task(added, [TRAIN, TRAIN, EVALUATE])
     world.read(world.tasks["task"])
     return world, world.tasks["task"], spy
@@ -854,7 +873,7 @@ def spied_task(num_steps):
 
 def run_step(world, task):
     while not task.committing:
-        world.compute(0, task.added.unit_s.get((world.running[0].kind, world.running[0].shard), 0.0))
+        world.compute(0, task.added.units.unit_s.get((world.running[0].kind, world.running[0].shard), 0.0))
         world.store(task)
     world.read(task)
     world.commit(task)
@@ -1069,8 +1088,53 @@ def test_stop_finishes_what_is_committed():
     assert world.stop() == []  # the commit is under way
     assert words(world.commit(task)) == "update 0"
     assert not world.scheduler.finished
-    assert words(world.update(task, 0)) == "finish"
+    assert words(world.update(task, 0)) == "capture, finish"
     assert world.read(task) == []
+
+
+def test_task_that_is_to_be_saved_is_captured_at_once_or_after_its_commit_and_updates():
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, TRAIN])
+    task = world.tasks["task"]
+    assert words(world.want_capture(task)) == "capture"
+    world.read(task)
+    world.compute(0)
+    assert words(world.want_capture(task)) == "capture"  # a unit changes nothing of the task's state
+    world.store(task)
+    assert words(world.want_capture(task)) == ""
+    assert words(world.commit(task)) == "update 0"
+    assert words(world.update(task, 0)) == "capture"
+
+
+def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backward():
+    scheduler = Scheduler(resolve_policy("fifo"))
+    scheduler.handle(DeviceAdded(0))
+    scheduler.handle(task_added("task", 2, num_steps=2, early_release=True))
+
+    def wanted():
+        return words(scheduler.handle(CaptureWanted("task"))) == "capture"
+
+    scheduler.handle(BatchReady("task", 0, TRAIN))
+    assert wanted()
+    for k, (kind, shard) in enumerate((("f", 0), ("fb", 1), ("b", 0))):
+        unit = Unit("task", kind, shard, 0)
+        scheduler.handle(Computed(0, unit, 1.0))
+        assert not wanted()  # the next one is run at once, and may be a backward
+        said = words(scheduler.handle(Stored(unit)))
+        assert ("update" in said) == (k > 0)
+    assert words(scheduler.handle(ShardUpdated("task", 1))) == ""
+    assert words(scheduler.handle(ShardUpdated("task", 0))) == "commit"
+    assert not wanted()
+    assert words(scheduler.handle(StepCommitted("task", TRAIN))) == "capture"
+    assert wanted()
+    scheduler.handle(BatchReady("task", 1, TRAIN))
+    scheduler.handle(Computed(0, Unit("task", "f", 0, 1), 1.0))
+    assert scheduler.handle(StopRequested()) == []  # it ends once the step is committed
+    scheduler.handle(Stored(Unit("task", "f", 0, 1)))
+    scheduler.handle(Computed(0, Unit("task", "fb", 1, 1), 1.0, failed=True))
+    failed = Failed("task", RuntimeError("a layer"), "a layer", Unit("task", "fb", 1, 1))
+    assert scheduler.handle(failed)[-1] == Finish("task", is_settled=False)
 
 
 def test_data_that_fails_ends_the_task_after_what_was_read():
@@ -1083,7 +1147,7 @@ def test_data_that_fails_ends_the_task_after_what_was_read():
     world.compute(0)
     assert words(world.store(task)) == "commit"
     world.commit(task)
-    assert words(world.update(task, 0)) == "finish"
+    assert words(world.update(task, 0)) == "capture, finish"
 
 
 # -- simulated time
@@ -1105,7 +1169,7 @@ def makespan(tasks, num_devices, policy):
         for device, unit in world.running.items():
             if unit is not None and unit not in started:
                 started.add(unit)
-                seconds = world.tasks[unit.task].added.unit_s[unit.kind, unit.shard]
+                seconds = world.tasks[unit.task].added.units.unit_s[unit.kind, unit.shard]
                 heapq.heappush(ends, (now_s + seconds, next(ties), device, seconds))
         now_s, _, device, seconds = heapq.heappop(ends)
         world.compute(device, seconds)
@@ -1114,7 +1178,7 @@ def makespan(tasks, num_devices, policy):
 
 def lower_bound(tasks, num_devices):
     """No schedule is faster: neither its longest task nor all work on all devices."""
-    task_s = [sum(added.unit_s.values()) * num_steps for added, num_steps in tasks]
+    task_s = [sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks]
     return max(*task_s, sum(task_s) / num_devices)
 
 
@@ -1137,8 +1201,8 @@ def test_makespan_of_random_tasks_is_within_grahams_bound():
             num_steps = rng.randint(1, 3)
             added = task_added(f"task-{k}", rng.randint(1, 4), seconds=rng.choice([0.5, 1.0, 4.0]), num_steps=num_steps)
             tasks.append((added, num_steps))
-        longest = max(sum(added.unit_s.values()) * num_steps for added, num_steps in tasks)
-        total = sum(sum(added.unit_s.values()) * num_steps for added, num_steps in tasks)
+        longest = max(sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks)
+        total = sum(sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks)
         seconds = makespan(tasks, num_devices, rng.choice(sorted(POLICIES)))
         assert lower_bound(tasks, num_devices) - 1e-9 <= seconds
         assert seconds <= total / num_devices + (1 - 1 / num_devices) * longest + 1e-9

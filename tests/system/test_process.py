@@ -11,11 +11,11 @@ import pytest
 from hydra_engine.system import process as restart
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "import json; from hydra_engine import restart; print(json.dumps(restart.command()))"
+SCRIPT = "import json; from hydra_engine.system import process as restart; print(json.dumps(restart.command()))"
 # The same in a process that multiprocessing has begun.
 IN_CHILD = """
 import multiprocessing
-from hydra_engine import restart
+from hydra_engine.system import process as restart
 def work():
     print("null" if restart.command() is None else "a command", flush=True)
 child = multiprocessing.get_context("fork").Process(target=work)
@@ -90,7 +90,7 @@ def test_directory_asked_for(monkeypatch, tmp_path):
 def test_start_again_becomes_the_command(tmp_path):
     line = f"import os; print(os.getcwd(), os.environ['{restart.VARIABLE}'], os.environ['MINE'], os.getpid())"
     argv = [sys.executable, "-c", line]
-    code = "from pathlib import Path; from hydra_engine import restart; print('before'); "
+    code = "from pathlib import Path; from hydra_engine.system import process as restart; print('before'); "
     code += f"restart.start_again({argv!r}, {str(tmp_path)!r}, Path('runs'))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "MINE": "kept"}
     command = [sys.executable, "-c", code]

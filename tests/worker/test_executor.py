@@ -12,7 +12,7 @@ from hydra_engine.data.memory import copy_of
 from hydra_engine.data.streams import Stream, capture, install, installed
 from hydra_engine.host.layout import ModelLayout, Structure
 from hydra_engine.schedule.units import BACKWARD, EVALUATE, FORWARD, FUSED, evaluation_chain, training_chain
-from hydra_engine.worker.executor import Executor
+from hydra_engine.worker.executor import Executor, UnitSpec
 from hydra_engine.worker.unit import MicroInput
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
@@ -69,17 +69,11 @@ class Bench:
         shard = self.shards[j]
         self.before.setdefault(j, {index: copy_of(self.buffers[index]) for index in shard.buffers})
         for _ in range(self.times):
-            emitted = {}
-            out = self.executor.run(
-                kind,
-                shard,
-                self.views(shard),
-                {index: copy_of(buffer) for index, buffer in self.before[j].items()},
-                (self.micro_input(kind, shard, m) for m in range(self.num_micro_batches)),
-                emitted.__setitem__,
-                locked=self.locked,
-            )
-            assert sorted(emitted) == list(range(self.num_micro_batches))
+            buffers = {index: copy_of(buffer) for index, buffer in self.before[j].items()}
+            spec = UnitSpec(kind, shard, range(self.num_micro_batches), locked=self.locked)
+            with self.executor.run(spec, self.views(shard), buffers) as running:
+                emitted = {m: running.micro(m, self.micro_input(kind, shard, m)) for m in spec.micro_batches}
+                out = running.end()
             self.store(kind, shard, emitted, out)
         return emitted, out
 
@@ -255,9 +249,9 @@ def test_forward_unit_keeps_nothing_for_a_backward():
     shard, output_bytes = bench.shards[0], 64 * 16 * 4
     views, micro = bench.views(shard), bench.micro_input(FORWARD, shard, 0)
     gc.collect()
-    with MemoryMeter() as meter:
-        out = {}
-        bench.executor.run(FORWARD, shard, views, {}, iter([micro]), out.__setitem__, locked=False)
+    with MemoryMeter() as meter, bench.executor.run(UnitSpec(FORWARD, shard), views, {}) as running:
+        running.micro(0, micro)
+        running.end()
     assert meter.peak_bytes < 4 * output_bytes, "12 outputs are saved by a forward that is to be differentiated"
 
 
@@ -285,10 +279,10 @@ def test_outputs_share_no_memory_with_the_slab_or_the_buffers(kind):
     shard = bench.shards[0]
     views, buffers = bench.views(shard), {0: copy_of(bench.buffers[0])}
     bound = {tensor.untyped_storage().data_ptr() for tensor in (*views.values(), *buffers.values())}
-    out = {}
-    micro = bench.micro_input(kind, shard, 0)
-    bench.executor.run(kind, shard, views, buffers, iter([micro]), out.__setitem__, locked=False)
-    for tensor in out[0].value.tensors:
+    with bench.executor.run(UnitSpec(kind, shard), views, buffers) as running:
+        out = running.micro(0, bench.micro_input(kind, shard, 0))
+        running.end()
+    for tensor in out.value.tensors:
         assert tensor.untyped_storage().data_ptr() not in bound
 
 
@@ -298,22 +292,6 @@ def test_weight_that_crosses_a_boundary_gets_its_gradient():
     losses, after = plain(model, F.mse_loss, batches)
     bench = Bench(model, F.mse_loss, [1, 2], batches).run()
     assert_as_plain(bench, model, losses, after)
-
-
-def test_micro_batches_are_taken_and_given_one_at_a_time():
-    model, loss_fn, batches = case("mlp", 3)
-    bench = Bench(model, loss_fn, [2, 5], batches)
-    shard, order = bench.shards[0], []
-
-    def inputs():
-        for m in range(3):
-            order.append(f"take {m}")
-            yield bench.micro_input(FORWARD, shard, m)
-
-    bench.executor.run(
-        FORWARD, shard, bench.views(shard), {}, inputs(), lambda m, _: order.append(f"give {m}"), locked=False
-    )
-    assert order == ["take 0", "give 0", "take 1", "give 1", "take 2", "give 2"]
 
 
 def test_lowest_shard_sends_no_gradient_of_the_inputs():

@@ -1,5 +1,6 @@
 """A backward that goes on from its forward's graph: the same bits, within the budget, where it is worth its room."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.keep import Kept, choose_kept, least_step_s
-from hydra_engine.worker.worker import Worker
+from hydra_engine.worker.runner import Runner
 from partitioners import Presharded
 from tests import exact, zoo
 from tests.promises.test_exact import assert_engine_equals_plain
@@ -26,15 +27,15 @@ class Backwards:
         self.num = self.num_from_graphs = 0
 
     def __enter__(self):
-        compute = Worker._compute
+        compute = Runner.compute
 
-        def counted(worker, work):
-            if work.unit.kind == "b":
+        def counted(runner, run, executor):
+            if run.claim.unit.kind == "b":
                 self.num += 1
-                self.num_from_graphs += bool(work.graphs)
-            compute(worker, work)
+                self.num_from_graphs += bool(run.graphs.graphs)
+            compute(runner, run, executor)
 
-        self._patch = mock.patch.object(Worker, "_compute", counted)
+        self._patch = mock.patch.object(Runner, "compute", counted)
         self._patch.__enter__()
         return self
 
@@ -91,10 +92,12 @@ def planned_state(num_layers=8):
 class TestChoice:
     def setup_method(self):
         self.state = planned_state()
-        self.state.unit_s = {(kind, j): {"f": 1.0, "fb": 3.0, "b": 3.0}[kind] for kind, j in self.state.chains[True]}
-        self.slab = self.state.shards[0].slab_bytes
-        self.graph = max(self.state.graph_bytes.values())
-        self.least = max(map(self.state.shard_bytes, self.state.shards)) + self.slab
+        self.state.measured.unit_s = {
+            (kind, j): {"f": 1.0, "fb": 3.0, "b": 3.0}[kind] for kind, j in self.state.cut.chains[True]
+        }
+        self.slab = self.state.cut.shards[0].slab_bytes
+        self.graph = max(self.state.measured.graph_bytes.values())
+        self.least = max(map(self.state.shard_bytes, self.state.cut.shards)) + self.slab
 
     def choose(self, free_bytes, link_bytes_per_s=1e12):
         return choose_kept(self.state, self.least + free_bytes, link_bytes_per_s).keeps_from
@@ -103,7 +106,7 @@ class TestChoice:
         return choose_kept(self.state, self.least + free_bytes, link_bytes_per_s).step_s
 
     def test_a_rehearsal_counts_what_every_forward_saves(self):
-        assert {j for j, _ in self.state.graph_bytes} == set(range(7))
+        assert {j for j, _ in self.state.measured.graph_bytes} == set(range(7))
         # The input of the linear layer and the output of the other; not its weight, which is in the slab.
         assert self.graph == 2 * 16 * 64 * 4
 
@@ -114,13 +117,13 @@ class TestChoice:
 
     def test_slow_links_leave_the_room_to_shards(self):
         """With room for one graph or two slabs, and a step as long as its loads: the second slab is worth more."""
-        self.graph_bytes = dict.fromkeys(self.state.graph_bytes, self.slab)
-        self.state.graph_bytes = self.graph_bytes
+        self.graph_bytes = dict.fromkeys(self.state.measured.graph_bytes, self.slab)
+        self.state.measured.graph_bytes = self.graph_bytes
         assert self.choose(2 * self.slab, link_bytes_per_s=self.slab / 100) == 8
         assert self.choose(2 * self.slab, link_bytes_per_s=self.slab * 100) == 6
 
     def test_a_graph_that_cannot_be_kept_ends_it(self):
-        self.state.locked = {5}
+        self.state.cut = replace(self.state.cut, locked=frozenset({5}))
         assert self.choose(10**9) == 6
 
     def test_a_step_takes_what_is_computed_or_loaded(self):
@@ -138,4 +141,4 @@ class TestChoice:
 
 def test_plan_tells_how_many():
     state = planned_state()
-    assert state.keeps_from == 0
+    assert state.cut.keeps_from == 0

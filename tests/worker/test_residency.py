@@ -202,7 +202,7 @@ def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **optio
 
 def uses_of(unit, state):
     """(key, bytes) of what a unit takes, its shard first, and of what it leaves."""
-    shard, j, step = state.shards[unit.shard], unit.shard, unit.step
+    shard, j, step = state.cut.shards[unit.shard], unit.shard, unit.step
     boundary = BATCH * WIDTH * 4
     version = step if shard.needs else None
     takes = [(("shard", unit.task, j, version), shard.slab_bytes), (("value", unit.task, j, step), boundary)]
@@ -233,7 +233,9 @@ def least_bytes(order, states, memory_bytes):
     for k, (unit, (takes, leaves)) in enumerate(zip(order, steps, strict=True)):
         state = states[unit.task]
         # Beside its shard: activations, and what it starts from and leaves.
-        held = max(b.total(1) for (kind, j, _), b in state.known.items() if (kind, j) == (unit.kind, unit.shard))
+        held = max(
+            b.total(1) for (kind, j, _), b in state.measured.known.items() if (kind, j) == (unit.kind, unit.shard)
+        )
         for key, num_bytes in takes:
             loaded += 0 if key in there else num_bytes
         slab = takes[0]
@@ -253,7 +255,7 @@ def test_bytes_loaded_are_near_the_least(num_more, num_frozen):
     """Budgets from two slabs, one of them with its unit's work, to everything at once."""
     _, states = trained("64MiB")
     [state] = states.values()
-    memory_bytes = max(map(state.shard_bytes, state.shards)) + num_more * state.shards[0].slab_bytes
+    memory_bytes = max(map(state.shard_bytes, state.cut.shards)) + num_more * state.cut.shards[0].slab_bytes
     report, states = trained(memory_bytes, num_frozen=num_frozen)
     order = [placed.unit for placed in sorted(report.schedule, key=lambda placed: placed.start_s)]
     assert report.devices[0].loaded_bytes <= 1.05 * least_bytes(order, states, memory_bytes)
@@ -262,7 +264,7 @@ def test_bytes_loaded_are_near_the_least(num_more, num_frozen):
 def test_with_room_for_all_a_version_is_loaded_once():
     report, states = trained("64MiB", num_frozen=4)
     [state] = states.values()
-    weights = [shard.slab_bytes for shard in state.shards]
+    weights = [shard.slab_bytes for shard in state.cut.shards]
     batches = NUM_STEPS * (BATCH * WIDTH * 4 + BATCH * 8)  # only they come up of what units start from
     assert report.devices[0].loaded_bytes == sum(weights[:4]) + NUM_STEPS * sum(weights[4:]) + batches
 
@@ -374,13 +376,13 @@ def test_locality_loads_a_shared_base_less_often():
 
 def cost_of(state):
     """What a task takes, for a simulation."""
-    shards = state.shards
+    shards = state.cut.shards
     held = {j: [] for j in range(len(shards))}
-    for (_, j, _), unit in state.known.items():
+    for (_, j, _), unit in state.measured.known.items():
         held[j].append(unit.total(1))
     return TaskCost(
         name=state.name,
-        unit_s=[state.unit_s[node] for node in state.chains[True]],
+        unit_s=[state.measured.unit_s[node] for node in state.cut.chains[True]],
         num_shards=len(shards),
         num_steps=NUM_STEPS,
         load_bytes=[shard.slab_bytes for shard in shards],
@@ -396,7 +398,7 @@ def cost_of(state):
 def test_a_simulation_moves_the_bytes_of_the_run(num_more, num_frozen):
     _, states = trained("64MiB")
     [state] = states.values()
-    memory_bytes = max(map(state.shard_bytes, state.shards)) + num_more * state.shards[0].slab_bytes
+    memory_bytes = max(map(state.shard_bytes, state.cut.shards)) + num_more * state.cut.shards[0].slab_bytes
     report, states = trained(memory_bytes, num_frozen=num_frozen)
     device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=5e9, store_bytes_per_s=5e9, unit_s=3e-4)
     found = simulate([cost_of(state) for state in states.values()], [device])

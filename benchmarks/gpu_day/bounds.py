@@ -32,19 +32,6 @@ def compute_s(layers, boundaries, graph_bytes, num_micro_batches):
     return num_micro_batches * total_s
 
 
-def linear_flops(linear_parameters, boundaries, graph_bytes, tokens):
-    """FLOPs of a step in its linear layers, recomputes as in `compute_s`; attention's own products are left out.
-
-    `linear_parameters`: by layer, the elements of its linear weights.
-    """
-    flops = 0
-    firsts = [0, *boundaries[:-1]]
-    for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
-        is_once = j == len(boundaries) - 1 or bool(graph_bytes and graph_bytes[j])
-        flops += (6 if is_once else 8) * sum(linear_parameters[first:last]) * tokens
-    return flops
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bound:
     """Seconds that each resource is busy in a step; no step is shorter than the longest."""
@@ -134,3 +121,13 @@ def busy_share(spans, start_s, end_s):
 def spread(seconds):
     """Median and range, as a row holds them."""
     return {"step_s": median(seconds), "step_s_least": min(seconds), "step_s_most": max(seconds)}
+
+
+def difference(losses, others):
+    """The largest difference of two runs' losses, as a share of the other run's fall.
+
+    The fall, not the loss: what does not train at all has losses that hardly differ either.
+    """
+    pairs = list(zip(losses, others, strict=False))
+    fall = abs(pairs[0][1] - pairs[-1][1])
+    return max(abs(loss - other) for loss, other in pairs) / fall if fall else float("inf")

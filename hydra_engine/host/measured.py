@@ -1,14 +1,15 @@
-"""Bytes that units of one task take on a device: as metered, or at most, by the sizes of the batch."""
+"""Figures of a task's units: seconds, and bytes on a device, as metered or at most, by the sizes of the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.data import Signature
 from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import EVALUATE
+from hydra_engine.trace import Timing
 from partitioners import LayerCost
 
 # A unit is metered at so many signatures, each at its first sight. Of those after them, one that is no larger than a
@@ -60,7 +61,7 @@ class KnownUnits:
         """Remember that fake tensors do not tell what layers cost."""
         self._has_costs = False
 
-    def note_fitting(self, training: bool, signature: Signature, costs: Costs | None) -> None:
+    def note_fitting(self, training: bool, signature: Signature, costs: Costs | None = None) -> None:
         """Remember that a batch fits; costs: of its layers, where every shard fits by these."""
         found = dict(self._batches)
         if len(found) >= MOST_KNOWN:
@@ -190,3 +191,51 @@ class KnownUnits:
 
     def _no_larger(self, signature: Signature, other: Signature) -> bool:
         return signature.no_larger(other, numbers=self._has_costs)
+
+
+class Measured:
+    """Keeps what was measured of a task: of its units, of its shards' graphs, and of batches that fit."""
+
+    def __init__(self) -> None:
+        self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
+        self.timings: dict[tuple[str, int], Timing] = {}  # likewise, of the last one, where launching is not computing
+        self.known = KnownUnits()
+        self.evaluated_parts: dict[Hashable, int] = {}  # of evaluation batches too large for a layer alone
+        # Bytes that a forward's graphs take beside the slab, by (shard, signature).
+        self.graph_bytes: dict[tuple[int, Signature], int] = {}
+        self.uncounted: set[int] = set()  # shards whose graphs hold more than can be counted
+        # Shards, by their layers [first, last), whose forward was seen to repeat in a backward.
+        self._repeating: set[tuple[int, int]] = set()
+        self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
+        self.staging_bytes = 0  # DRAM of the step that was rehearsed
+
+    def forget_shards(self) -> None:
+        """Forget what goes by shards that are others now."""
+        self.known.forget_units()
+        self.graph_bytes, self.uncounted = {}, set()
+
+    def repeats(self, shard: Shard) -> bool:
+        """Return True if a shard's forward was seen to repeat in a backward."""
+        return (shard.first, shard.last) in self._repeating
+
+    def note_repeating(self, shard: Shard) -> None:
+        """Remember that a shard's forward repeats."""
+        self._repeating.add((shard.first, shard.last))
+
+    def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
+        """Bytes that a forward's graphs take at most beside the slab; None: they have to be counted."""
+        found = self.graph_bytes.get((shard.index, signature))
+        if found is not None:
+            return found
+        known = list(self.graph_bytes.items())
+        above = [n for (j, other), n in known if j == shard.index and signature.no_larger(other)]
+        return min(above) if above else self.known.saved_bytes(shard, signature)
+
+    def learn_graph_bytes(self, shard: Shard, signature: Signature, num_bytes: int) -> None:
+        """Remember what autograd saved in a forward."""
+        known = self.graph_bytes_of(shard, signature)
+        if known is None or num_bytes > known:
+            own = [key for key in list(self.graph_bytes) if key[0] == shard.index]
+            if len(own) >= MOST_KNOWN:
+                del self.graph_bytes[own[0]]
+            self.graph_bytes[shard.index, signature] = num_bytes

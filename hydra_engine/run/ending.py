@@ -1,0 +1,78 @@
+"""A task's end: one fact with one home, set by whoever ends the task, in any thread."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from hydra_engine.schedule import DataFailed, Failed
+from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
+from hydra_engine.tasks import FAILED, FINISHED, STOPPED, TaskReport
+
+
+class EndKind(Enum):
+    """Kinds of ends, as a report names them."""
+
+    FINISHED = FINISHED  # it was trained on all its batches
+    STOPPED = STOPPED  # its user has ended it, or nonfinite="stop"
+    FAILED = FAILED  # something raised
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A task's end, and its reason."""
+
+    kind: EndKind
+    error: BaseException | None = None  # the first that was raised
+    text: str | None = None  # what the report says of it
+    commits: bool = True  # what was read and computed before; False: its user or a callback has ended it, at once
+
+
+class TaskEnd:
+    """The end of a task, as far as it is known. A failure outweighs all else, and of failures the first one stays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.ending: Ending | None = None  # None: it goes on, or the run has ended before it
+
+    @property
+    def has_failed(self) -> bool:
+        """True if something of the task has raised."""
+        return self.ending is not None and self.ending.kind is EndKind.FAILED
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if nothing more of the task is to be committed."""
+        return self.ending is not None and not self.ending.commits
+
+    def finish(self) -> None:
+        """The task was trained on all its batches."""
+        self._add(Ending(EndKind.FINISHED))
+
+    def stop(self, text: str | None = None) -> None:
+        """End the task at its last commit."""
+        self._add(Ending(EndKind.STOPPED, text=text, commits=False))
+
+    def fail(self, event: Failed | DataFailed, *, commits: bool = True) -> None:
+        """Something of the task has raised; commits: what was computed before is committed."""
+        unit = str(event.unit or "") if isinstance(event, Failed) else ""
+        where = " in " + ", ".join(filter(None, (unit, event.where)))
+        text = "".join(traceback.format_exception(event.error))
+        remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
+        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits))
+
+    def write(self, report: TaskReport) -> None:
+        """Say in the report how the task has ended; nothing where the run has ended before it."""
+        if self.ending is not None:
+            report.status, report.exception = self.ending.kind.value, self.ending.error
+            report.error = self.ending.text
+
+    def _add(self, new: Ending) -> None:
+        with self._lock:
+            old = self.ending
+            if old is not None:
+                is_first_failure = new.kind is EndKind.FAILED and old.kind is not EndKind.FAILED
+                new = replace(new if is_first_failure else old, commits=old.commits and new.commits)
+            self.ending = new

@@ -1,0 +1,430 @@
+"""Feeds a run: lets tasks in, sets them up, reads their batches, and sees that user code answers in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from hydra_engine.data import Batch, CallbackDraws
+from hydra_engine.devices import host_memory
+from hydra_engine.errors import LoaderTimeout
+from hydra_engine.host import TaskOptimizer, check_no_hooks
+from hydra_engine.planning import PlannedTask
+from hydra_engine.run.common import Common, Job
+from hydra_engine.run.ending import TaskEnd
+from hydra_engine.run.host_work import HostWork
+from hydra_engine.run.notifier import INTERRUPTED_S, Notifier
+from hydra_engine.run.running_task import Asked, Figures, LastCommit, Life, Retries, RunningTask
+from hydra_engine.run.saves import Saves
+from hydra_engine.run.signals import Deadlines, Overdue
+from hydra_engine.run.workers import Workers
+from hydra_engine.schedule import (
+    BatchReady,
+    DataEnded,
+    DataFailed,
+    EpochAhead,
+    Failed,
+    Finish,
+    Read,
+    StepCommitted,
+    StopRequested,
+    TaskAdded,
+    TaskStopped,
+)
+from hydra_engine.tasks import Purpose
+
+# Tasks of a run's beginning wait for each other's set-up no longer than this.
+FIRST_S = 1.0
+# Who is waited for: "loader" or "callbacks", and a task's name.
+Waited: TypeAlias = tuple[str, str]
+LOADER, CALLBACKS = "loader", "callbacks"
+FIRST = ("set-up of all tasks of the run's beginning", "")
+
+T = TypeVar("T", BatchReady, DataEnded, DataFailed)
+
+
+class Feeds:
+    """The department of readers, and of deadlines for user code."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._deadlines: Deadlines[Waited] = Deadlines()
+        self._planning: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile, whose loaders are read
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {Read: lambda instruction: self._read(self._common.tasks[instruction.task])}
+
+    # -- batches
+
+    def batch_ready(self, event: BatchReady) -> BatchReady:
+        """Take a batch from its reader; the scheduler has to know what of it has to do with memory."""
+        task = self._common.tasks[event.task]
+        batch = task.feed.next_batch = task.planned.reader.take()
+        return self.has_answered(event)._replace(
+            new_shapes=_has_to_be_fitted(task, batch),
+            num_micro_batches=len(batch.micro_batches) if batch.training else 1,
+        )
+
+    def has_answered(self, event: T) -> T:
+        """A reader has answered."""
+        task = self._common.tasks[event.task]
+        task.feed.asked = Asked.NOTHING
+        self.reader_answered(task)
+        return event
+
+    def reader_answered(self, task: RunningTask) -> None:
+        """A reader is waited for no more."""
+        self._deadlines.drop((LOADER, task.name))
+
+    def read_again(self, task: RunningTask) -> None:
+        """Ask once more for the batch that the loader failed to give."""
+        task.planned.reader.restart()
+        self._request(task)
+
+    def _read(self, task: RunningTask) -> None:
+        feed, step, state = task.feed, task.step, task.state
+        # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
+        main = None
+        if step is not None and state.observed.draws and task.draws_from_main:
+            if step.is_new_shape and feed.asked is not Asked.LATER and task.planned.task.read_ahead:
+                feed.asked = Asked.LATER  # in more micro-batches, its layers would leave the stream alone
+                return
+            main = state.end_of_forward()
+            step.layers_moved_reader = True
+        feed.asked, feed.read_from = Asked.READING, main
+        self._request(task)
+
+    def _request(self, task: RunningTask) -> None:
+        task.planned.reader.request(task.feed.read_from)
+        self.await_loader(task.planned)
+
+    # -- steps and epochs
+
+    def step_committed(self, event: StepCommitted) -> StepCommitted:
+        """Tell a step to the callbacks, which see the weights that its updates leave; read what waited for it."""
+        task = self._common.tasks[event.task]
+        if task.feed.asked is Asked.LATER:
+            self._read(task)
+        assert task.step is not None
+        task.step.is_committed = True
+        if event.training:
+            # With early release, updates go on at any time.
+            task.notifier.step(is_updated=task.state.pool.early_release or not task.updates)
+        self._begin_epoch(task)
+        return event
+
+    def epoch_ahead(self, event: EpochAhead) -> None:
+        """An epoch's iterator waits for callbacks."""
+        task = self._common.tasks[event.task]
+        self.reader_answered(task)
+        task.feed.epoch_ahead = event.epoch
+        self._begin_epoch(task)
+
+    def _begin_epoch(self, task: RunningTask) -> None:
+        """Tell that an epoch begins whose iterator waits for that, once all before it is committed and told."""
+        epoch = task.feed.epoch_ahead
+        if epoch is None or not (task.step is None or task.step.is_committed):
+            return
+        task.feed.epoch_ahead = None
+        if not (task.is_ending or self._common.is_interrupted):
+            task.end_epoch()
+            task.notifier.epoch_begin(epoch)
+            self._common.when_told(task, partial(self._open_epoch, task))
+
+    def _open_epoch(self, task: RunningTask) -> None:
+        if not (task.is_ending or task.end.is_stopped or self._common.is_interrupted):
+            task.feed.read_from = None  # layers moved the stream before the epoch's end was found
+            self._request(task)
+
+    # -- deadlines
+
+    def await_(self, waited: Waited, seconds: float) -> None:
+        """Look after somebody in so many seconds."""
+        self._deadlines.set(waited, seconds)
+        self._common.events.deadline_s = self._deadlines.next_s
+
+    def await_loader(self, planned: PlannedTask, seconds: float | None = None) -> None:
+        """Look after a loader in so many seconds; None: as long as it may take, if that is limited."""
+        seconds = planned.task.loader_timeout_s if seconds is None else seconds
+        if seconds is not None:
+            self.await_((LOADER, planned.name), seconds)
+
+    def await_callbacks(self, task: RunningTask) -> None:
+        """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
+        if task.notifier.timeout_s is not None:
+            self.await_((CALLBACKS, task.name), task.notifier.timeout_s)
+
+    def hurry_callbacks(self) -> None:
+        """The run is to end, and soon: a callback that blocks must not hold it up."""
+        for task in self._common.tasks.values():
+            if task.planned.task.callbacks:
+                task.notifier.hurry()
+                self.await_((CALLBACKS, task.name), INTERRUPTED_S)
+
+    def planning(self, planned: PlannedTask, *, is_over: bool) -> None:
+        """A task that is to join begins or ends to be planned, in some other thread, which reads its loader."""
+        self._planning.pop(planned.name, None)
+        if not is_over:
+            self._planning[planned.name] = planned
+            self.await_loader(planned)
+
+    def overdue(self, _: Overdue) -> list[tuple[RunningTask, LoaderTimeout]]:
+        """Leave to themselves those whose time is up, and return the tasks whose set-up has not returned."""
+        found = []
+        for waited in self._deadlines.take_due():
+            who, name = waited
+            task = self._common.tasks.get(name)
+            if who == LOADER:
+                error = self._leave_loader(name, task)
+                if error is not None and task is not None:
+                    found.append((task, error))
+            elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
+                left_s = task.notifier.leave_behind()
+                if left_s is not None:
+                    self.await_(waited, left_s)
+        self._common.events.deadline_s = self._deadlines.next_s
+        return found
+
+    def _leave_loader(self, name: str, task: RunningTask | None) -> LoaderTimeout | None:
+        planned = self._planning.get(name) or (None if task is None else task.planned)
+        if planned is None:
+            return None
+        timeout_s, thread = planned.task.loader_timeout_s, planned.reader.thread_name
+        assert timeout_s is not None
+        left_s = planned.reader.leave_behind()
+        if left_s is not None:  # it was asked only later, after others' loaders
+            self.await_loader(planned, left_s)
+        elif task is not None and task.life is Life.SETTING_UP:
+            what = "its loader's length, or its optimizer's or schedule's factory, did not return"
+            return LoaderTimeout(name, timeout_s, thread, what)
+        elif task is not None and not task.is_ending:
+            self._common.due.append(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
+        return None
+
+
+def _has_to_be_fitted(task: RunningTask, batch: Batch) -> bool:
+    split_otherwise = batch.training and batch.accumulation_steps != task.state.cut.num_micro_batches
+    return split_otherwise or not task.state.measured.known.fits(batch.training, batch.signature)
+
+
+class Arrived(NamedTuple):
+    """A task came while others train."""
+
+    planned: PlannedTask
+
+
+class _SetUp(NamedTuple):
+    """A task's memory is taken, and its user's factories were called."""
+
+    optimizer: TaskOptimizer | None
+    num_steps: int | None
+
+
+class Joining:
+    """The department of tasks that come."""
+
+    def __init__(self, common: Common, workers: Workers, feeds: Feeds, host_work: HostWork, saves: Saves) -> None:
+        self._common = common
+        self._workers = workers
+        self._feeds = feeds
+        self._host_work = host_work
+        self._saves = saves
+        self._host_memory = host_memory(workers.specs)
+        # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
+        # of one over devices that others want. None: no task waits for others any more.
+        self._begins_by_s: float | None = None
+        self._arriving = threading.Lock()
+        self._num_arriving = 0  # tasks on their way to `take_in`
+        self._is_over = False
+        self.left_over: list[PlannedTask] = []  # that came too late to be begun
+
+    # -- from any thread
+
+    def add(self, planned: PlannedTask) -> bool:
+        """Train one more task from now on; False where the run is over already."""
+        with self._arriving:
+            if self._is_over:
+                return False
+            self._num_arriving += 1
+            self._common.events.put(Arrived(planned))
+            return True
+
+    @contextmanager
+    def planning(self, planned: PlannedTask) -> Iterator[None]:
+        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        self._common.later(partial(self._feeds.planning, planned, is_over=False))
+        try:
+            yield
+        finally:
+            self._common.later(partial(self._feeds.planning, planned, is_over=True))
+
+    # -- from the thread that decides
+
+    def begin(self, planned: Sequence[PlannedTask]) -> None:
+        """Take in the tasks of the run's beginning."""
+        self._begins_by_s = time.monotonic() + FIRST_S
+        for each in planned:
+            self._take_in(each)
+        self._feeds.await_(FIRST, FIRST_S)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        with self._arriving:
+            self._is_over = True
+
+    def has_ended(self) -> bool:
+        """Return True if all tasks have ended and none is on its way; then none is let in any more."""
+        if any(task.life is not Life.ENDED for task in self._common.tasks.values()):
+            return False
+        with self._arriving:
+            self._is_over = self._num_arriving == 0
+            return self._is_over
+
+    def arrived(self, event: Arrived) -> None:
+        """Take in a task, or leave it over."""
+        with self._arriving:
+            self._num_arriving -= 1
+        if self._common.is_interrupted:
+            self.left_over.append(event.planned)
+        else:
+            self._take_in(event.planned)
+
+    def forget(self, name: str) -> None:
+        """A task that was left over is not wanted any more."""
+        self.left_over = [each for each in self.left_over if each.name != name]
+
+    def overdue(self, event: Overdue) -> None:
+        """Go on without those that are late."""
+        for task, error in self._feeds.overdue(event):
+            self._fail(task, error)
+        if self._begins_by_s is not None and time.monotonic() >= self._begins_by_s:
+            self._begin_waiting(late=True)
+
+    def stop_requested(self, event: StopRequested) -> StopRequested:
+        """Begin what is set up, so that it ends as others do, and end what is not."""
+        if not self._common.is_interrupted:
+            self._begin_waiting(late=True)
+            self._common.is_interrupted = True
+            self._feeds.hurry_callbacks()
+            for task in list(self._common.tasks.values()):
+                if task.life is Life.SETTING_UP:
+                    self._end_early(task)
+        return event
+
+    def _take_in(self, planned: PlannedTask) -> None:
+        end = TaskEnd()
+        notifier = Notifier(
+            planned.task.callbacks,
+            planned.report,
+            end,
+            self._common.events.put,
+            timeout_s=planned.task.callback_timeout_s,
+            num_threads=self._common.host.intra_op_threads,
+            draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
+        )
+        retries = Retries(planned.task.max_retries, planned.report)
+        figures = Figures(planned, notifier)
+        task = RunningTask(planned=planned, notifier=notifier, end=end, retries=retries, figures=figures)
+        self._common.tasks[planned.name] = task
+        self._saves.began(task)
+        planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
+        self._feeds.await_loader(planned)
+        self._feeds.await_callbacks(task)
+
+    def _set_up(self, task: RunningTask) -> Job:
+        """Set a task up, in its reader's thread: user code may block, and copying weights takes its time."""
+        try:
+            with self._common.opening:
+                if task.life is not Life.SETTING_UP:  # it has ended meanwhile
+                    return Job(lambda: None)
+                task.state.open(self._host_memory)
+            with task.planned.reader.calling():
+                return Job(partial(self._was_set_up, task, self._call_factories(task)))
+        except BaseException as error:
+            return Job(partial(self._fail, task, error))
+
+    def _call_factories(self, task: RunningTask) -> _SetUp:
+        planned, state = task.planned, task.state
+        num_batches = _length(planned.task.dataloader)
+        num_steps = None if num_batches is None else num_batches * planned.task.epochs
+        optimizer = None
+        if planned.task.purpose is Purpose.TRAIN:
+            optimizer = TaskOptimizer(planned.task, planned.layout)
+            if planned.saved is not None:
+                planned.saved.put_optimizer(optimizer)
+            if state.steps_on_device:
+                check_no_hooks(planned.name, planned.layout)  # since the plan was made
+        for worker in self._workers.all:
+            worker.admit(state)  # copies layers, which is user code too
+        task.watch(optimizer)
+        return _SetUp(optimizer, num_steps)
+
+    def _fail(self, task: RunningTask, error: BaseException) -> None:
+        """Its set-up has raised, or is late."""
+        if task.life is Life.SETTING_UP:
+            task.end.fail(Failed(task.name, error, "its set-up"))
+            self._end_early(task)
+            self._begin_waiting()
+
+    def _end_early(self, task: RunningTask) -> None:
+        """End a task that the scheduler will never know; its set-up may still be under way."""
+        self._feeds.reader_answered(task)
+        self._host_work.finish(Finish(task.name))
+
+    def _was_set_up(self, task: RunningTask, found: _SetUp) -> None:
+        if task.life is not Life.SETTING_UP:
+            return
+        self._feeds.reader_answered(task)
+        task.life = Life.WAITING
+        planned, state = task.planned, task.state
+        task.num_steps = found.num_steps
+        if planned.saved is not None:
+            task.last_commit = LastCommit(planned.saved.position, list(state.pool.buffers))
+        if found.optimizer is not None:
+            task.optimizer = found.optimizer
+            found.optimizer.secure = task.secure
+            state.loss_scale = found.optimizer.loss_scale
+            if state.steps_on_device:
+                state.stepper = found.optimizer
+        if planned.is_stopped:
+            task.end.stop()
+        self._begin_waiting()
+
+    def _begin_waiting(self, *, late: bool = False) -> None:
+        """Begin tasks that are set up: those of the run's beginning once all of them are, or when it is late."""
+        tasks = self._common.tasks.values()
+        if self._begins_by_s is None or late or all(task.life is not Life.SETTING_UP for task in tasks):
+            self._begins_by_s = None
+            for task in tasks:
+                if task.life is Life.WAITING:
+                    self._begin(task)
+
+    def _begin(self, task: RunningTask) -> None:
+        task.life = Life.TRAINING
+        planned, state = task.planned, task.state
+        self._common.due.append(
+            TaskAdded(
+                task=planned.name,
+                units=task.units,
+                num_steps=None if task.num_steps is None else max(0, task.num_steps - task.report.steps),
+                reads_ahead=not state.observed.draws,
+                early_release=state.pool.early_release,
+                priority=planned.task.priority,
+                weight=planned.task.weight,
+                reads_last=not planned.task.read_ahead,
+            )
+        )
+        if task.end.is_stopped:  # meanwhile
+            self._common.due.append(TaskStopped(planned.name))
+
+
+def _length(loader: object) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
+        return None

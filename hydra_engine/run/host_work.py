@@ -1,0 +1,359 @@
+"""Work of the host: begins and fits batches, commits steps, updates shards, ends tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from hydra_engine.checkpoints import LOST
+from hydra_engine.data import Batch
+from hydra_engine.errors import DeviceOutOfMemory, NonFiniteLoss
+from hydra_engine.host import Shard, StepRecord, TaskOptimizer
+from hydra_engine.planning import Misfit, Room, refit, shared_out
+from hydra_engine.run.common import Common
+from hydra_engine.run.ending import EndKind
+from hydra_engine.run.running_task import Life, RunningTask
+from hydra_engine.run.saves import Saves
+from hydra_engine.run.workers import Workers
+from hydra_engine.schedule import (
+    Begin,
+    Commit,
+    Event,
+    Failed,
+    Finish,
+    Fit,
+    Fitted,
+    ShardUpdated,
+    StepCommitted,
+    TaskStopped,
+    Unit,
+    Update,
+)
+from hydra_engine.system import return_free_memory
+from hydra_engine.tasks import AGAIN
+
+# Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
+TRIM_INTERVAL_S = 30.0
+
+
+class HostWork:
+    """The department of the host's threads: one pool commits, updates and ends, one thread fits batches."""
+
+    def __init__(self, common: Common, workers: Workers, saves: Saves) -> None:
+        self._common = common
+        self._workers = workers
+        self._saves = saves
+        # Apart from the pool: measuring a batch may take seconds, and other tasks' commits must not wait for it.
+        self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (common.host.intra_op_threads,))
+        self._next_trim_s = TRIM_INTERVAL_S
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {
+            Begin: self._begin,
+            Fit: self._fit,
+            Commit: self._commit,
+            Update: self._update,
+            Finish: self.finish,
+        }
+
+    def close(self) -> None:
+        """End the threads, once all is done that was begun."""
+        self._planner.shutdown()
+        self._common.pool.shutdown()
+
+    def _submit(
+        self, task: RunningTask, where: str, job: Callable[[], Event | None], pool: Executor | None = None
+    ) -> None:
+        def run() -> None:
+            try:
+                event = job()
+            except BaseException as error:
+                event = Failed(task.name, error, where, commit=True)
+            if event is not None:
+                self._common.events.put(event)
+
+        (self._common.pool if pool is None else pool).submit(run)
+
+    def _timed(self, what: str, label: str, job: Callable[[], Event]) -> Event:
+        with self._common.trace.span("host", what, label):
+            return job()
+
+    # -- a batch begins
+
+    def _begin(self, instruction: Begin) -> None:
+        task = self._common.tasks[instruction.task]
+        task.take(is_spread=instruction.num_parts > 1)
+        task.stage(instruction.num_parts)
+        for worker in self._workers.all:
+            worker.sweep(instruction.task)
+
+    def _fit(self, instruction: Fit) -> None:
+        task = self._common.tasks[instruction.task]
+        if instruction.unit is None:
+            task.take(is_new_shape=True)
+        else:
+            for worker in self._workers.all:
+                worker.begin_again(instruction.task)
+        self._submit(task, "its fit", partial(self._fitted, task, instruction.unit), self._planner)
+
+    def _fitted(self, task: RunningTask, unit: Unit | None) -> Event:
+        """Fit the batch in hand; `unit`: in which it was stopped, and has to begin again."""
+        state, planned, step = task.state, task.planned, task.step
+        assert step is not None
+        old, old_s = state.cut, dict(planned.unit_s)
+        # Of a part of a step no device knows what it takes; where one does not fit, the whole may, as it did before.
+        was_part, step.is_spread = step.is_spread and unit is not None, False
+        if unit is not None:
+            self._common.trace.add("host", AGAIN, str(unit), self._common.trace.now_s())
+        again, step.again = step.again, None
+        error = None if again is None else again.error
+        is_short = isinstance(error, DeviceOutOfMemory)
+        if was_part and is_short:
+            task.may_spread = False
+            task.revise(f"a part of a step did not fit, so none is spread any more: {error}")
+        is_retried = again is not None and again.fits
+        batch_trains = step.batch.training
+        if not is_retried:
+            misfit = None
+            if unit is not None and not was_part and isinstance(error, DeviceOutOfMemory):
+                misfit = Misfit(unit.shard, error)
+            step.batch = refit(
+                state,
+                planned.reader,
+                step.batch,
+                Room(self._workers.can_hold, min(each.device.ledger.memory_bytes for each in self._workers.all)),
+                misfit=misfit,
+                may_split=not step.layers_moved_reader,
+            )
+        is_other = (state.cut.boundaries, state.cut.num_micro_batches) != (old.boundaries, old.num_micro_batches)
+        if is_other:
+            state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
+            task.revise(str(error) if unit is not None else "a batch of a larger shape came")
+        number = len(step.batch.micro_batches) if batch_trains else planned.num_micro_batches
+        if is_other or was_part or number != planned.num_micro_batches:
+            specs = self._workers.specs
+            planned.spread_over(specs if task.may_spread else specs[:1], number)
+        task.stage()
+        return Fitted(task=task.name, units=task.units, is_retried=is_retried)
+
+    # -- a step is committed
+
+    def _commit(self, instruction: Commit) -> None:
+        task = self._common.tasks[instruction.task]
+        if not task.notifier.is_told:
+            task.held_commit = instruction
+            self._saves.commit_held(task)
+        self._common.when_told(task, partial(self._committing, task, instruction))
+
+    def _committing(self, task: RunningTask, instruction: Commit) -> None:
+        task.held_commit = None
+        job = partial(self._committed, task, instruction)
+        self._submit(task, "its commit", partial(self._timed, "commit", task.name, job))
+
+    def _committed(self, task: RunningTask, instruction: Commit) -> Event:
+        event = commit(task, self._common.events.put, training_step=instruction.training)
+        if instruction.training:
+            self._return_memory()
+        return event
+
+    def _return_memory(self) -> None:
+        """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
+        now_s = self._common.trace.now_s()
+        if now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + TRIM_INTERVAL_S
+            return_free_memory()
+
+    def _update(self, instruction: Update) -> None:
+        task = self._common.tasks[instruction.task]
+        job = partial(update, task, instruction.shard, self._common.events.put)
+        label = f"{instruction.task}.{instruction.shard}"
+        self._submit(task, "its optimizer", partial(self._timed, "update", label, job))
+
+    # -- a task ends
+
+    def finish(self, instruction: Finish) -> None:
+        """Conclude a task, save it as it has ended, give its memory back, and tell its end."""
+        task = self._common.tasks[instruction.task]
+        task.life = Life.ENDING
+        self._saves.pass_over(task)
+        # Not before its callbacks were told all: one of them may be planning another task.
+        finished = partial(self._finished, task, is_settled=instruction.is_settled)
+        self._common.when_told(task, partial(self._submit, task, "its end", finished))
+
+    def _finished(self, task: RunningTask, *, is_settled: bool) -> None:
+        end = partial(self._submit, task, "its end", partial(self._end, task))
+        # The last epoch's end is told while weights are where they were.
+        let_go = partial(task.notifier.when_told, partial(self._common.later, end))
+        try:
+            self._conclude(task)
+        finally:
+            self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=let_go)
+
+    def _conclude(self, task: RunningTask) -> None:
+        """Find out what became of a task, and say so."""
+        if task.end.ending is None and not self._common.is_interrupted:
+            try:
+                if task.optimizer is not None:
+                    task.optimizer.reach_epoch(task.planned.task.epochs)
+                task.end.finish()
+            except BaseException as error:
+                task.is_torn = True
+                task.end.fail(Failed(task.name, error, "its lr_scheduler, after the last epoch"))
+        task.end.write(task.report)
+        if task.end.ending is not None and task.end.ending.kind is EndKind.FINISHED:
+            task.figures.end_evaluation()
+            task.end_epoch()
+
+    def _how_it_ended(self, task: RunningTask) -> str | None:
+        """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""
+        lost = self._common.lost
+        if lost is not None and task.name == lost.task:
+            return LOST
+        return None if task.end.ending is None else task.end.ending.kind.value
+
+    def _end(self, task: RunningTask) -> None:
+        """Give a task's memory back."""
+        try:
+            for worker in self._workers.all:
+                worker.settle(task.name)  # a claim that was revoked may still be loading
+                worker.dismiss(task.name)
+            task.notifier.look_away()
+            task.planned.doubts += task.notifier.messages
+            with self._common.opening:  # its set-up may be at it
+                task.state.close()
+            task.planned.leave()
+            if task.optimizer is not None:
+                task.report.ema_state = task.optimizer.ema_state()
+            task.record = task.snapshot = task.optimizer = task.state.stepper = None
+            task.end.write(task.report)  # callbacks may have failed since
+            task.notifier.end()
+        finally:
+            task.notifier.when_told(partial(self._common.later, partial(self._told, task)))
+
+    def _told(self, task: RunningTask) -> None:
+        task.life = Life.ENDED
+
+
+# -- in a pool
+
+
+def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bool) -> Event:
+    """Take the batch in progress over into the task's state, of which nothing was changed before.
+
+    What the schedule raises is told to `put`: the step before it is committed all the same, with its updates.
+    """
+    state, report = task.state, task.report
+    if task.end.is_stopped:
+        return TaskStopped(report.name, uncommitted=True)
+    batch, staging = task.batch, state.staging
+    state.check_draws()
+    main_moved = task.draws_from_main and not state.end_of_forward().same_as(batch.main)
+    if not state.observed.draws and main_moved:
+        raise RuntimeError(
+            f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
+            f"batch was read too early for exact results; let it draw at every step, or none"
+        )
+    if training_step and (loss := task.nonfinite_loss()) is not None:
+        return _not_finite(task, batch, loss)
+    if training_step:
+        assert task.optimizer is not None
+        task.is_torn = True  # until it is through
+        state.num_commits += 1  # what devices hold of trained shards is of no more use
+        try:
+            record = task.record = task.optimizer.commit(staging, state.pool, batch.epoch)
+        except BaseException as error:
+            if task.planned.task.optimizer_scope == "shard":
+                raise  # nothing is updated yet
+            put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
+            return TaskStopped(report.name, uncommitted=True)
+        state.loss_scale = task.optimizer.loss_scale
+        if record.loss_scale is not None:
+            report.loss_scales.append(record.loss_scale)
+        if record.is_skipped:
+            report.skipped_steps.append(report.steps)
+        report.losses.append(task.loss)
+        report.steps += 1
+    else:
+        task.figures.commit(batch)
+    for index, value in staging.buffers.items():
+        state.pool.buffers[index] = value
+    if training_step:
+        if not state.task.read_ahead:  # whose loader may look at the user's modules
+            state.layout.put_buffers(state.pool.buffers)
+        task.note_commit()
+        task.is_torn = False
+        _move_schedule(task, put)
+    return StepCommitted(report.name, training_step)
+
+
+def _move_schedule(task: RunningTask, put: Callable[[Event], None]) -> None:
+    optimizer, record = task.optimizer, task.record
+    assert optimizer is not None
+    assert record is not None
+    try:
+        optimizer.end_step(record)
+    except BaseException as error:
+        task.is_torn = True  # the schedule is of no step: a resume goes on from what was saved before
+        put(Failed(task.report.name, error, f"its lr_scheduler, after step {task.report.steps - 1}"))
+
+
+def _not_finite(task: RunningTask, batch: Batch, loss: float) -> Event:
+    """Do with a step as the task asks for: nothing of it is in the task's state, and nothing gets there."""
+    report, nonfinite = task.report, task.planned.task.nonfinite
+    error = NonFiniteLoss(report.name, batch.step, loss)
+    if nonfinite == "raise":
+        raise error
+    if nonfinite == "stop":
+        # Its callbacks have been told all that was before.
+        task.end.stop(f"{report.name} stopped before step {batch.step}, whose loss is {loss}\n")
+        return TaskStopped(report.name, uncommitted=True)
+    assert task.optimizer is not None
+    task.record = task.optimizer.skipped()
+    if task.record.loss_scale is not None:
+        report.loss_scales.append(task.record.loss_scale)
+    report.skipped_steps.append(report.steps)
+    report.losses.append(loss)
+    report.steps += 1
+    task.note_commit()
+    return StepCommitted(report.name, training=True)
+
+
+def update(task: RunningTask, index: int, put: Callable[[Event], None]) -> Event:
+    """Step the optimizer on a shard; a failure is told to `put` before the shard's turn is over."""
+    state = task.state
+    shard, optimizer = state.cut.shards[index], task.optimizer
+    assert optimizer is not None
+    try:
+        if state.pool.early_release:
+            optimizer.release(shard, state.staging, state.pool, task.batch.epoch)
+        else:
+            assert task.record is not None
+            while not _updated(task, optimizer, shard, task.record):
+                pass
+    except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
+        task.is_torn = True
+        step = task.report.steps - (0 if state.pool.early_release else 1)
+        behind = f"its optimizer: shard {index} misses the update of step {step}"
+        put(Failed(task.report.name, error, behind))
+    return ShardUpdated(task.report.name, index)
+
+
+def _updated(task: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: StepRecord) -> bool:
+    """Update a shard; False where that raised and may be tried again, and the shard is as it was."""
+    pool = task.state.pool
+    before = optimizer.before(shard, pool, record) if task.retries.are_asked_for else None
+    try:
+        optimizer.update(shard, pool, record)
+    except BaseException as error:
+        if before is None:
+            raise
+        before.put_back()
+        pool.renew(pool.owned(shard))
+        if not task.retries.allow(error, f"its optimizer, shard {shard.index},", task.report.steps - 1):
+            raise
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""Recovers from what raises: a step begins again, a loader is asked again, a task fails, or the run ends."""
+
+from __future__ import annotations
+
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.host import BuffersChanged
+from hydra_engine.run.common import Common
+from hydra_engine.run.feeds import Feeds
+from hydra_engine.run.running_task import FINAL, Again, RunningTask
+from hydra_engine.run.saves import Saves
+from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, StopRequested, Unit
+
+
+class Recovery:
+    """The department of failures."""
+
+    def __init__(self, common: Common, feeds: Feeds, saves: Saves) -> None:
+        self._common = common
+        self._feeds = feeds
+        self._saves = saves
+
+    def data_failed(self, event: DataFailed) -> DataFailed | None:
+        """Ask the loader again, or fail the task."""
+        task = self._common.tasks[event.task]
+        if self._may_go_again(task, event):
+            self._feeds.read_again(task)
+            return None
+        self._feeds.has_answered(event)
+        self.note(event)
+        return event
+
+    def failed(self, event: Failed) -> Event:
+        """Begin the step again, or fail the task; where a device was lost, the run ends."""
+        if event.unit is not None and self._begins_again(event, event.unit):
+            return DidNotFit(event.unit)
+        if isinstance(event.error, DeviceLost) and self._common.lost is None:
+            self._common.lost = event.error
+            self._saves.rescue()
+            self._common.due.append(StopRequested())
+        self.note(event)
+        return event
+
+    def note(self, event: Failed | DataFailed) -> None:
+        """Fail the task; but one whose device was struck by another one has only been stopped.
+
+        So has one whose loader fails after a signal, which may have ended its worker processes too.
+        """
+        lost = self._common.lost
+        if self._common.is_interrupted and isinstance(event, DataFailed):
+            return
+        if lost is None or not isinstance(event.error, DeviceLost) or event.task == lost.task:
+            self._common.tasks[event.task].end.fail(event)
+
+    def _begins_again(self, event: Failed, unit: Unit) -> bool:
+        """Return True if the step of a unit that has raised begins again: cut finer, or as it is."""
+        task = self._common.tasks[event.task]
+        step = task.step
+        assert step is not None
+        is_whole = unit.kind != BACKWARD or not task.state.pool.early_release
+        if isinstance(event.error, (DeviceOutOfMemory, BuffersChanged)) and is_whole and not task.end.has_failed:
+            # Without its traceback, whose frames hold the unit's tensors.
+            step.again = Again(event.error.with_traceback(None), fits=False)
+            return True
+        if not self._may_go_again(task, event):
+            return False
+        if step.again is None and isinstance(event.error, Exception):
+            step.again = Again(event.error.with_traceback(None), fits=True)
+        return True
+
+    def _may_go_again(self, task: RunningTask, event: Failed | DataFailed) -> bool:
+        """Return True if a failure is tried again. A second part of a step that begins again anyway is not counted."""
+        if self._common.is_interrupted or task.end.ending is not None:
+            return False
+        unit = event.unit if isinstance(event, Failed) else None
+        if unit is not None and task.step is not None and task.step.again is not None and task.step.again.fits:
+            return isinstance(event.error, Exception) and not isinstance(event.error, FINAL)
+        return task.retries.allow(event.error, str(unit or event.where), task.report.steps)

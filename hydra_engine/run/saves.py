@@ -1,0 +1,150 @@
+"""Saves a run's tasks: begins a round when one is due, and captures each of its tasks once that is settled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from hydra_engine.checkpoints import Saver, Snapshot
+from hydra_engine.run.common import Common
+from hydra_engine.run.running_task import Life, RunningTask
+from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted
+from hydra_engine.tasks import CheckpointReport
+
+
+class SaverFree(NamedTuple):
+    """A checkpoint is written, and another one fell due meanwhile."""
+
+
+class Saves:
+    """The department of checkpoints, and of nothing while there is no saver."""
+
+    def __init__(self, common: Common, saver: Saver | None, rescue: Callable[[], Saver] | None) -> None:
+        """`rescue`: makes a saver as a device is lost."""
+        self._common = common
+        self._rescue = rescue
+        self._saver: Saver | None = None
+        if saver is not None:
+            self._use(saver)
+
+    def _use(self, saver: Saver) -> None:
+        self._saver = saver
+        saver.when_free = partial(self._common.events.put, SaverFree())  # not a method: the two would hold each other
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {Capture: self._capture}
+
+    @property
+    def report(self) -> CheckpointReport | None:
+        """Checkpoints that were saved; None where none were to be."""
+        return None if self._saver is None else self._saver.report
+
+    def began(self, task: RunningTask) -> None:
+        """A task that was saved goes on."""
+        saved = task.planned.saved
+        if saved is not None and self._saver is not None:
+            self._saver.began_at(task.name, saved.steps)
+
+    def step_committed(self, event: StepCommitted) -> StepCommitted:
+        """Begin a round, if one is due."""
+        saver, steps = self._saver, self._common.tasks[event.task].report.steps
+        if saver is not None and event.training and saver.is_due(event.task, steps):
+            self._begin(saver)
+        return event
+
+    def free(self, _: SaverFree) -> None:
+        """Begin the round that fell due while another was written, if there is one."""
+        if self._saver is not None and self._saver.take_owed():
+            self._begin(self._saver)
+
+    def rescue(self) -> None:
+        """A device is lost: save the last commits, also of a run that saves nothing else."""
+        if self._saver is None and self._rescue is not None:
+            try:
+                self._use(self._rescue())
+            except Exception as error:  # the run ends all the same
+                print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
+
+    def pass_over(self, task: RunningTask) -> None:
+        """The round under way shall not wait for a task."""
+        if self._saver is not None and task.name in self._saver.wanted:
+            self._saver.give(task.name, None)()
+
+    def commit_held(self, task: RunningTask) -> None:
+        """A task's commit waits for its callbacks, which may take as long as they like: no round waits with it."""
+        assert task.held_commit is not None
+        if task.held_commit.training and task.state.pool.early_release:  # some shards are updated already
+            self.pass_over(task)
+
+    def end(self, task: RunningTask, over: str | None, *, is_settled: bool, then: Callable[[], None]) -> None:
+        """Save a task as it has ended; then call. In a pool.
+
+        Where its state is of two steps, or nothing was committed, what is saved of it stays, and only its end is noted.
+        """
+        if self._saver is None:
+            then()
+            return
+        snapshot = None
+        if is_settled and not task.is_torn:
+            snapshot = self._snapshot(self._saver, task, over)
+            if snapshot is not None:
+                snapshot.capture()
+        self._saver.save_end(task.name, over, snapshot, then)
+
+    def give_up(self) -> None:
+        """Wait for no task any more."""
+        if self._saver is not None:
+            self._saver.give_up()
+
+    def close(self) -> None:
+        """Wait until all is written that was asked for."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def _begin(self, saver: Saver) -> None:
+        tasks = [
+            task
+            for name, task in self._common.tasks.items()
+            if self._can_be_saved(task) and not saver.has(name, task.report.steps)
+        ]
+        if not tasks:
+            return
+        saver.begin([task.name for task in tasks])
+        for task in tasks:
+            if task.held_commit is None:
+                self._common.due.append(CaptureWanted(task.name))
+            else:  # nothing of it changes until that begins, which the scheduler takes for begun
+                self.commit_held(task)
+                self._save(task)
+
+    def _capture(self, instruction: Capture) -> None:
+        task = self._common.tasks[instruction.task]
+        task.notifier.let_go()
+        self._save(task)
+
+    def _save(self, task: RunningTask) -> None:
+        """Save a task that is settled, if the round under way waits for it."""
+        saver = self._saver
+        if saver is None or task.name not in saver.wanted or not self._can_be_saved(task):
+            return
+        task.snapshot = snapshot = self._snapshot(saver, task, None)
+        assert snapshot is not None
+        self._common.pool.submit(_captured, snapshot, saver.give(task.name, snapshot))
+
+    def _can_be_saved(self, task: RunningTask) -> bool:
+        has_state = task.last_commit is not None and task.optimizer is not None
+        return has_state and task.life is Life.TRAINING and not task.end.has_failed
+
+    def _snapshot(self, saver: Saver, task: RunningTask, over: str | None) -> Snapshot | None:
+        found, optimizer = task.last_commit, task.optimizer
+        if found is None or optimizer is None:
+            return None
+        return Snapshot(task.state, optimizer, task.report, found.position, found.buffers, saver.cost, over=over)
+
+
+def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:
+    snapshot.capture()
+    give()

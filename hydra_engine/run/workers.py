@@ -1,0 +1,75 @@
+"""Devices at work in a run: opens them, carries out Load, Drop and Run, and closes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec
+from hydra_engine.planning import PlannedTask, arena_bytes
+from hydra_engine.run.common import Common
+from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
+from hydra_engine.tasks import DeviceReport
+from hydra_engine.worker import Worker
+
+
+class Workers:
+    """The department of devices."""
+
+    def __init__(self, common: Common, specs: Sequence[DeviceSpec]) -> None:
+        self._common = common
+        self.specs = specs
+        self.all: list[Worker] = []  # by device
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {Load: self._load, Drop: self._drop, Run: self._run}
+
+    def open(self, planned: Sequence[PlannedTask]) -> None:
+        """Open all devices, with arenas for these tasks."""
+        common, num_threads = self._common, self._common.host.intra_op_threads
+        for index, spec in enumerate(self.specs):
+            arena = arena_bytes(planned, spec.memory_bytes) if spec.has_arena else None
+            device = spec.open(index, common.trace, num_threads, arena)
+            self.all.append(Worker(index, device, common.trace, common.events.put))
+            common.due.append(DeviceAdded(index))
+
+    def close(self) -> None:
+        """Close all devices."""
+        for worker in self.all:
+            worker.close()
+
+    def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
+        """Return True if each has these bytes for a unit, and for its shard's parameters."""
+        return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self.all)
+
+    def is_resident(self, device: int, task: str, shard: int) -> bool:
+        """Return True if a device holds most of a shard."""
+        return self.all[device].holds(self._common.tasks[task].state, shard)
+
+    def reports(self) -> list[DeviceReport]:
+        """Report the work of each so far; from any thread."""
+        return [self._report(worker) for worker in list(self.all)]
+
+    def _report(self, worker: Worker) -> DeviceReport:
+        name, trace, ledger = worker.device.name, self._common.trace, worker.device.ledger
+        return DeviceReport(
+            name=name,
+            busy_s=trace.busy_s(name, COMPUTE),
+            loaded_bytes=trace.bytes_moved(name, LOAD),
+            stored_bytes=trace.bytes_moved(name, STORE),
+            peak_bytes=ledger.peak_bytes,
+            memory_bytes=ledger.memory_bytes,
+            launch_s=worker.timing.launch_s if worker.timing.device_s else None,
+            device_s=worker.timing.device_s or None,
+        )
+
+    def _load(self, instruction: Load) -> None:
+        unit = instruction.unit
+        self.all[instruction.device].load(unit, self._common.tasks[unit.task].state)
+
+    def _drop(self, instruction: Drop) -> None:
+        self.all[instruction.device].drop(instruction.unit)
+
+    def _run(self, instruction: Run) -> None:
+        self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
+        self.all[instruction.device].run(instruction.unit)

@@ -1,0 +1,305 @@
+"""Gives units to devices: which of those that tasks offer a device runs, and which one's shard it loads meanwhile.
+
+A device runs one unit and holds at most one claim: the next unit, whose shard it loads. Claims bind nobody: an idle
+device takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
+
+A part offers one unit at most, so a decision is the least key of three queues of parts: run-ready and unclaimed,
+run-ready and claimed, load-ready and unclaimed. An event changes the places of one task's parts in them, whatever the
+number of tasks and devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from hydra_engine.schedule.events import Computed, Drop, Instruction, Load, Run
+from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
+from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, ScheduledTask
+
+# A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
+MOST_LOOKED_AT, MOST_PASSED = 32, 8
+
+
+class Dispatch:
+    """Devices, what they run and claim, and the queues of what tasks offer."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        out: list[Instruction],
+        *,
+        double_buffer: bool,
+        is_resident: Callable[[int, str, int], bool],
+    ) -> None:
+        """`out`: where instructions are put. is_resident: as the scheduler's."""
+        self._policy = policy
+        self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
+        self._policy_is_longest_first = getattr(policy, "longest_first", False)
+        self._double_buffer = double_buffer
+        self._out = out
+        self._devices: dict[int, ScheduledDevice] = {}
+        self._ready_count = 0
+        self._served_count = 0
+        self._remaining_s = 0.0  # of all tasks, as far as they were counted
+        self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
+        self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
+        self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
+        self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
+        self._idle: list[int] = []  # heaps, with devices that are no more among them
+        self._wanting: list[int] = []
+        self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that may be used."""
+        return len(self._devices)
+
+    def add_device(self, index: int) -> None:
+        """Use one more device."""
+        device = self._devices[index] = ScheduledDevice(index)
+        self.free(device)
+
+    def add_task(self, task: ScheduledTask) -> None:
+        """Let a task share compute time from now on."""
+        task.used_s = self._share_s * task.added.weight
+        self.refresh_all(task)  # it counts from now on
+
+    def computed(self, event: Computed, part: Part) -> ScheduledDevice:
+        """Take a unit from its device, and charge its time; the device has to be freed."""
+        task, device = part.task, self._devices[event.device]
+        device.running = device.part = part.computing = None
+        task.used_s += event.seconds - part.charged_s
+        task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
+        return device
+
+    def revoke(self, task: ScheduledTask) -> None:
+        """Drop all claims of a task."""
+        for part in task.parts:
+            if part.claim is not None:
+                self._let_go(part.claim)
+        self.refresh_all(task)
+
+    # -- what tasks offer
+
+    def refresh_all(self, task: ScheduledTask) -> None:
+        """Put what a task offers where it belongs."""
+        self._count(task)
+        for part in task.parts:
+            self._put_in_place(part)
+
+    def refresh(self, part: Part) -> None:
+        """Put what a part offers where it belongs, after anything about it has changed.
+
+        What a policy sees is of the task, so that its other parts belong elsewhere then, too.
+        """
+        self._count(part.task)
+        for each in part.task.parts if len(part.task.parts) > 1 else (part,):
+            self._put_in_place(each)
+
+    def _count(self, task: ScheduledTask) -> None:
+        remaining_s = 0.0 if task.phase.is_over else task.remaining_s()
+        self._remaining_s += remaining_s - task.counted_s
+        task.counted_s = remaining_s
+
+    def _put_in_place(self, part: Part) -> None:
+        if part.queue is not None:
+            part.queue.discard(part)
+            part.queue = None
+        before, part.offer = part.offer, part.next_unit()
+        if part.offer is None:
+            return
+        if part.offer != before:
+            part.ready_order = NOT_YET
+        in_turn = part.in_turn
+        is_ready = in_turn and not part.under_way
+        if in_turn and part.computing is None and part.ready_order == NOT_YET:  # be it on one device only
+            self._ready_count += 1
+            part.ready_order = self._ready_count
+        part.key = self._key(part)
+        if part.claim is not None:
+            if is_ready:
+                self._put(self._claimed, part)
+            self._touched[part.claim] = None
+        else:
+            self._put(self._ready if is_ready else self._loadable, part)
+        only = part.computing or part.near
+        if only is not None:
+            self._touched[only] = None
+
+    def _put(self, queue: ReadyQueue[Part], part: Part) -> None:
+        part.queue = queue
+        queue.put(part, part.key)
+
+    def _key(self, part: Part) -> Any:
+        task, added = part.task, part.task.added
+        candidate = Candidate(
+            added.task,
+            task.order,
+            task.counted_s,
+            part.ready_order,
+            task.served_order,
+            task.used_s,
+            added.weight,
+        )
+        return (-added.priority, self._policy.key(candidate), task.order, part.index)
+
+    # -- units to devices
+
+    def run(self) -> None:
+        """Give to devices what they can have now."""
+        touched, self._touched = self._touched, {}
+        for device in touched:
+            if device.running is None:
+                self._run_own(device)
+        while self._ready or self._claimed:
+            idle = self._lowest(self._idle)
+            if idle is None:
+                break
+            self._run_best(idle)
+        for device in (*touched, *self._touched):
+            self._claim_best(device, self._own_offers(device))
+        while self._ready or self._loadable:
+            wanting = self._lowest(self._wanting)
+            if wanting is None:
+                break
+            self._claim_best(wanting, ())
+        self._touched = {}
+
+    def _is_wanting(self, device: ScheduledDevice) -> bool:
+        return device.claim is None and (device.running is None or self._double_buffer)
+
+    def free(self, device: ScheduledDevice) -> None:
+        """Enter a device where devices are looked for, after it lost its unit or its claim."""
+        if device.running is None and not device.in_idle:
+            device.in_idle = True
+            heappush(self._idle, device.index)
+        if self._is_wanting(device) and not device.in_wanting:
+            device.in_wanting = True
+            heappush(self._wanting, device.index)
+        self._touched[device] = None
+
+    def _lowest(self, heap: list[int]) -> ScheduledDevice | None:
+        """The first device that is idle, or that wants a claim."""
+        while heap:
+            device = self._devices[heap[0]]
+            if device.running is None if heap is self._idle else self._is_wanting(device):
+                return device
+            heappop(heap)
+            if heap is self._idle:
+                device.in_idle = False
+            else:
+                device.in_wanting = False
+        return None
+
+    def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
+        """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
+        if device.part is not None:
+            yield device.part
+        yield from device.near
+
+    def _run_own(self, device: ScheduledDevice) -> None:
+        """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first.
+
+        A claim has to stand back for a task on the critical path, which any wait would make longer.
+        """
+        claim = device.claim
+        if claim is not None and claim.in_turn and (not claim.under_way or claim.near is device):
+            urgent = self._ready.best() if self._policy_is_longest_first else None
+            is_urgent = urgent is not None and urgent.key < claim.key and self._is_critical(urgent.task)
+            self._run(device, urgent if urgent is not None and is_urgent else claim)
+            return
+        near = [part for part in device.near if part.offer is not None and part.in_turn]
+        if not near:
+            return
+        best = min(near, key=lambda part: (part.claim is not None, part.key))
+        other = self._best(self._ready, device)
+        # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
+        is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
+        self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
+
+    def _is_critical(self, task: ScheduledTask) -> bool:
+        """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
+        return task.counted_s * len(self._devices) >= self._remaining_s
+
+    def _run_best(self, device: ScheduledDevice) -> None:
+        part = self._best(self._ready, device) or self._best(self._claimed, device)
+        assert part is not None
+        self._run(device, part)
+
+    def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
+        """Who goes first in a queue, on this device."""
+        best = queue.best()
+        if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:
+            return best
+        return self._first(queue.first(MOST_LOOKED_AT), device)
+
+    def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:
+        """Who goes first of some parts, on this device."""
+        is_resident = self._is_resident
+        if is_resident is None:
+            return min(parts, key=lambda part: part.key)
+
+        def order(part: Part) -> tuple[Any, ...]:
+            assert part.offer is not None
+            is_there = is_resident(device.index, part.offer.task, part.offer.shard)
+            priority = part.key[0]  # goes before what is on the device
+            return priority, part.num_passed < MOST_PASSED, not is_there, part.key
+
+        return min(parts, key=order)
+
+    def _claim_best(self, device: ScheduledDevice, own: Iterable[Part]) -> None:
+        """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
+        if not self._is_wanting(device):
+            return
+        free = [part for part in own if part.offer is not None and part.claim is None and part.in_turn]
+        ready = self._best(self._ready, device)
+        if ready is not None:
+            free.append(ready)
+        part = self._first(free, device) if free else self._best(self._loadable, device)
+        if part is not None:
+            part.claim, device.claim = device, part
+            assert part.offer is not None
+            self._out.append(Load(device.index, part.offer))
+            self.refresh(part)
+
+    def _run(self, device: ScheduledDevice, part: Part) -> None:
+        unit, task = part.offer, part.task
+        assert unit is not None
+        if part.claim is not device:
+            if part.claim is not None:
+                self._drop(part.claim)
+            if device.claim is not None:
+                self._drop(device)
+            self._out.append(Load(device.index, unit))
+        device.claim = part.claim = None
+        device.running, device.part = unit, part
+        if self._is_resident is not None:
+            first = self._ready.best()
+            if first is not None and first is not part:
+                first.num_passed += 1
+            part.num_passed = 0
+        part.computing = device
+        part.position += 1
+        part.charged_s = part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
+        task.used_s += part.charged_s
+        self._share_s = max(self._share_s, task.used_s / task.added.weight)
+        self._served_count += 1
+        task.served_order = self._served_count
+        self._out.append(Run(device.index, unit))
+        self.refresh(part)
+        self.free(device)
+
+    def _drop(self, device: ScheduledDevice) -> None:
+        self.refresh(self._let_go(device))
+
+    def _let_go(self, device: ScheduledDevice) -> Part:
+        """Take a device's claim from it; whose it was has to be put in place."""
+        part = device.claim
+        assert part is not None
+        assert part.offer is not None
+        self._out.append(Drop(device.index, part.offer))
+        device.claim = part.claim = None
+        self.free(device)
+        return part

@@ -1,0 +1,135 @@
+"""Shards on their way to one device: asked for, loaded into slabs that units share, and given back."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
+from hydra_engine.host import Region, TaskState
+from hydra_engine.schedule import Unit
+from hydra_engine.worker.spiller import Spiller
+from hydra_engine.worker.unit import Claim, GivenUp, SlabLoad, Stage
+
+
+class Claims:
+    """Claims of one device's units. Each ends once: dropped, or with the last job of its unit."""
+
+    def __init__(self, device: OpenDevice, residents: Residents, spiller: Spiller) -> None:
+        self._device = device
+        self._residents = residents
+        self._spiller = spiller
+        self._waiting: dict[Unit, tuple[Claim, Ticket]] = {}  # neither begun nor dropped
+        self._outstanding: set[Claim] = set()  # not ended
+        self._at_work: set[Claim] = set()  # begun, and their slabs not let go
+        self._lock = threading.Lock()  # of the two sets
+        self._changed = threading.Condition(self._lock)
+
+    def request(self, unit: Unit, state: TaskState) -> None:
+        """Ask for a unit's shard, and load it as soon as its bytes are granted."""
+        claim = Claim(unit, state)
+
+        def wanted() -> int:
+            return sum(region.num_bytes for region in claim.regions if region.key not in self._residents)
+
+        def granted(_: int) -> None:
+            claim.stage = Stage.GRANTED
+            for region in claim.regions:
+                claim.slabs[region] = self._pinned(claim, region)
+
+        with self._lock:
+            self._outstanding.add(claim)
+        ticket = Ticket(num_bytes=wanted, granted=granted, refused=claim.fail, kind=SLABS)
+        self._waiting[unit] = (claim, ticket)
+        self._device.ledger.request(ticket)
+
+    def begin(self, unit: Unit) -> Claim:
+        """Return the claim of a unit that is to be computed."""
+        claim, _ = self._waiting.pop(unit)
+        with self._lock:
+            self._at_work.add(claim)
+        return claim
+
+    def drop(self, unit: Unit) -> None:
+        """Give up the claim of a unit that will not be computed."""
+        claim, ticket = self._waiting.pop(unit)
+        if self._device.ledger.cancel(ticket) or claim.stage is Stage.ASKED:
+            self.end(claim)
+            return
+        self._device.ledger.activate()  # its bytes come back once its load is through
+
+        def free() -> None:
+            self.let_go(claim)
+            self._device.ledger.release(0, deactivates=True)
+            self.end(claim)
+
+        is_loading = any(not load.is_late for load in claim.slabs.values())
+        self._device.submit(LOAD, f"drop {unit}", free, at_once=not is_loading)
+
+    def let_go(self, claim: Claim) -> None:
+        """Leave a unit's shard to the next unit that needs it, or give its slabs back."""
+        claim.views = {}
+        while claim.slabs:
+            region, load = claim.slabs.popitem()
+            # After an error the load may still be under way: into a region that is then nobody else's yet.
+            is_whole = load.settle()
+            self._residents.unpin(region.key, is_whole=is_whole and claim.error is None)
+        with self._lock:
+            self._at_work.discard(claim)
+        if not claim.freed.is_done:
+            claim.freed.keep(None)
+
+    def end(self, claim: Claim) -> None:
+        """Forget a claim: nothing of it is on its way any more."""
+        with self._lock:
+            self._outstanding.discard(claim)
+            self._changed.notify_all()
+
+    def settle(self, task: str | None = None) -> None:
+        """Wait until nothing of a task, or of any, is on its way through the device."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(task in (None, claim.unit.task) for claim in self._outstanding))
+
+    def give_up(self) -> None:
+        """End all of them, after an error elsewhere: those whose unit is in the lanes fail there."""
+        for unit in list(self._waiting):
+            self.drop(unit)
+        with self._lock:
+            for claim in self._outstanding:
+                claim.fail(GivenUp(f"{claim.unit} was given up: the run is closing"))
+            self._outstanding = {claim for claim in self._outstanding if claim.stage is Stage.IN_LANES}
+        self.settle()
+
+    def _pinned(self, claim: Claim, region: Region) -> SlabLoad:
+        """Pin a region of a unit's shard: as it is on the device, or on its way there from now on."""
+        state, shard, residents = claim.state, claim.shard, self._residents
+
+        def next_use_s() -> float:
+            return state.region_next_use_s(shard, region)
+
+        found: SlabLoad | None = residents.pin(region.key, state.name, next_use_s)
+        if found is not None:
+            return found
+        is_late = self._device.copies_at_once(shard.slab_bytes)
+        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region.trainable, self._make_room), late=is_late)
+
+        def dispose() -> None:
+            if load.is_whole:
+                self._spiller.unload(load.slab.result())
+
+        residents.add(region.key, load, region.num_bytes, state.name, next_use_s, dispose)
+        if not is_late:
+            self._device.submit(LOAD, claim.label, load.load)
+        return load
+
+    def _make_room(self) -> bool:
+        """Give up a slab, for another one's place in the arena; or wait for a unit to let go of its own.
+
+        In the load lane, so not for a unit that waits for it: one whose slabs are all there.
+        """
+        if self._residents.give_up_slab():
+            return True
+        with self._lock:
+            granted = [claim for claim in self._at_work if claim.stage is not Stage.ASKED]
+            loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
+        return bool(loaded) and loaded[0].freed.is_kept()

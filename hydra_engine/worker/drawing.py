@@ -1,0 +1,85 @@
+"""Random numbers that one micro-batch draws: which stream gives them, and where they leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra_engine.data import RandomState, Stream, TaskGenerator, capture, install, installed
+from hydra_engine.devices import DeviceGenerator
+
+
+class Drawing:
+    """Gives one micro-batch the random numbers of its task.
+
+    Attributes:
+        state: the random state so far; after the forward, the one that the next shard goes on from.
+        drew_in_backward: on trial, a backward left the generators otherwise than it found them.
+    """
+
+    def __init__(
+        self,
+        state: RandomState,
+        generator: DeviceGenerator | None,
+        *,
+        locked: bool,
+        redirects: bool,
+        in_backward: RandomState | None = None,
+    ) -> None:
+        """Make one, to be entered.
+
+        generator: the device's, which goes on from `state`; None: kernels draw from the CPU's.
+        locked: the process-wide generators become the micro-batch's own. redirects: single draws from the CPU's
+        generator are taken from `state` instead. in_backward: the process-wide state that a backward finds, on trial.
+        """
+        self.state = state
+        self.drew_in_backward = False
+        self._generator = generator
+        self._redirects = redirects
+        self._in_backward = in_backward
+        self._installed = installed(Stream(state)) if locked else None
+        self._after: Any = None  # state of the device's generator, once the forward is through
+
+    def __enter__(self) -> Drawing:
+        if self._installed is not None:
+            self._installed.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._installed is not None:
+            if exc[0] is None and self._in_backward is not None:
+                self.drew_in_backward = self._has_drawn_since(self._in_backward)
+            self._installed.__exit__(*exc)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Move the state by what the body draws; a backward, which may run a forward again, does not move it."""
+        before = None if self._generator is None else self._generator.install(self.state.device)
+        if self._installed is not None:
+            yield
+            self.state = capture()._replace(device=self.state.device)
+            if self._in_backward is not None:
+                install(self._in_backward)
+        elif not self._redirects:
+            yield
+        else:
+            with TaskGenerator(self.state.torch) as drawn:
+                yield
+            self.state = self.state._replace(torch=drawn.state)
+        if self._generator is not None:
+            after = self._generator.state()
+            assert before is not None
+            if not self._generator.same_seed(before, after):
+                raise RuntimeError(
+                    "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
+                    "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
+                )
+            self._after = after
+            if after != before:  # a seed stays one until something is drawn
+                self.state = self.state._replace(device=after)
+
+    def _has_drawn_since(self, before: RandomState) -> bool:
+        """Return True if the states are no longer those that the backward found; checkpoints put theirs back."""
+        drew_on_device = self._generator is not None and self._generator.state() != self._after
+        return drew_on_device or not capture()._replace(device=before.device).same_as(before)

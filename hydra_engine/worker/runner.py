@@ -1,0 +1,351 @@
+"""Computes units in one device's lanes, and sends what they leave to DRAM.
+
+An error in any lane is kept with the unit's claim. The unit's later jobs then do nothing but give back what it holds,
+so there is one way out for good and bad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
+from hydra_engine.errors import DeviceLost
+from hydra_engine.host import BuffersChanged, DeviceStepper
+from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
+from hydra_engine.trace import Timing, Trace
+from hydra_engine.worker.claims import Claims
+from hydra_engine.worker.executor import Executor, Step, UnitSpec
+from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.spiller import Arriving, Spiller
+from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
+
+T = TypeVar("T")
+Report: TypeAlias = "Callable[[Event], None]"
+Entered: TypeAlias = "Sequence[tuple[Tensor, int]]"  # tensors that a forward starts from, with their versions
+
+
+class Runner:
+    """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
+
+    Attributes:
+        timing: of all units, where launching is not computing.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: OpenDevice,
+        trace: Trace,
+        report: Report,
+        spiller: Spiller,
+        claims: Claims,
+        kept_graphs: KeptGraphs,
+    ) -> None:
+        self.timing = Timing(0.0, 0.0)
+        self._index = index
+        self._device = device
+        self._trace = trace
+        self._report = report
+        self._spiller = spiller
+        self._claims = claims
+        self._kept_graphs = kept_graphs
+        self._computing: Unit | None = None
+        self._struck: Unit | None = None  # after which the device did not finish any more
+
+    def compute(self, run: UnitRun, executor: Executor) -> None:
+        """Compute a unit whose bytes are granted, report it, and have what it leaves stored."""
+        claim, device = run.claim, self._device
+        start_s = self._trace.now_s()
+        output: UnitOutput | None = None
+        timer: Timer | None = None
+        executing = False
+        self._computing = claim.unit
+        try:
+            run.is_metered = run.account.known is None or device.meter_every_unit
+            self._bring_first(run)
+            self._set_views(claim)
+            start_s, executing, timer = self._trace.now_s(), True, device.timer()  # waiting is not work
+            with run.account.metered(run.graphs.saved) if run.is_metered else nullcontext():
+                output = self._run_micro_batches(run, executor)
+            if run.is_metered and not run.graphs.granted_bytes:  # what a forward keeps is counted apart
+                self._learn(run)
+            if timer is not None:
+                timer.launched()
+            if claim.state.note_resized(output.buffers) and not run.is_metered:
+                raise BuffersChanged(f"{claim.unit} resized buffers that its shard's forward left alone before")
+        except BaseException as error:
+            claim.fail(error, f"layer {executor.current}" if executor.current else "")
+        try:
+            device.finish()  # before anything that it works with is given back
+            if timer is not None and claim.error is None:
+                self._note(claim, timer.timing())
+        except BaseException as error:
+            self._struck = self._struck or claim.unit
+            claim.fail(error, "a kernel")
+        if claim.error is not None and self._struck is None and isinstance(device.explained(claim.error), DeviceLost):
+            self._struck = claim.unit
+        run.so_far = {}  # what became of them is in the output
+        if output is None or not output.buffers:
+            run.buffers = {}
+        if executing:
+            self._trace.add(device.name, COMPUTE, claim.label, start_s)
+        executor.current = ""
+        self._kept_graphs.settle(run)
+        run.output, output = output, None
+        self._hand_over(run, start_s)
+
+    def _run_micro_batches(self, run: UnitRun, executor: Executor) -> UnitOutput:
+        """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
+        claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
+        state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
+        is_forward, shows_output = kind == FORWARD, kind == BACKWARD and not state.measured.repeats(claim.shard)
+        spec = UnitSpec(
+            kind,
+            claim.shard,
+            micro_batches,
+            locked=j in cut.locked,
+            draws=j in cut.drawing,
+            keep_saved=j in cut.keep_saved,
+            in_pieces=run.sums is Sums.IN_PIECES,
+            is_last=micro_batches.stop == state.staging.num_micro_batches,
+            written=state.observed.written_buffers,
+            on_recomputed=state.check_repeated if shows_output else None,
+        )
+        last: MicroOutput | None = None
+        with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
+            for m in micro_batches:
+                if m + 1 < micro_batches.stop:
+                    self._submit_input(run, m + 1)  # two are charged, this one and the next
+                micro = self._take_input(run, m)
+                entered = [(tensor, tensor._version) for tensor in micro.value.tensors] if is_forward else []
+                out = running.micro(m, micro)
+                del micro
+                if is_forward:
+                    self._keep_input(run, m, entered, out)
+                last = self._emit(run, m, out)
+                del entered, out  # before the next one's arrive
+            output = running.end(None if run.stepper is None else self._step(run, run.stepper))
+        output.last = last
+        return output
+
+    def _hand_over(self, run: UnitRun, start_s: float) -> None:
+        """Give back what a computed unit needs no more, report it, and have its output stored."""
+        claim, held_bytes, kept_bytes = run.claim, run.account.held_bytes, run.account.output_bytes
+        has_output = has_stepped = False
+        if run.output is not None:  # held by nobody here when it is stored
+            has_output, has_stepped = True, run.output.stepped is not None
+            kept_bytes += run.output.num_bytes
+        # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
+        goes_at_once = has_output and not has_stepped and self._device.copies_at_once(kept_bytes)
+        # Buffers stay until they are stored; weights that were stepped are in the slab.
+        if has_stepped:
+            kept_bytes += run.account.beside_bytes
+        else:
+            self._claims.let_go(claim)
+        kept_bytes = min(held_bytes, kept_bytes)
+        self._device.ledger.release(held_bytes - kept_bytes)
+        seconds = self._trace.now_s() - start_s
+        # Nothing goes on from one that has failed, and it may be run again at once.
+        run.passage.is_void = claim.error is not None
+        self._computing = None
+        computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None)
+        is_in_turn = run.after is None or run.after.stored.is_done
+        if is_in_turn and goes_at_once:
+            # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
+            job = partial(self._store, run, kept_bytes, computed)
+            self._device.submit(STORE, claim.label, job, at_once=True)
+        else:
+            self._report(computed)
+            self._device.submit(STORE, claim.label, partial(self._store, run, kept_bytes))
+
+    # -- what a unit starts from
+
+    def _bring_first(self, run: UnitRun) -> None:
+        """Bring the first input, once the unit before it is in DRAM; with it come the buffers.
+
+        In the compute lane, which has nothing else to do: the load lane must not stand still for it, and waking one
+        thread less is more than a small copy costs.
+        """
+        claim = run.claim
+        if run.after is not None:
+            # Its job was queued before this one, and waits for no load. Where copies are as quick as memory, nothing is
+            # gained by going on before all of it is there, and the C library's heap would grow for it.
+            (run.after.passed if self._device.has_link else run.after.stored).result()
+        start_s = self._trace.now_s()
+        if claim.error is None:
+            for load in claim.slabs.values():
+                if load.is_late and not load.slab.is_done:
+                    load.load()
+        try:
+            run.first_input = claim.do(LOAD, self._device, partial(self._load_first, run))
+        finally:
+            self._trace.add(self._device.name, LOAD, claim.label, start_s)
+
+    def _load_first(self, run: UnitRun) -> MicroInput:
+        """Load the first input, and what else a unit begins with."""
+        claim, after = run.claim, bool(run.graphs.graphs)
+        self._charge_buffers(run, after)
+        run.buffers = self._spiller.load_buffers(claim.state, claim.shard, claim.unit.part, after=after)
+        if run.sums is Sums.GOES_ON:
+            run.so_far = self._spiller.load_so_far(claim.state, claim.shard)
+        if run.stepper is not None:
+            run.step = self._spiller.load_step(run.stepper, claim.shard)
+        m = run.micro_batches.start
+        return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, self._place_input(run, m))
+
+    def _charge_buffers(self, run: UnitRun, after: bool) -> None:
+        """Charge buffers that are larger than when the unit was begun: a shard below may have changed one meanwhile."""
+        claim = run.claim
+        if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
+            return
+        num_bytes = self._spiller.buffer_bytes(claim.state, claim.shard, claim.unit.part, after=after)
+        if num_bytes > run.account.buffer_bytes:
+            run.account.grow(num_bytes - run.account.buffer_bytes)
+            run.account.count_buffers(num_bytes)
+
+    def _set_views(self, claim: Claim) -> None:
+        """Apart, so that no slab is in the hands of what an error comes through last."""
+        slabs = {region.trainable: load.slab.result() for region, load in claim.slabs.items()}
+        claim.views = self._spiller.views(claim.state, claim.shard, slabs)
+
+    def _submit_input(self, run: UnitRun, m: int) -> None:
+        promise = run.inputs[m] = Promise()
+        claim = run.claim
+        # It may lie where the one before the last did: the lane begins once what computed on that is through.
+        with _disable_current_modes() if run.is_metered else nullcontext():  # inputs are counted apart
+            arriving = [self._place_input(run, m)]  # not held by the lane, once it is loaded
+
+        def load() -> MicroInput:
+            return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, arriving.pop())
+
+        self._device.submit(INPUT, claim.label, lambda: claim.keep(LOAD, self._device, promise, load))
+
+    def _place_input(self, run: UnitRun, m: int) -> Arriving:
+        claim, has_graph = run.claim, bool(run.graphs.graphs)
+        arriving = self._spiller.place_input(claim.state, claim.unit.kind, claim.shard, m, has_graph=has_graph)
+        if run.is_metered:
+            run.account.input_bytes = max(run.account.input_bytes, arriving.micro.num_bytes)
+        return arriving
+
+    def _take_input(self, run: UnitRun, m: int) -> MicroInput:
+        promise = run.inputs.pop(m, None)
+        micro, run.first_input = run.first_input if promise is None else promise.result(), None
+        assert micro is not None
+        return micro
+
+    # -- what a unit leaves
+
+    def _keep_input(self, run: UnitRun, m: int, entered: Entered, out: MicroOutput) -> None:
+        """Leave a forward's input to its backward, where no graph holds it and no layer worked in place on it."""
+        claim, saved = run.claim, run.graphs.saved
+        passed_on = {tensor.untyped_storage().data_ptr() for tensor, _ in entered}
+        out.is_held = any(
+            tensor.untyped_storage().data_ptr() in passed_on or (saved is not None and saved.holds(tensor))
+            for tensor in (() if out.value is None else out.value.tensors)
+        )
+        is_intact = all(tensor._version == version for tensor, version in entered)
+        if entered and is_intact and not run.graphs.granted_bytes:
+            tensors = [tensor for tensor, _ in entered]
+            self._spiller.keep_input(claim.state, claim.shard, m, tensors, is_held=out.is_held)
+
+    def _emit(self, run: UnitRun, m: int, out: MicroOutput) -> MicroOutput | None:
+        """Have a micro-batch's output stored, or return it: the last one goes with what the unit itself leaves."""
+        claim = run.claim
+        if run.stores:
+            run.stores[-1].result()  # one on its way at most: the ledger holds no more
+        run.account.output_bytes = max(run.account.output_bytes, out.num_bytes)
+        if m == run.micro_batches.stop - 1:
+            return out
+        stored: Promise[None] = Promise()
+        run.stores.append(stored)
+        held = [out]  # not by the lane, once it is stored
+
+        def store() -> None:
+            self._store_micro(claim, m, held.pop())
+
+        self._device.submit(STORE, claim.label, lambda: claim.keep(STORE, self._device, stored, store))
+        if run.is_metered:
+            # What is stored counts apart: a metered run must not find it in one run and miss it in another.
+            stored.result()
+        return None
+
+    def _store_micro(self, claim: Claim, m: int, out: MicroOutput) -> None:
+        try:
+            self._spiller.store_micro(claim.state, claim.unit.kind, claim.shard, m, out)
+        finally:
+            self._device.finish()  # before it is let go, whose last holder this is
+        self._spiller.keep_output(claim.state, claim.shard, m, out)
+
+    def _step(self, run: UnitRun, stepper: DeviceStepper) -> Step:
+        """Return what steps the optimizer on the device."""
+        loaded, run.step = run.step, None
+        assert loaded is not None
+        return partial(stepper.step, run.claim.shard, loaded)
+
+    def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
+        """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
+        claim, output, spiller = run.claim, run.output, self._spiller
+        unit, state, shard = claim.unit, claim.state, claim.shard
+        stays_bytes = 0
+        try:
+            if output is not None and output.last is not None and claim.error is None:
+                m = run.micro_batches.stop - 1
+                spiller.store_micro(state, unit.kind, shard, m, output.last)
+                spiller.store_buffers(state, unit, shard, output)
+                self._device.finish()
+                stays_bytes = spiller.keep_output(state, shard, m, output.last, kept_bytes)
+                run.passage.passed.keep(None)
+                spiller.store_gradients(state, unit, shard, output)
+                if output.stepped is not None and run.stepper is not None:
+                    spiller.store_step(state, run.stepper, shard, claim.views, output.stepped)
+        except BaseException as error:
+            claim.fail(error, "store lane")
+        try:
+            self._device.finish()
+        except BaseException as error:
+            claim.fail(error, "store lane")
+        if output is not None and output.stepped is not None:
+            self._claims.let_go(claim)
+        run.output = output = None  # nobody holds it when its bytes are given back
+        run.buffers = {}
+        self._device.ledger.release(kept_bytes - stays_bytes, deactivates=True)
+        self._claims.end(claim)
+        # In this order: whoever waits for it must not be reported before it.
+        if claim.error is None:
+            self._report(Stored(unit) if computed is None else computed._replace(stored=True))
+            run.passage.stored.keep(None)
+        else:
+            if computed is not None:
+                self._report(computed)
+            self._report(self._failed(claim, claim.error))
+            if not run.passage.passed.is_done:
+                run.passage.passed.give_up(claim.error)
+            run.passage.stored.give_up(claim.error)
+            run.forget()
+
+    # -- what it took, and what went wrong
+
+    def _learn(self, run: UnitRun) -> None:
+        """Remember what a metered unit took."""
+        unit, account = run.claim.unit, run.account
+        run.claim.state.learn_unit_bytes(unit.kind, run.claim.shard, account.signature, account.measured())
+
+    def _note(self, claim: Claim, timing: Timing) -> None:
+        """Add what a unit took of the interpreter and of the device."""
+        self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
+        claim.state.measured.timings[claim.unit.kind, claim.unit.shard] = timing
+
+    def _failed(self, claim: Claim, error: BaseException) -> Failed:
+        """Report a unit that has failed, or the whole device under it: then what was computed is to blame."""
+        # Before it is explained: meanwhile the compute lane may find out, and go on to the next unit.
+        struck = self._computing or claim.unit
+        error = self._device.explained(error)
+        if isinstance(error, DeviceLost):
+            error.task = (self._struck or struck).task
+        return Failed(claim.unit.task, error, claim.where, claim.unit)
