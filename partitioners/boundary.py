@@ -1,4 +1,4 @@
-"""What crosses from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and other values."""
+"""Values that cross from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and other values."""
 
 from __future__ import annotations
 

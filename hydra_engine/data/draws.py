@@ -144,8 +144,8 @@ class LoaderDraws:
                 f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
                 f"batches, so that it is not read alone; {_REMEDY}"
             )
-        self._turn = _Turn.WATCHED
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
+        self._turn = _Turn.WATCHED
 
 
 @contextmanager

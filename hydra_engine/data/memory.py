@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partitioners.boundary import extent, extent_bytes
 
-# The CPU's kernels choose by where operands lie modulo so many bytes, and so do the bits: copies keep it. torch's own
+# The CPU's kernels, and so the bits, depend on operands' addresses modulo this number of bytes: copies keep it. torch's
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
 ALIGNMENT_BYTES = 64
 

@@ -2,7 +2,7 @@
 
 A loader with a `state_dict` of its own is left to it. Any other begins its epoch again, with the random states that the
 epoch began with. Then, where a sampler gives the order, its indices are drawn and dropped without loading a sample;
-else so many batches are loaded and dropped. At the end every generator is set to where it stood.
+else the batches before the position are loaded and dropped. At the end every generator is set to where it stood.
 """
 
 from __future__ import annotations

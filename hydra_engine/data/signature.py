@@ -11,7 +11,8 @@ from torch import Tensor
 
 from partitioners.boundary import Boundary, Form
 
-# Sizes are rounded up to one of so many between a power of two and the next: batches that grow are measured as often.
+# Sizes between a power of two and the next that others are rounded up to: the number of times that a batch is measured
+# while it grows to the double.
 SIZES_PER_DOUBLING = 8
 
 

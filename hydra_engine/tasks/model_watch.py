@@ -25,7 +25,7 @@ _WHY = (
     "go on with a new ModelTask of the changed model, or let the layer itself follow a buffer that counts its steps"
 )
 # Elements of all weights that are looked at for writes that no operation of torch's makes, as through NumPy: small
-# models' all. At least so many of each weight.
+# models' all. At least NUM_SAMPLED of each weight.
 MOST_SAMPLED, NUM_SAMPLED = 2**13, 4
 # Values in a list or dict that is an attribute.
 MOST_COMPARED = 100
@@ -44,7 +44,7 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module, *others: object) -> None:
-        """`others`: the module that the model was made of, the loss; what is no module is left out."""
+        """`others`: the module that the model was made of, and the loss; only modules are watched."""
         self._named: dict[nn.Module, str] = {}
         for each in (model, *others):
             for name, module in each.named_modules() if isinstance(each, nn.Module) else ():
