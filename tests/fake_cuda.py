@@ -30,7 +30,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hydra_engine.data import boundary
+from hydra_engine.data import memory
 from hydra_engine.devices import arena
 from hydra_engine.devices import cuda as device
 from hydra_engine.system import dram
@@ -120,7 +120,7 @@ class FakeCuda:
         for name, value in (small | constants).items():
             patch.setattr(device, name, value)
         patch.setattr(device, "torch", self.torch)
-        patch.setattr(boundary, "torch", self.torch)
+        patch.setattr(memory, "torch", self.torch)
         patch.setattr(arena, "torch", _TorchOfArena(self))
         patch.setattr(device, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
