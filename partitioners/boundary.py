@@ -1,4 +1,4 @@
-"""Values that cross from one layer to the next: a tensor, or nested tuples, lists and dicts of tensors and other values."""
+"""Values that cross between layers: a tensor, or nested tuples, lists and dicts of tensors and other values."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hydra_engine.data import boundary
+from hydra_engine.data import memory
 from hydra_engine.devices import arena, page_locked
 from hydra_engine.devices import cuda as device
 from hydra_engine.system import dram
@@ -121,7 +121,7 @@ class FakeCuda:
             patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
         patch.setattr(device, "torch", self.torch)
         patch.setattr(page_locked, "torch", self.torch)
-        patch.setattr(boundary, "torch", self.torch)
+        patch.setattr(memory, "torch", self.torch)
         patch.setattr(arena, "torch", _TorchOfArena(self))
         patch.setattr(page_locked, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))

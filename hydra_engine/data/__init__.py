@@ -1,4 +1,4 @@
-"""Batches and random streams: the loader's reader, boundaries, positions in the data."""
+"""Batches and random streams: the loader's reader, positions in the data, memory of tensors."""
 
 from hydra_engine.data.batch import Batch
 from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual
@@ -32,14 +32,12 @@ from hydra_engine.data.streams import (
     seeded,
     stream_seed,
 )
-from partitioners.boundary import Boundary, extent, extent_bytes
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "GLOBAL_GENERATORS",
     "NO_BATCH",
     "Batch",
-    "Boundary",
     "CallbackDraws",
     "DrawsRefused",
     "IndexLimit",
@@ -57,8 +55,6 @@ __all__ = [
     "copy_of",
     "direct_limit",
     "drawing_as_usual",
-    "extent",
-    "extent_bytes",
     "flat",
     "identical",
     "install",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partitioners.boundary import extent, extent_bytes
 
-# The CPU's kernels, and so the bits, depend on operands' addresses modulo this number of bytes: copies keep it. torch's
+# The CPU's kernels, and so the bits, depend on operands' addresses modulo these bytes: copies keep it. torch's
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
 ALIGNMENT_BYTES = 64
 

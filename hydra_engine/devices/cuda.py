@@ -31,7 +31,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hydra_engine.data import extent_bytes, with_bits_of
+from hydra_engine.data import with_bits_of
 from hydra_engine.devices.arena import Arena, Places
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.device import OpenDevice
@@ -42,6 +42,7 @@ from hydra_engine.devices.rates import MEASURED_NOW, Ceilings, stored
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.trace import Timing, Trace
 from partitioners import format_bytes, parse_bytes
+from partitioners.boundary import extent_bytes
 
 # Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, TaskGenerator, extent_bytes, seeded
+from hydra_engine.data import ALIGNMENT_BYTES, TaskGenerator, seeded
+from partitioners.boundary import extent_bytes
 from partitioners.reach import reach
 
 _COMPARED = (bool, int, float, str, bytes)

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data import DrawsRefused, extent_bytes, identical
+from hydra_engine.data import DrawsRefused, identical
 from hydra_engine.host.layout import ModelLayout, Slot
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import StepStaging
+from partitioners.boundary import extent_bytes
 
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
 

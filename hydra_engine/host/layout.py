@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, extent, extent_bytes, identical, residue
+from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
 from hydra_engine.host.bound_copy import LayerFault, Layers, Registered, StalePlace
+from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 

@@ -11,9 +11,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.data import NO_BATCH, Boundary, RandomState, Signature, place_in_dram, residue, same_bits
+from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
 from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import part_ranges
+from partitioners.boundary import Boundary
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.

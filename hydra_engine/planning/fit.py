@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hydra_engine.data import Batch, Boundary, Reader, Signature, Stream, TaskGenerator, capture, installed, resized
+from hydra_engine.data import Batch, Reader, Signature, Stream, TaskGenerator, capture, installed, resized
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.tasks import Purpose, batch_size
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
+from partitioners.boundary import Boundary
 
 
 class Room(NamedTuple):

@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.data import (
     Batch,
-    Boundary,
     IndexLimit,
     RandomState,
     Stream,
@@ -50,7 +49,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, 
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroInput, Worker
-from partitioners.boundary import UnfitTensor
+from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.profile import noted
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach

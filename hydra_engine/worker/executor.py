@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from hydra_engine.data import Boundary, RandomState
+from hydra_engine.data import RandomState
 from hydra_engine.devices import DeviceGenerator
 from hydra_engine.host import DeviceStep, LayerFault, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
@@ -24,6 +24,7 @@ from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.gradients import Gradients
 from hydra_engine.worker.graphs import Arrival, Arrive, Graph, Saved
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
+from partitioners.boundary import Boundary
 from partitioners.precision import cast
 from partitioners.skips import Frame, replayed
 

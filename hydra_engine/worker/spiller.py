@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hydra_engine.data import Boundary, check_indices, extent_bytes, flat, identical, place_for, residue, with_bits_of
+from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
 from hydra_engine.host import BuffersChanged, DeviceStep, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
+from partitioners.boundary import Boundary, extent_bytes
 
 # What of a boundary is kept on a device; keeping less costs more than copying it again.
 VALUE, GRADIENT = "value", "gradient"

@@ -12,12 +12,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from hydra_engine.data import Boundary, RandomState, Signature
+from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
 from hydra_engine.host import DeviceStep, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, Saved
 from partitioners import MemoryMeter
+from partitioners.boundary import Boundary
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.checkpoints.checkpoint import load_newest
-from hydra_engine.data import boundary
+from hydra_engine.data import memory
 from hydra_engine.data.streams import TaskGenerator
 from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
@@ -1034,7 +1034,7 @@ class TestStandIn:
 
         def filled_by_the_first():
             with cuda.stream(first):
-                return boundary.place_for(torch.ones(4), device).fill_(1)
+                return memory.place_for(torch.ones(4), device).fill_(1)
 
         with cuda.stream(second):
             block = filled_by_the_first()
@@ -1057,7 +1057,7 @@ class TestStandIn:
         cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
         first, second = cuda.Stream(0), cuda.Stream(0)
         with cuda.stream(first):
-            block = boundary.place_for(torch.ones(4), device).fill_(1)
+            block = memory.place_for(torch.ones(4), device).fill_(1)
         with cuda.stream(second):
             loss = (block * torch.ones(4, requires_grad=True)).sum()
             del block
