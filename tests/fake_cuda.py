@@ -31,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hydra_engine.data import memory
-from hydra_engine.devices import arena
+from hydra_engine.devices import arena, page_locked
 from hydra_engine.devices import cuda as device
 from hydra_engine.system import dram
 
@@ -118,14 +118,15 @@ class FakeCuda:
         device._streams.cache_clear()
         device._library_bytes.cache_clear()
         for name, value in (small | constants).items():
-            patch.setattr(device, name, value)
+            patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
         patch.setattr(device, "torch", self.torch)
+        patch.setattr(page_locked, "torch", self.torch)
         patch.setattr(memory, "torch", self.torch)
         patch.setattr(arena, "torch", _TorchOfArena(self))
-        patch.setattr(device, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
+        patch.setattr(page_locked, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
         patch.setattr(dram, "discard", self._discard(dram.discard))
-        patch.setattr(device, "discard", dram.discard)
+        patch.setattr(page_locked, "discard", dram.discard)
         try:
             yield self
         finally:

@@ -1,4 +1,4 @@
-"""Where slabs lie on a device, and what units leave in DRAM."""
+"""Memory for slabs on a device, and for what units leave in DRAM."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Arena:
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
     def holds(self, slab: Slab) -> bool:
-        """Whether it lies here, and not elsewhere."""
+        """Return True if it lies here, and not elsewhere."""
         return slab.storage is self._storage
 
     def close(self) -> None:

@@ -77,12 +77,12 @@ class Ledger:
         return self._limits[kind]
 
     def free_bytes(self, kind: str = WORK) -> int:
-        """Bytes of a kind that nobody has."""
+        """Return the bytes of a kind that nobody has."""
         used = self._used
         return min(self.memory_bytes - used[SLABS] - used[WORK], self._limits[kind] - used[kind])
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
-        """Whether so much of each kind fits at the same time, with nothing else there."""
+        """Return True if these bytes of each kind fit at the same time, with nothing else there."""
         fits = work_bytes <= self._limits[WORK] and slab_bytes <= self._limits[SLABS]
         return fits and work_bytes + slab_bytes <= self.memory_bytes
 
@@ -212,7 +212,7 @@ NextUse = Callable[[], float]
 
 
 def _nothing() -> None:
-    """Frees what needs nothing but that nobody holds it."""
+    """Do nothing: values are freed by letting go of them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -265,7 +265,7 @@ class Residents:
             )
 
     def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
-        """The value, not to be given up until it is unpinned; None if it is not there."""
+        """Return the value, which stays until it is unpinned; None if it is not there."""
         with self._ledger.lock:
             resident = self._found.get(key)
             if resident is None:
@@ -275,7 +275,7 @@ class Residents:
             return resident.value
 
     def unpin(self, key: Hashable, *, is_whole: bool = True) -> None:
-        """The other end of `add` and `pin`; what is not whole, or that nobody will need, goes with its last pin."""
+        """End what `add` or `pin` began. With its last pin goes a value that is not whole, or that nobody will need."""
         with self._ledger.lock:
             resident = self._found[key]
             resident.num_pins -= 1
@@ -328,7 +328,7 @@ class Residents:
             return value
 
     def sweep(self, user: str) -> None:
-        """Give up what a task had left and nobody will need: of a step that is over, say, which went on elsewhere."""
+        """Give up a task's values that nobody will need: of a step that went on elsewhere, say."""
         with self._ledger.lock:
             for key, resident in list(self._found.items()):
                 is_over = user in resident.users and resident.num_pins == 0 and resident.next_use_s() == math.inf
@@ -336,7 +336,7 @@ class Residents:
                     self._drop(key)
 
     def forget(self, user: str | None = None) -> None:
-        """Give up what is there for a task alone, or everything. Nothing of it is pinned but by what goes with it."""
+        """Give up the values of a task alone, or all. None of them is pinned but by another of them."""
         with self._ledger.lock:
             for key, resident in list(self._found.items()):
                 if user is None:
@@ -368,16 +368,16 @@ class Residents:
         self._ledger.release(resident.num_bytes, kind=resident.kind)
 
     def _serves(self, resident: _Resident, kind: str) -> bool:
-        """Whether giving it up makes room for that kind."""
+        """Return True if giving it up makes room for that kind."""
         return resident.kind == kind or not self._ledger.is_split
 
     def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:
-        """What is not pinned, the last to be needed first."""
+        """Return the values that nobody pins, the last to be needed first."""
         free = [item for item in self._found.items() if item[1].num_pins == 0]
         return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
 
     def _give_up(self, num_bytes: int, kind: str) -> None:
-        """Until so many bytes of a kind are free, or nothing is left that would make room for it."""
+        """Give up values until these bytes of a kind are free, or nothing is left that would make room."""
         while self._ledger.free_bytes(kind) < num_bytes:
             free = [item for item in self._by_next_use() if self._serves(item[1], kind)]
             if not free and kind == SLABS and self.give_up_slab():

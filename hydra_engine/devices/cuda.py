@@ -1,4 +1,4 @@
-"""Devices by name, and CUDA devices: the only module that knows CUDA, streams or pinning.
+"""CUDA devices: with `page_locked`, the only module that knows CUDA, streams or pinning.
 
 A lane of a CUDA device is a thread with a stream of its own. What a job has queued on it is waited for on the host, by
 a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
@@ -19,17 +19,14 @@ None of it has been run on a GPU yet: see benchmarks/gpu_day/README.md.
 
 from __future__ import annotations
 
-import mmap
 import os
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,12 +35,11 @@ from hydra_engine.data import with_bits_of
 from hydra_engine.devices.arena import Arena, Places
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.device import OpenDevice
-from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
+from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.devices.rates import MEASURED_NOW, Ceilings, stored
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
-from hydra_engine.system import HostMemory, discard
 from hydra_engine.trace import Timing, Trace
 from partitioners import format_bytes, parse_bytes
 from partitioners.boundary import extent_bytes
@@ -65,13 +61,10 @@ PIECE_BYTES = 2**25
 PROBE_BYTES, NUM_PROBES = 2**26, 5
 # Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
 PLACES_BYTES = 2**25
-# cudaHostRegisterPortable: locked for every device.
-# https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
-PORTABLE = 1
-# One call fails for 512 GiB, however much is free.
-MOST_LOCKED_BYTES = 2**38
 # cudaErrorMemoryAllocation.
 OUT_OF_MEMORY = 2
+# For messages.
+KNOWN_NAMES = "'cuda:0', 'cuda:1', ..."
 
 
 class CudaDevice:
@@ -136,6 +129,22 @@ class CudaDevice:
                 f"{format_bytes(reserved)} that stay free; ask for more"
             )
 
+    @classmethod
+    def every(cls) -> list[CudaDevice]:
+        """Return every device that this process sees."""
+        return [cls(index) for index in range(torch.cuda.device_count())]
+
+    @classmethod
+    def named(cls, name: str) -> CudaDevice | None:
+        """Return the device of a name such as "cuda:1"; "cuda" is the first. None: not the name of one."""
+        kind, _, index = name.partition(":")
+        return cls(int(index or 0)) if kind == "cuda" and (index.isdecimal() or not index) else None
+
+    @property
+    def name(self) -> str:
+        """The name by which it is asked for."""
+        return f"cuda:{self.index}"
+
     def __repr__(self) -> str:
         return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"
 
@@ -152,11 +161,11 @@ class CudaDevice:
 
     @property
     def ceilings_name(self) -> str:
-        """By which ceilings of its kind are stored."""
+        """The name that its ceilings are stored by."""
         return self.product
 
     def ceilings(self) -> Ceilings:
-        """Rates of its link: as stored, or else each direction alone, measured now."""
+        """Return the rates of its link: as stored, or else each direction alone, measured now."""
         found = stored(self.product)
         if found is None and self._measured is None:
             self._measured = self._measure()
@@ -165,7 +174,7 @@ class CudaDevice:
     def _measure(self) -> Ceilings:
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
-            here = torch.empty(0, dtype=torch.uint8).set_(_PageLocked(self.index).new(PROBE_BYTES))
+            here = torch.empty(0, dtype=torch.uint8).set_(PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
         return Ceilings(
             name=self.product,
@@ -177,7 +186,7 @@ class CudaDevice:
         )
 
     def numa_node(self) -> int | None:
-        """The node of the machine's memory that the card is attached to, where the system says so."""
+        """Return the node of the machine's memory that the card is attached to, where the system says so."""
         found = torch.cuda.get_device_properties(self.index)
         try:
             domain, bus, slot = (int(getattr(found, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
@@ -188,18 +197,18 @@ class CudaDevice:
         return node if node >= 0 else None
 
     def for_rehearsal(self) -> CudaDevice:
-        """Itself: units take their memory and their time nowhere else."""
+        """Return itself: units take their memory and their time nowhere else."""
         return self
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenCudaDevice:
-        """Start its lanes for one run, with an arena of so many bytes; raises RuntimeError where less is free."""
+        """Start its lanes for one run, with an arena of `arena_bytes`. Raises RuntimeError where less is free."""
         self.check_free()
         return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
 
 
 @cache
 def _library_bytes(index: int) -> int:
-    """Make a context on a device and load there what training uses: bytes that this took beside the context.
+    """Make a context on a device and load there what training uses. Return the bytes that this took beside the context.
 
     What is loaded only once a unit needs it goes past a budget that was measured before.
     """
@@ -231,7 +240,7 @@ def _forget_workspaces() -> None:
 
 @cache
 def _streams(index: int) -> dict[str, torch.cuda.Stream]:
-    """A device's streams, by lane. torch has 32 and begins again, so they are asked for once."""
+    """Return a device's streams, by lane. torch has 32 and begins again, so they are asked for once."""
     return {lane: torch.cuda.Stream(index) for lane in QUEUES}  # type: ignore[no-untyped-call]
 
 
@@ -250,9 +259,9 @@ class OpenCudaDevice(OpenDevice):
 
     def __init__(self, spec: CudaDevice, trace: Trace, num_threads: int, arena_bytes: int) -> None:
         self._index = index = spec.index
-        name = f"cuda:{index}"
+        name = spec.name
         self._generator = CudaGenerator(index)
-        self._places = Places(_PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
+        self._places = Places(PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
@@ -279,7 +288,7 @@ class OpenCudaDevice(OpenDevice):
 
     @contextmanager
     def _inside(self, lane: str) -> Iterator[None]:
-        """What a lane's thread is in: its device and stream are current, which they are for each thread apart."""
+        """Make the device and the lane's stream current in the lane's thread, for as long as it lives."""
         with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]):
             if lane != COMPUTE:
                 yield
@@ -335,7 +344,7 @@ class OpenCudaDevice(OpenDevice):
         return DeviceLost(self.name, error) if self._is_lost() else error
 
     def _is_lost(self) -> bool:
-        """Whether nothing can be done on the device any more in this process: the error comes back with every call."""
+        """Return True if nothing can be done on the device any more: its error comes back with every call."""
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -371,7 +380,7 @@ class _ExpandableSegments:
         self._before = ""
 
     def enter(self) -> bool:
-        """Whether they do; False where this torch has no such call."""
+        """Begin to use them. Return False where this torch has no such call."""
         if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
             return False
         with self._lock:
@@ -382,7 +391,7 @@ class _ExpandableSegments:
             return True
 
     def leave(self) -> None:
-        """The other end."""
+        """End what `enter` began."""
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
@@ -399,7 +408,7 @@ class _ExpandableSegments:
 
 
 def _allocator_settings() -> str:
-    """Settings of torch's allocator: whoever sets one gives all anew."""
+    """Return the settings of torch's allocator: whoever sets one gives all anew."""
     get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if get is not None:
         return str(get())
@@ -413,17 +422,17 @@ _EXPANDABLE = _ExpandableSegments()
 
 
 def _blocking_event() -> torch.cuda.Event:
-    """Whoever waits for it sleeps, and holds no lock."""
+    """Return an event whose waiters sleep, and hold no lock."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory from the first to the last."""
+    """Return True if its elements fill its memory from the first to the last."""
     return extent_bytes(tensor) == tensor.nbytes
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the allocator, a library or the loading of a kernel found no room."""
+    """Return True if the allocator, a library or the loading of a kernel found no room."""
     if isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == OUT_OF_MEMORY:
         return True
     text = str(error)
@@ -431,7 +440,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 class CudaTimer:
-    """Of what is queued on the current stream from here on."""
+    """Times what is queued on the current stream from here on."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -441,12 +450,12 @@ class CudaTimer:
         self._begun_s = time.thread_time()  # waiting for inputs is not launching
 
     def launched(self) -> None:
-        """All of it is queued."""
+        """Note that all of it is queued."""
         self._launch_s = time.thread_time() - self._begun_s
         self._end.record()
 
     def timing(self) -> Timing:
-        """What it took, once it is finished."""
+        """Return what it took, once it is finished."""
         return Timing(self._launch_s, self._start.elapsed_time(self._end) / 1e3)
 
 
@@ -459,7 +468,7 @@ class CudaGenerator:
         self._before = self._generator.get_state()
 
     def install(self, state: int | bytes) -> bytes:
-        """Go on from a state, or from a seed where nothing was drawn yet; the state that this is."""
+        """Go on from a state, or from a seed where nothing was drawn yet. Return the state."""
         if isinstance(state, int):
             self._generator.manual_seed(state)
             return self.state()
@@ -467,11 +476,11 @@ class CudaGenerator:
         return state
 
     def state(self) -> bytes:
-        """Where it stands."""
+        """Return its state."""
         return bytes(self._generator.get_state().numpy())
 
     def same_seed(self, before: bytes, after: bytes) -> bool:
-        """Whether it went from one state to the other by drawing alone: a seed of 8 bytes comes before the offset."""
+        """Return True if drawing alone led from one state to the other: 8 bytes of seed come before the offset."""
         return before[:8] == after[:8]
 
     def restore(self) -> None:
@@ -479,122 +488,6 @@ class CudaGenerator:
         self._generator.set_state(self._before)
 
 
-class _PageLocked(HostMemory):
-    """DRAM that copies to and from devices need not be staged for: of exact size, and locked in place."""
-
-    def __init__(self, index: int) -> None:
-        """`index`: of a device; locked memory is so for all of them, but the call is made for one."""
-        self._index = index
-        self._unlocks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}  # by address
-        self._has_told = False
-
-    def new(self, num_bytes: int) -> torch.UntypedStorage:
-        if num_bytes == 0:
-            return super().new(0)
-        # Pages of its own: two locked regions must not share one. They are shared with processes that are forked off,
-        # a loader's workers: private ones might be copied as they are written to, and devices go on with the old ones.
-        # Touched here, by several threads; locking would touch them one by one.
-        flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).zero_()
-        storage, address = flat.untyped_storage(), flat.data_ptr()
-        locked = self._lock(address, num_bytes)
-        if locked:
-            unlock = self._unlocks[address] = weakref.finalize(storage, self._unlock, address, locked)
-            unlock.atexit = False
-        return storage
-
-    def _lock(self, address: int, num_bytes: int) -> list[int]:
-        """Lock a region; where its pieces start. All of it or nothing: copies may cross from one piece to the next."""
-        locked: list[int] = []
-        with torch.cuda.device(self._index):  # or it would make a context on the first device
-            for start in range(address, address + num_bytes, MOST_LOCKED_BYTES):
-                size = min(MOST_LOCKED_BYTES, address + num_bytes - start)
-                code = int(_runtime().cudaHostRegister(start, size, PORTABLE))
-                if code == 0:
-                    locked.append(start)
-                    continue
-                self._clear_error()
-                self._unlock(address, locked)
-                if not self._has_told:
-                    self._has_told = True
-                    print(
-                        f"hydra_engine: {format_bytes(num_bytes)} ({num_bytes} bytes) of DRAM could not be page-locked "
-                        f"(CUDA error {code}), and copies of it are slower; raise the limit of locked memory "
-                        f"(ulimit -l), or train fewer tasks at once",
-                        file=sys.stderr,
-                    )
-                return []
-        return locked
-
-    def let_go(self, storage: torch.UntypedStorage) -> None:
-        unlock = self._unlocks.get(storage.data_ptr())
-        if unlock is not None:
-            unlock()
-
-    def _unlock(self, address: int, pieces: Sequence[int]) -> None:
-        """Before the pages go: whoever held the storage has waited for every copy."""
-        self._unlocks.pop(address, None)
-        with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
-            for piece in pieces:
-                _runtime().cudaHostUnregister(piece)
-
-    def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
-        if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
-            discard(storage, start, num_bytes, is_shared=True)
-
-    def _clear_error(self) -> None:
-        """A call that failed leaves its error to the next kernel of this thread, which then seems to have failed."""
-        with suppress(torch.AcceleratorError):
-            torch.ones(1, device=torch.device("cuda", self._index))
-
-
-def _runtime() -> Any:
-    """CUDA's own functions, which return a code and raise nothing."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-DeviceSpec: TypeAlias = EmulatedDevice | CudaDevice
-
-
-def host_memory(devices: Sequence[DeviceSpec]) -> HostMemory:
-    """DRAM for what crosses the links of these devices."""
-    indices = [device.index for device in devices if isinstance(device, CudaDevice)]
-    return _PageLocked(indices[0]) if indices else HostMemory()
-
-
 def active_autocast() -> str | None:
-    """The kind of device that an autocast is active for in this thread, if any."""
+    """Return the kind of device that an autocast is active for in this thread, if any."""
     return next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
-
-
-def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:
-    """The devices a run uses: those named, or else every CUDA device, or one emulated device of `default_bytes`."""
-    if devices is None:
-        found: list[DeviceSpec] = [CudaDevice(index) for index in range(torch.cuda.device_count())]
-        return found or [EmulatedDevice(default_bytes)]
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
-    if not devices:
-        raise ValueError("devices: empty list; give at least one device, or leave it out")
-    resolved = [_resolve(device) for device in devices]
-    indices = [device.index for device in resolved if isinstance(device, CudaDevice)]
-    if indices and len(indices) < len(resolved):
-        raise ValueError(
-            f"devices: {resolved} has CUDA devices and emulated ones, whose units take other bytes; give either kind"
-        )
-    for index in indices:
-        if indices.count(index) > 1:
-            raise ValueError(f"devices: 'cuda:{index}' is there {indices.count(index)} times; name each device once")
-    return resolved
-
-
-def _resolve(device: DeviceSpec | str) -> DeviceSpec:
-    if isinstance(device, (EmulatedDevice, CudaDevice)):
-        return device
-    if isinstance(device, str):
-        kind, _, index = device.partition(":")
-        if kind == "cuda" and (index.isdecimal() or not index):
-            return CudaDevice(int(index or 0))
-        raise ValueError(f"devices: {device!r}, known: 'cuda:0', 'cuda:1', ... and EmulatedDevice(memory=...)")
-    raise TypeError(
-        f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice, a CudaDevice or a string"
-    )

@@ -1,4 +1,4 @@
-"""A device during one run. What lanes, slabs and copies are on every kind of device; kinds differ in how they do it."""
+"""A device during one run: the lanes, slabs and copies of every kind of device."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class DeviceGenerator(Protocol):
     """The random generator that a device's kernels draw from."""
 
     def install(self, state: int | bytes) -> bytes:
-        """Go on from a state, or from a seed where nothing was drawn yet; the state that this is."""
+        """Go on from a state, or from a seed where nothing was drawn yet. Return the state."""
 
     def state(self) -> bytes:
-        """Where it stands."""
+        """Return its state."""
 
     def same_seed(self, before: bytes, after: bytes) -> bool:
-        """Whether it went from one state to the other by drawing alone."""
+        """Return True if drawing alone led from one state to the other."""
 
 
 class Timer(Protocol):
-    """Of what is queued from here on."""
+    """Times what is queued from here on."""
 
     def launched(self) -> None:
-        """All of it is queued."""
+        """Note that all of it is queued."""
 
     def timing(self) -> Timing:
-        """What it took, once it is finished."""
+        """Return what it took, once it is finished."""
 
 
 class OpenDevice(ABC):
@@ -66,7 +66,7 @@ class OpenDevice(ABC):
         lanes: Mapping[str, Lane],
         trace: Trace,
     ) -> None:
-        """`lanes`: by the names of `QUEUES`."""
+        """Make one with these `lanes`, by the names of `QUEUES`."""
         self.name = name
         self.torch_device = torch_device
         self.ledger = ledger
@@ -92,7 +92,7 @@ class OpenDevice(ABC):
         self._lanes[lane].submit(run)
 
     def copies_at_once(self, num_bytes: float) -> bool:
-        """Whether whoever needs so many bytes copies them sooner than it wakes a lane to do it."""
+        """Return True if copying these bytes takes less time than waking a lane to do it."""
         return False
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
@@ -116,22 +116,22 @@ class OpenDevice(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for all that the caller, a job of a lane, has queued; raises what became of it."""
+        """Wait for all that the caller, a job of a lane, has queued. Raises what went wrong there."""
 
     def _queued(self) -> Callable[[], None] | None:
-        """Waits for what the calling compute lane has queued so far; None: nothing is ever left queued."""
+        """Return a function that waits for what the calling compute lane has queued; None: nothing stays queued."""
         return None
 
     def timer(self) -> Timer | None:
-        """Begin to time what the compute lane queues from here on. None: launching is computing."""
+        """Begin to time what the compute lane queues. None: launching is computing."""
         return None
 
     def place(self, tensor: Tensor) -> Tensor:
-        """DRAM that a device's tensor goes to, laid out as that is."""
+        """Return DRAM for a device's tensor, laid out as that is."""
         return place_in_dram(tensor)
 
     def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
-        """A region of the arena, whose bytes the ledger has granted; where it is in pieces, of what units work with."""
+        """Take a region of the arena, whose bytes are granted; where no piece is large enough, of units' own memory."""
         return self.arena.take(num_bytes, make_room, self.ledger.take if self.ledger.is_split else lambda _: True)
 
     def give_slab_back(self, slab: Slab) -> None:
@@ -141,7 +141,7 @@ class OpenDevice(ABC):
             self.ledger.release(slab.num_bytes)
 
     def explained(self, error: BaseException) -> BaseException:
-        """What the engine makes of an error that something on the device raised."""
+        """Return the engine's error for one that something on the device raised."""
         return error
 
     def close(self) -> None:

@@ -67,11 +67,11 @@ class EmulatedDevice:
 
     @property
     def ceilings_name(self) -> str:
-        """By which ceilings of its kind are stored."""
+        """The name that its ceilings are stored by."""
         return "cpu" if self.bandwidth is None else "emulated"
 
     def ceilings(self) -> Ceilings:
-        """Rates of its link; where none is emulated, of copies in memory: as stored, or else measured now."""
+        """Return the rates of its link; where none is emulated, of copies in memory, as stored or else measured now."""
         if self.bandwidth is not None:
             return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
         found = stored(self.ceilings_name)
@@ -81,14 +81,14 @@ class EmulatedDevice:
         return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
 
     def numa_node(self) -> int | None:
-        """The NUMA node it is attached to, if it is attached to one and the system says so."""
+        """Return the NUMA node it is attached to: none."""
         return None
 
     def check_free(self) -> None:
-        """Nothing but itself has its memory."""
+        """Do nothing: nobody else has its memory."""
 
     def for_rehearsal(self) -> EmulatedDevice:
-        """The same memory, and nothing that slows it down."""
+        """Return a device of the same memory, with nothing that slows it down."""
         return EmulatedDevice(self.memory_bytes, has_arena=self.has_arena)
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
@@ -97,7 +97,7 @@ class EmulatedDevice:
 
 
 def _copy_bytes_per_s() -> float:
-    """Speed of copies in memory, measured now."""
+    """Measure the speed of copies in memory."""
     source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     start_s = time.perf_counter()
     for _ in range(NUM_PROBES):
@@ -149,7 +149,7 @@ class OpenEmulatedDevice(OpenDevice):
             self._links[lane].spend(num_bytes, time.perf_counter() - start_s, urgent=urgent)
 
     def _is_put_off(self, target: Tensor, source: Tensor) -> bool:
-        """In the test mode: whether a copy waits for `finish`, as on a real link. Who reads before, reads NaN."""
+        """Return True if a copy is put off until `finish`, in the test mode. Whoever reads before, reads NaN."""
         if self._chaos is None:
             return False
         queue = self._late.__dict__.setdefault("queue", [])

@@ -33,22 +33,22 @@ class Promise(Generic[T]):
         self._lock.release()
 
     def give_up(self, error: BaseException) -> None:
-        """Say why there is no result."""
+        """Give the reason why there is no result."""
         self._error = error
         self._lock.release()
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody has to wait any more."""
+        """Nobody has to wait any more."""
         return not self._lock.locked()
 
     def is_kept(self) -> bool:
-        """Wait, and tell whether there is a result."""
+        """Wait. Return True if there is a result."""
         with self._lock:
             return self._error is None
 
     def result(self) -> T:
-        """Wait for the result; raises why there is none."""
+        """Wait for the result. Raises the reason why there is none."""
         with self._lock:
             pass
         if self._error is not None:
@@ -70,7 +70,7 @@ class Lane:
     """A thread that works off a queue of jobs in order. Jobs handle their own errors."""
 
     def __init__(self, name: str, num_threads: int, inside: Callable[[], AbstractContextManager[Any]] = nullcontext):
-        """`num_threads`: for the operations of its jobs; `inside`: what the thread is in for as long as it lives."""
+        """Start the thread, which lives inside `inside()`; its jobs' operations have `num_threads` threads."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._num_threads = num_threads
         self._inside = inside
@@ -81,7 +81,7 @@ class Lane:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is one of its jobs."""
+        """The caller is one of its jobs."""
         return threading.current_thread() is self._thread
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class Lane:
 def open_lanes(
     name: str, num_threads: int, inside: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext()
 ) -> dict[str, Lane]:
-    """A device's lanes, by the names of `QUEUES`, each in `inside(its name)`; where one cannot begin, none is left."""
+    """Open a device's lanes, by the names of `QUEUES`, each in `inside(its name)`; all, or none where one fails."""
     lanes: dict[str, Lane] = {}
     try:
         for lane in QUEUES:
@@ -139,7 +139,7 @@ class Link:
         self._num_urgent = 0
 
     def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
-        """Take as long as so many bytes take, less what was spent on them."""
+        """Wait as long as the link takes for these bytes, less the seconds spent on them already."""
         left_s = num_bytes / self._bytes_per_s - spent_s
         with self._changed:
             self._num_urgent += urgent

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hydra_engine.devices.cuda import DeviceSpec, host_memory
+from hydra_engine.devices.choose import DeviceSpec, host_memory
 from hydra_engine.devices.device import OpenDevice
 from hydra_engine.devices.lanes import COMPUTE, LOAD, STORE, Promise
 from hydra_engine.devices.rates import Ceilings

@@ -27,7 +27,7 @@ STATED, MEASURED_NOW, STORED = "stated", "measured now", "stored"
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What one kind of device, and the host beside it, do at best.
+    """Highest rates of one kind of device, and of the host beside it.
 
     Args:
         name: of the kind of device, by which it is stored: "cpu", or an accelerator's product name.
@@ -71,12 +71,12 @@ class Ceilings:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What a pipeline gets that loads and stores all the time: of the slower way."""
+        """Return the rate of a pipeline that loads and stores all the time: of the slower way."""
         return min(self.both_up_bytes_per_s, self.both_down_bytes_per_s)
 
     @property
     def source(self) -> str:
-        """Where the figures come from, in words."""
+        """Return the figures' origin, in words."""
         return f"rates of {self.name}: {self.origin}{f' on {self.measured[:10]}' if self.origin == STORED else ''}"
 
 
@@ -97,7 +97,7 @@ def path() -> Path:
 
 
 def load(name: str) -> Ceilings | None:
-    """What is stored for a kind of device; None: nothing is. Raises ValueError for a file that is none of ours."""
+    """Return what is stored for a kind of device; None: nothing. Raises ValueError for a file that is not ours."""
     return load_all().get(name)
 
 
@@ -116,7 +116,7 @@ def load_all() -> dict[str, Ceilings]:
 
 
 def stored(name: str) -> Ceilings | None:
-    """What is stored for a kind of device, for whoever can do without: an unreadable file is one line on stderr."""
+    """Return what is stored for a kind of device; None: nothing, or a line on stderr says why not."""
     try:
         return load(name)
     except ValueError as error:

@@ -2,16 +2,15 @@
 
 from hydra_engine.host.blocked import part_of
 from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
-from hydra_engine.host.device_step import DeviceStep, DeviceStepper
 from hydra_engine.host.frozen import FrozenBlocks
+from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
 from hydra_engine.host.measured import KnownUnits, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
+    DeviceStep,
     StepRecord,
     TaskOptimizer,
-    check_no_hooks,
-    has_hooks,
     has_step_hooks,
     is_torchs,
     kept_groups,
@@ -28,7 +27,6 @@ __all__ = [
     "BorrowedPool",
     "BuffersChanged",
     "DeviceStep",
-    "DeviceStepper",
     "FrozenBlocks",
     "HostPool",
     "KnownUnits",

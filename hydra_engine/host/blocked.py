@@ -107,7 +107,7 @@ def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def _scratch(num_elements: int) -> Tensor:
-    """Of the thread. Made anew for each update, it would leave gaps between the states that the first ones make."""
+    """Scratch memory of the thread. Made anew for each update, it would leave gaps between the first ones' states."""
     held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
     if held is None or len(held) < num_elements:
         held = _OF_THREAD.scratch = torch.empty(num_elements)
@@ -115,7 +115,7 @@ def _scratch(num_elements: int) -> Tensor:
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether a step may be taken piece by piece without anybody noticing."""
+    """Return True if a step may be taken piece by piece without anybody noticing."""
     hooks = (
         base._global_optimizer_pre_hooks,
         base._global_optimizer_post_hooks,
@@ -185,7 +185,7 @@ def _step_whole(
 
 
 def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> bool:
-    """Whether pieces of this parameter are stepped as they are within the whole, and it is worth it."""
+    """Return True if pieces of this parameter are stepped as within the whole, and that is worth it."""
     parameter, state = update.parameter, optimizer.state.get(update.parameter, {})
     if torch.get_num_threads() > 1:
         return False  # they would meet at the end of every operation on a piece, and divide it elsewhere
@@ -203,7 +203,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
 
 
 def _has_kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a piece's step is one call of a kernel, so that even the smallest parameter is stepped sooner alone."""
+    """Return True if a piece's step is one call of a kernel: even the smallest parameter is then sooner alone."""
     return type(optimizer) in FUSED_ADAM and bool(group["fused"])
 
 
@@ -289,5 +289,5 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether both are dense, with their elements in the same order."""
+    """Return True if both are dense, with their elements in the same order."""
     return _is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

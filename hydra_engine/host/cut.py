@@ -1,4 +1,4 @@
-"""How a task is cut into shards, and where its units of a step stand."""
+"""The cut of a task into shards, and its progress through the units of a step."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Block:
         return self.slot.view(self.storage, self.offset)
 
     def cast(self, slot: Slot) -> Tensor:
-        """What devices are sent for a slot."""
+        """The tensor that devices are sent for a slot."""
         return slot.link_view(*self.links[slot.link_dtype])
 
     @property
@@ -175,7 +175,7 @@ class FrozenBlocks:
             del self._at[place]
 
     def _group(self, parameter: nn.Parameter) -> int:
-        """Which parameters it is one with: those on its memory, unless its user gave it another since."""
+        """The group that a parameter is one with: those on its memory, unless its user gave it another since."""
         place = _place(parameter)
         known = self._members.get(id(parameter))
         if known is not None and known[2] == place:
@@ -217,6 +217,6 @@ def _frozen(layout: ModelLayout) -> list[Slot]:
 
 
 def _place(parameter: nn.Parameter) -> Hashable:
-    """Where it lies. While this is kept, nothing else will lie at the same address."""
+    """The place where a parameter lies. While this is kept, nothing else will lie at the same address."""
     storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
     return storage, parameter.storage_offset(), parameter.dtype, tuple(parameter.shape), parameter.stride()

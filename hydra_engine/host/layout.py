@@ -1,4 +1,4 @@
-"""Where each parameter of a task lies, which shard holds it, and the layers' structure without their weights."""
+"""Places of a task's parameters, the shards that hold them, and the layers' structure without their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parame
 
 
 def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Rounded up to the alignment."""
+    """Round up to the alignment."""
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -67,7 +67,7 @@ class Slot:
         return self._view(storage, offset, self.dtype)
 
     def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
-        """What devices compute with, at byte `offset` of a slab or a host buffer."""
+        """The tensor that devices compute with, at byte `offset` of a slab or a host buffer."""
         return self._view(storage, offset, self.link_dtype)
 
     def _view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> Tensor:
@@ -208,7 +208,7 @@ class ModelLayout:
         self.link_bytes[is_trainable] += self.aligned(link_start + slot.link_bytes)
 
     def full_name(self, layer: int, path: str, attribute: str) -> str:
-        """As a state dict of the model has it."""
+        """Name of an attribute as a state dict of the model has it."""
         return ".".join(filter(None, (self.names[layer], path, attribute)))
 
     @cached_property
@@ -263,7 +263,7 @@ class ModelLayout:
         return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
-        """Rounded up to the alignment."""
+        """Round up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)
 
     def buffer_bytes(self, buffer: Tensor) -> int:
@@ -271,7 +271,7 @@ class ModelLayout:
         return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:
-        """In the order of `model.parameters()`."""
+        """Trainable parameters, in the order of `model.parameters()`."""
         return [slot for slot in self.slots if slot.trainable]
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:

@@ -12,7 +12,7 @@ from hydra_engine.tasks import ModelTask
 
 
 class LossScale:
-    """What the loss is multiplied by, so that small gradients survive float16.
+    """Factor of the loss, with which small gradients survive float16.
 
     Grows after so many finite steps in a row, shrinks after one that is not: the rule and the defaults of
     https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler, whose own `update` wants its own `step`.
@@ -49,7 +49,7 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.amp.GradScaler` has it, which can load it."""
+        """State that `torch.amp.GradScaler` can load."""
         return {
             "scale": self.scale,
             "growth_factor": self._growth_factor,
@@ -81,6 +81,6 @@ class LossScale:
 
 
 def _float32(value: float) -> float:
-    """As torch keeps it."""
+    """Round to float32, in which torch keeps it."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))

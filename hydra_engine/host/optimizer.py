@@ -6,30 +6,26 @@ A shard is copied before its optimizer steps it, so that a step that raises half
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as base
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied, identical
+from hydra_engine.data import DrawsRefused, copied
 from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
-from hydra_engine.host.device_step import DeviceStep
+from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
-from partitioners.boundary import extent_bytes
 
 
 class BeforeUpdate:
@@ -78,7 +74,41 @@ def _as_it_was(value: Any, before: Any) -> Any:
     return before
 
 
-_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+class Averages:
+    """Keeps averages of weights (`ema_decay`), which move towards the weights with each step."""
+
+    def __init__(self, decay: float | None, slots: Sequence[Slot]) -> None:
+        self.decay = decay
+        self._slots = () if decay is None else tuple(slots)
+        self.tensors = {slot.index: torch.empty_like(slot.parameter) for slot in self._slots}
+
+    @torch.no_grad()
+    def move(self, slots: Iterable[Slot], *, is_first: bool) -> None:
+        """Move the averages of these towards the weights, also of those that received no gradient."""
+        if self.decay is None:
+            return
+        for slot in slots:
+            average = self.tensors[slot.index]
+            if is_first:
+                average.copy_(slot.parameter)
+            else:
+                average.lerp_(slot.parameter, 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages by name: the tensors themselves, which the next step changes."""
+        return {slot.name: self.tensors[slot.index] for slot in self._slots}
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+        for slot in self._slots:
+            if slot.name not in saved:
+                raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
+            self.tensors[slot.index] = saved[slot.name]
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state dict with the averages in the place of the weights."""
+        return with_averages(model, {id(slot.parameter): self.tensors[slot.index] for slot in self._slots})
+
 
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
@@ -87,7 +117,7 @@ TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step's updates need, as it was at its commit: the next step and the scheduler go on meanwhile."""
+    """A step as its updates need it, as of its commit: the next step and the scheduler go on meanwhile."""
 
     groups: list[dict[str, Any]]  # hyperparameters and parameters of each group
     has_gradient: dict[int, bool]
@@ -98,120 +128,37 @@ class StepRecord:
     hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
 
 
-class _Places:
-    """Where the user's parameters and buffers lie, for hooks that are called in the place of a backward."""
+class DeviceStep(NamedTuple):
+    """Tensors that a device steps a shard's optimizer with, and those that this leaves, by slot."""
 
-    def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
-        registered, num = layout.originals.registered, len(layout.slots)
-        self.parameters = {id(slot.parameter): registered[k].name for k, slot in enumerate(layout.slots)}
-        self._numbers = {registered[num + k].name: k for k in range(len(layout.buffers))}
-        self._user, self._now, self._staged = layout.buffers, pool.buffers or layout.buffers, staging.buffers
-        tensors = [*(slot.parameter for slot in layout.slots), *layout.buffers]
-        found = zip(tensors, registered, strict=True)
-        self._names = {tensor.data_ptr(): (tensor.data_ptr() + extent_bytes(tensor), e.name) for tensor, e in found}
-        self._starts = sorted(self._names)
-
-    def name_of(self, tensor: Tensor) -> str:
-        """What lies there; "": nothing of the model's."""
-        k = bisect_right(self._starts, address := tensor.data_ptr() if tensor.numel() else 0)
-        end, name = self._names[self._starts[k - 1]] if k else (0, "")
-        return name if address < end else ""
-
-    def is_behind(self, name: str) -> bool:
-        """Whether it is a buffer that forwards have changed since the user's modules had it."""
-        k = self._numbers.get(name)
-        return k is not None and (k in self._staged or not identical(self._user[k], self._now[k]))
-
-
-class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where a hook on a parameter goes beyond its gradient to what is elsewhere meanwhile.
-
-    In the plain loop hooks are called in the middle of the backward; here they are after it, on the host.
-    """
-
-    def __init__(self, slot: Slot, places: _Places, *, is_early: bool) -> None:
-        super().__init__(f"a hook on parameter {slot.name}")
-        self._own, self._places, self._is_early = f"parameter {slot.name}", places, is_early
-        self.may_step = False  # the parameter itself
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            self._check(value, is_written=argument.alias_info is not None and argument.alias_info.is_write)
-        for value in kwargs.values():
-            self._check(value, is_written=value is kwargs.get("out"))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _check(self, value: Any, *, is_written: bool) -> None:
-        for tensor in pytree.tree_leaves(value):
-            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                continue
-            name = self._places.name_of(tensor)
-            if not name or (name == self._own and (self.may_step or not is_written)):
-                continue
-            if is_written:
-                raise RuntimeError(
-                    f"{self._who} writes to {name}, limit: its gradient, and what is outside of the model, since "
-                    f"devices have copies; write to a buffer in the forward"
-                )
-            if self._places.is_behind(name):
-                raise RuntimeError(
-                    f"{self._who} reads {name}, which forwards change, limit: what is the same in all steps, since the "
-                    f"model's own is brought up to date after training; keep what the hook needs in a tensor of its own"
-                )
-            if self._is_early and name.startswith("parameter"):
-                raise RuntimeError(
-                    f"{self._who} reads {name}, limit: its own with early_release, since others may have this step's "
-                    f"update; leave early_release out"
-                )
-
-
-class _GradientReads(TorchFunctionMode):
-    """Raises RuntimeError where a hook asks for the gradient of another parameter than its own."""
-
-    def __init__(self, slot: Slot, places: _Places) -> None:
-        super().__init__()
-        self._slot, self._places = slot, places
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func == _GRADIENT and args[0] is not self._slot.parameter and id(args[0]) in self._places.parameters:
-            raise RuntimeError(
-                f"a hook on parameter {self._slot.name} reads the .grad of {self._places.parameters[id(args[0])]}, "
-                f"limit: its own; let the optimizer do what needs several gradients (optimizer_scope='task')"
-            )
-        return func(*args, **(kwargs or {}))
+    masters: dict[int, Tensor]  # of parameters that are narrow on the device
+    states: dict[int, dict[str, Any]]
 
 
 class TaskOptimizer:
     """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
 
     def __init__(self, task: ModelTask, layout: ModelLayout, *, commits: bool = True) -> None:
-        self.commits = commits
+        self.commits = commits  # False: a rehearsal, whose weights and states nobody keeps
         self._task = task
         self._layout = layout
         self._slots = layout.trainable_slots()
-        self._by_index = {slot.index: slot for slot in self._slots}
         self.epoch = 0  # of the step in progress
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._is_torchs = is_torchs(self.optimizer)
-        self._epoch = 0
+        self._schedule_epoch = 0  # that the scheduler has reached
         self._num_steps = 0
         self._loss_scale = LossScale.of(task)
         self._releasing = threading.Lock()  # shards of a step are released side by side
         self._released: StepRecord | None = None  # of the step in progress, with early release
-        averaged = self._slots if task.ema_decay is not None else []
-        self._averages = {slot.index: torch.empty_like(slot.parameter) for slot in averaged}
+        self._averages = Averages(task.ema_decay, self._slots)
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by; None: by nothing."""
+        """Factor of the next step's loss; None: it has none."""
         return None if self._loss_scale is None else self._loss_scale.scale
 
     @property
@@ -232,7 +179,7 @@ class TaskOptimizer:
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return replace(self.skipped(), loss_scale=scale)
-        hooked = self._call_hooks(self._slots, staging, pool, scale)
+        hooked = call_hooks(self._slots, staging, pool, partial(self._finished, pool, scale, {}), self.secure)
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
@@ -248,7 +195,7 @@ class TaskOptimizer:
             hooked=hooked,
         )
         if self._task.optimizer_scope == "task":
-            self._average(self._slots, record)
+            self._averages.move(self._slots, is_first=record.is_first)
         self._count_step()
         return record
 
@@ -303,10 +250,11 @@ class TaskOptimizer:
         self.secure(shard.owned)
         record = self._record_released(epoch)
         if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
-            self._average(pool.owned(shard), record)
+            self._averages.move(pool.owned(shard), is_first=record.is_first)
             return
         try:
-            hooked = self._call_hooks(pool.owned(shard), staging, pool, None)
+            finished = partial(self._finished, pool, None, {})
+            hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
             pool.gradients.take_back(shard)
@@ -323,12 +271,12 @@ class TaskOptimizer:
 
     @property
     def counts_on_device(self) -> bool:
-        """As torch.optim's fused and capturable optimizers have them; others read them on the host."""
+        """Return True if counts of steps lie beside the parameters, as with fused and capturable optimizers."""
         return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
 
     def host_step(self, shard: Shard) -> DeviceStep:
-        """What a device needs to step a shard: masters and states as they are in DRAM."""
-        slots = [self._by_index[index] for index in shard.owned]
+        """Masters and states of a shard as they are in DRAM, which a device needs to step it."""
+        slots = [self._layout.slots[index] for index in shard.owned]
         return DeviceStep(
             masters={slot.index: slot.parameter.data for slot in slots if slot.dtype != slot.link_dtype},
             states={slot.index: dict(self.optimizer.state.get(slot.parameter, {})) for slot in slots},
@@ -346,7 +294,7 @@ class TaskOptimizer:
             master = loaded.masters.get(index)
             parameter = parameters[index] if master is None else nn.Parameter(master)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-            own[id(self._by_index[index].parameter)] = parameter
+            own[id(self._layout.slots[index].parameter)] = parameter
         self.secure(())  # the schedule may go on to an epoch
         groups = self._record_released(self.epoch).groups
         part = part_of(
@@ -354,7 +302,7 @@ class TaskOptimizer:
         )
         part.state = defaultdict(dict)
         for index in received:
-            parameter = own[id(self._by_index[index].parameter)]
+            parameter = own[id(self._layout.slots[index].parameter)]
             part.state[parameter] = loaded.states[index]
         try:
             if received:
@@ -362,7 +310,7 @@ class TaskOptimizer:
         finally:
             for parameter in own.values():
                 parameter.grad = None
-        found = {index: own[id(self._by_index[index].parameter)] for index in received}
+        found = {index: own[id(self._layout.slots[index].parameter)] for index in received}
         for index, parameter in found.items():
             if index in loaded.masters:
                 parameters[index].data.copy_(parameter.data)
@@ -374,7 +322,7 @@ class TaskOptimizer:
     def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
         """Take over the states of a shard that are in DRAM again."""
         for index, state in states.items():
-            self.optimizer.state[self._by_index[index].parameter] = state
+            self.optimizer.state[self._layout.slots[index].parameter] = state
 
     def _commit_released(self, epoch: int) -> StepRecord:
         with self._releasing:
@@ -389,47 +337,6 @@ class TaskOptimizer:
             return hooked[slot.index]
         gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
-
-    @torch.no_grad()  # as in a backward
-    def _call_hooks(
-        self, slots: Iterable[Slot], staging: StepStaging, pool: HostPool, scale: float | None
-    ) -> dict[int, Tensor]:
-        """Let the hooks that the user registered on a parameter act on its finished gradient; what they left of it."""
-        hooked: dict[int, Tensor] = {}
-        drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
-        places: _Places | None = None
-        for slot in slots:
-            parameter = slot.parameter
-            hooks = list((parameter._backward_hooks or {}).values())
-            after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
-            if not (hooks or after) or not staging.has_gradient.get(slot.index):
-                continue
-            self.secure(None)  # a hook may step what it likes
-            gradient = hooked[slot.index] = self._finished(pool, scale, {}, slot)
-            places = places or _Places(self._layout, staging, pool)
-            with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):
-                for hook in hooks:
-                    changed = hook(gradient)
-                    if changed is not None and changed is not gradient:
-                        gradient.copy_(changed)
-                for hook in after:
-                    parameter.grad = gradient
-                    watch.may_step = True
-                    hook(parameter)
-                    if parameter.grad is None:  # it was taken, for an optimizer of the hook's own
-                        staging.has_gradient[slot.index] = False
-                    elif parameter.grad is not gradient:
-                        gradient.copy_(parameter.grad)
-                    parameter.grad = None
-                    pool.bring_back([slot])
-                    pool.renew([slot])  # the hook may have stepped an optimizer of its own
-            if watch.own.keys() & drawing.keys():  # a backward calls hooks in another order
-                raise RuntimeError(
-                    f"hooks on parameter {slot.name} and another one draw from the same torch.Generator, in an order "
-                    f"that is not that of a backward; give each parameter's hook a generator of its own"
-                )
-            drawing |= watch.own
-        return hooked
 
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
@@ -449,10 +356,10 @@ class TaskOptimizer:
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
-        while self._epoch < epoch:
+        while self._schedule_epoch < epoch:
             if self._task.lr_scheduler_interval == "epoch":
                 self._move_schedule()
-            self._epoch += 1
+            self._schedule_epoch += 1
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
         """Step the parameters that a shard owns, each from its own gradient, state and recorded hyperparameters."""
@@ -468,7 +375,7 @@ class TaskOptimizer:
         if not self._is_torchs:
             pool.bring_back([*slots, *without])
             pool.renew(without)
-        self._average(pool.owned(shard), record)
+        self._averages.move(pool.owned(shard), is_first=record.is_first)
 
     def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
         """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
@@ -479,7 +386,8 @@ class TaskOptimizer:
         owned = pool.owned(shard) if not record.is_skipped else []
         slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
         gradients = [record.hooked.get(slot.index, pool.gradients.of(slot)) for slot in slots]
-        averages = [self._averages[slot.index] for slot in owned if slot.index in self._averages]
+        known = self._averages.tensors
+        averages = [known[slot.index] for slot in owned if slot.index in known]
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
 
     def _step(
@@ -531,39 +439,27 @@ class TaskOptimizer:
             for slot in slots:
                 slot.parameter.grad = None
 
-    @torch.no_grad()
-    def _average(self, slots: Iterable[Slot], record: StepRecord) -> None:
-        """Move the averages towards the weights, also of those that received no gradient."""
-        if self._task.ema_decay is None:
-            return
-        for slot in slots:
-            average = self._averages[slot.index]
-            if record.is_first:
-                average.copy_(slot.parameter)
-            else:
-                average.lerp_(slot.parameter, 1 - self._task.ema_decay)
-
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
         for slot in self._slots:
-            if slot.index in self._averages:
-                yield slot.index, self._averages[slot.index]
+            if slot.index in self._averages.tensors:
+                yield slot.index, self._averages.tensors[slot.index]
             for value in self.optimizer.state.get(slot.parameter, {}).values():
                 if isinstance(value, Tensor):
                     yield slot.index, value
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint takes of the updates: the tensors themselves, which the next step changes."""
-        averages = {slot.name: self._averages[slot.index] for slot in self._slots if self._averages}
-        return {"optimizer": self.optimizer.state_dict(), "averages": averages if self._num_steps else {}}
+        """State of the updates for a checkpoint: the tensors themselves, which the next step changes."""
+        averages = self._averages.state() if self._num_steps else {}
+        return {"optimizer": self.optimizer.state_dict(), "averages": averages}
 
     def schedule(self) -> dict[str, Any]:
-        """What a checkpoint takes of all else."""
+        """State of all else for a checkpoint."""
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
             "num_steps": self._num_steps,
-            "epoch": self._epoch,
+            "epoch": self._schedule_epoch,
         }
 
     def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
@@ -583,20 +479,15 @@ class TaskOptimizer:
             self.scheduler.load_state_dict(schedule["scheduler"])
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
-        self._num_steps, self._epoch = schedule["num_steps"], schedule["epoch"]
+        self._num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
-        if self._averages and self._num_steps:
-            for slot in self._slots:
-                if slot.name not in state["averages"]:
-                    raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
-                self._averages[slot.index] = state["averages"][slot.name]
+            self._averages.restore(state["averages"])
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
-        if self._task.ema_decay is None or self._num_steps == 0:
-            return None
-        return with_averages(self._task.model, {id(slot.parameter): self._averages[slot.index] for slot in self._slots})
+        is_there = self._averages.decay is not None and self._num_steps > 0
+        return self._averages.state_dict(self._task.model) if is_there else None
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -604,23 +495,6 @@ def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str,
     own = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {name: averages.get(own.get(name, 0), value).detach().clone() for name, value in state.items()}
-
-
-def has_hooks(layout: ModelLayout) -> bool:
-    """Whether the user has registered hooks on parameters."""
-    return any(
-        slot.parameter._backward_hooks or getattr(slot.parameter, "_post_accumulate_grad_hooks", None)
-        for slot in layout.trainable_slots()
-    )
-
-
-def check_no_hooks(name: str, layout: ModelLayout) -> None:
-    """Refuse hooks on parameters where devices step the optimizer."""
-    if has_hooks(layout):
-        raise ValueError(
-            f"{name}: hooks are registered on parameters, which act on the host; remove them, or set "
-            f"optimizer_device='host'"
-        )
 
 
 def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -668,7 +542,7 @@ def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """As `torch.nn.utils.get_total_norm`, with one gradient at a time: a widened one is gone before the next.
+    """Norm as of `torch.nn.utils.get_total_norm`, one gradient at a time: a widened one is gone before the next.
 
     That takes the norms by type and device, in an order of its own, and rounds to the types that meet.
     """

@@ -197,13 +197,13 @@ class HostPool:
                 self.narrow(slot).copy_(slot.parameter.data)
 
     def narrow(self, slot: Slot) -> Tensor:
-        """What devices are sent of a parameter."""
+        """The tensor that devices are sent of a parameter."""
         if slot.trainable:
             return slot.link_view(self._link, slot.link_offset)
         return self._blocks[slot.index].cast(slot)
 
     def sources(self, piece: SlabPiece) -> list[tuple[int, Tensor]]:
-        """Where the bytes of a shard's piece are: (start within it, bytes), in as few as there are."""
+        """Runs of bytes that make up a shard's piece, as few as there are: (start within it, bytes)."""
         if piece.trainable:
             return [(0, _bytes(self._link, piece.source, piece.num_bytes))]
         found: list[tuple[int, torch.UntypedStorage, int, int]] = []  # (start, storage, first, end)
@@ -222,7 +222,7 @@ class HostPool:
         return [(start, _bytes(storage, first, end - first)) for start, storage, first, end in found]
 
     def frozen_key(self, shard: Shard) -> Hashable:
-        """The same for shards whose slabs have the same frozen parameters at the same places, in any task."""
+        """Key that shards share, in any task, whose slabs have the same frozen parameters at the same places."""
         found: list[tuple[int, ...]] = []
         for index, offset in zip(shard.slots, shard.offsets, strict=True):
             if not self.layout.slots[index].trainable:

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class BuffersChanged(RuntimeError):
 
 
 class StepParts:
-    """Where the parts of one step meet: ((g0 + g1) + g2) + ..., as one device would have added.
+    """Sums of the gradients of one step's parts: ((g0 + g1) + g2) + ..., as one device would have added.
 
     Either a part goes on from the sum of those before it, which is sent up to its device, and `put`s another. Or it
     sends down the gradients of each micro-batch, to be `add`ed: those that come before their turn wait in DRAM. Both
@@ -130,6 +130,16 @@ class StepParts:
             return self._wide[slot]
 
 
+class Given(NamedTuple):
+    """Micro-batches that a step begins with."""
+
+    inputs: tuple[Boundary, ...] = ()
+    targets: tuple[Boundary, ...] = ()
+    weights: tuple[float, ...] = ()  # of their losses
+    start: tuple[RandomState, ...] = ()  # before each forward
+    signature: Signature = NO_BATCH  # which decides the memory of every unit of the step
+
+
 class StepStaging:
     """Everything a step has produced and not yet committed. Written by store lanes, thrown away or committed whole.
 
@@ -139,13 +149,9 @@ class StepStaging:
     """
 
     def __init__(self) -> None:
-        self.weights: list[float] = []
-        self.signature = NO_BATCH  # what decides the memory of every unit of the step
-        self.inputs: list[Boundary] = []
-        self.targets: list[Boundary] = []
+        self.given = Given()
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
         self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
-        self.start: list[RandomState] = []
         self.serial = 0  # of the step; what is on a device of another one's is of no use
         self.clear()
 
@@ -163,7 +169,7 @@ class StepStaging:
     @property
     def num_bytes(self) -> int:
         """DRAM that a step in progress takes: the batch, boundaries and their gradients, buffers."""
-        values = [*self.inputs, *self.targets, *self._boundaries.values()]
+        values = [*self.given.inputs, *self.given.targets, *self._boundaries.values()]
         tensors = [tensor for value in values for tensor in value.tensors]
         tensors += [t for gradients in self._gradients.values() for t in gradients if t is not None]
         tensors += [t for t in (*self.tied.values(), *self.buffers.values()) if t is not None]
@@ -173,7 +179,7 @@ class StepStaging:
         self,
         boundaries: Sequence[tuple[Boundary, Boundary]],
         weights: Sequence[float],
-        start: list[RandomState],
+        start: Sequence[RandomState],
         signature: Signature,
     ) -> None:
         """Start a step on micro-batches (inputs, target), of this signature.
@@ -182,21 +188,18 @@ class StepStaging:
         """
         self.clear()
         self.serial += 1
-        self.inputs = [inputs for inputs, _ in boundaries]
-        self.targets = [target for _, target in boundaries]
-        self.weights = list(weights)
-        self.start = start
-        self.signature = signature
+        inputs, targets = tuple(inputs for inputs, _ in boundaries), tuple(target for _, target in boundaries)
+        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature)
         for m, state in enumerate(start):
             self.random[0, m] = state
 
     @property
     def num_micro_batches(self) -> int:
-        return len(self.inputs)
+        return len(self.given.inputs)
 
     def entering(self, shard: int | str, m: int) -> Boundary:
         """The boundary that enters a shard, or the value of a skip."""
-        return self.inputs[m] if shard == 0 else self._boundaries[shard, m]
+        return self.given.inputs[m] if shard == 0 else self._boundaries[shard, m]
 
     def take(self, shard: int, m: int) -> Boundary:
         """The boundary that enters a shard, or leaves the last; it is the caller's, and no longer kept here."""
@@ -242,18 +245,20 @@ class StepStaging:
         self._gradients[shard, m] = stored
 
     def signature_of(self, part: int) -> Signature:
-        """What decides the memory of the units of a part of the step."""
+        """Signature that decides the memory of the units of a part of the step."""
         if self.parts is None:
-            return self.signature
+            return self.given.signature
         first, end = self.parts.ranges[part]
-        return self.signature.part(first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches))
+        return self.given.signature.part(
+            first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches)
+        )
 
     def range_of(self, part: int) -> tuple[int, int]:
         """The micro-batches [first, end) of a part of the step."""
         return (0, self.num_micro_batches) if self.parts is None else self.parts.ranges[part]
 
     def buffers_for(self, shard: Shard, part: int, committed: list[Tensor]) -> dict[int, Tensor]:
-        """What a shard's forward begins with; the same again in its backward, and when it is run again."""
+        """Buffers that a shard's forward begins with: the same in its backward, and when it is run again."""
         key = (shard.index, part)
         if key not in self.buffers_before:
             self.buffers_before[key] = {index: self.buffers.get(index, committed[index]) for index in shard.buffers}

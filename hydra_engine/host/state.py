@@ -1,4 +1,4 @@
-"""One task during one run: its layout, its pool, the step in progress, and what is known of its units."""
+"""One task during one run: its layout, pool and cut, the step in progress, and what is known of its units."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
 from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.cut import Cut, Progress
-from hydra_engine.host.device_step import DeviceStepper
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
+from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
@@ -31,7 +31,7 @@ ORDER_TOLERANCE = 1e-2
 
 
 class Region(NamedTuple):
-    """A slab of a shard, and what its contents go by."""
+    """A slab of a shard, and the key of its contents."""
 
     key: Hashable
     trainable: bool
@@ -62,9 +62,10 @@ class Observed:
 
 
 class TaskState:
-    """Joins what devices, optimizer and reader need of a task.
+    """Joins what devices, optimizer and reader need of a task: its weights, its step, its cut, and what is known of it.
 
-    Its staging is written by one unit of each part of a step at a time.
+    Its staging is written by one unit of each part of a step at a time. Its cut is replaced by the thread that plans,
+    while no unit of the task is at work.
     """
 
     def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool) -> None:
@@ -80,11 +81,11 @@ class TaskState:
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
-        self.stepper: DeviceStepper | None = None  # while steps are taken on devices
+        self.stepper: TaskOptimizer | None = None  # while steps are taken on devices
         self.num_commits = 0  # of training steps in this run
 
     def may_keep_graph(self, shard: Shard) -> bool:
-        """Whether a shard's backward can go on from its forward's graph, instead of running the forward again."""
+        """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""
         crosses = shard.borrowed or shard.upper or shard.arriving or shard.leaving
         alone = shard.index not in self.cut.locked | self.cut.keep_saved | self.measured.uncounted
         # A backward sees the buffers as its own micro-batch's forward left them.
@@ -158,7 +159,7 @@ class TaskState:
         return sum(self.layout.aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
 
     def changes_buffers(self, shard: Shard) -> bool:
-        """Whether a shard's forward is known to change buffers, or has to be taken to."""
+        """Return True if a shard's forward changes buffers, as far as is known."""
         return bool(shard.buffers) and (
             self.observed.any_may_change or not self.observed.changed_buffers.isdisjoint(shard.buffers)
         )
@@ -228,14 +229,14 @@ class TaskState:
         return shard.slab_bytes + self.work_bytes(shard)
 
     def work_bytes(self, shard: Shard) -> int:
-        """Of these, what the largest unit seen so far takes beside the slab."""
+        """Bytes that the largest unit of a shard seen so far takes beside the slab."""
         units = [
             u.total(self.cut.num_micro_batches) for (_, j, _), u in self.measured.known.items() if j == shard.index
         ]
         return self.buffer_bytes(shard) + self.step_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
-        """Where the layers left the random stream in the step in progress."""
+        """Random state that the last layer has left in the step in progress."""
         last = self.staging.num_micro_batches - 1
         return self.staging.random[len(self.cut.shards), last]
 
@@ -275,7 +276,7 @@ class TaskState:
             )
 
     def shares_changed_buffer(self) -> bool:
-        """Whether layers of several shards hold one buffer that their forward changes."""
+        """Return True if layers of several shards hold one buffer that their forward changes."""
         changed = self.observed.changed_buffers
         holders = Counter(index for shard in self.cut.shards for index in shard.buffers if index in changed)
         return max(holders.values(), default=0) > 1
@@ -283,7 +284,7 @@ class TaskState:
     def check_draws(self) -> None:
         """Refuse draws that several micro-batches would take in another order than the plain loop."""
         if self.cut.num_micro_batches > 1:
-            for m, start in enumerate(self.staging.start):
+            for m, start in enumerate(self.staging.given.start):
                 if not self.staging.random[len(self.cut.shards), m].same_outside_torch(start):
                     raise ValueError(
                         f"{self.name}: a layer draws from `random` or `numpy.random` with accumulation_steps "
@@ -293,7 +294,7 @@ class TaskState:
 
 
 def _repeated(stored: Tensor, again: Tensor) -> bool:
-    """Whether two runs of a forward gave the same; a device's kernels may add in another order each time."""
+    """Return True if two runs of a forward gave the same. Kernels of a device may add in another order each time."""
     if identical(stored, again):
         return True
     if again.device.type == "cpu" or stored.shape != again.shape or not again.is_floating_point():

@@ -155,7 +155,7 @@ class Figures:
             self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
         self._note_parts(batch)
         # In one piece, unless it did not fit so.
-        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.weights))
+        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.given.weights))
         metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
         self._means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
 
@@ -169,7 +169,7 @@ class Figures:
         if number == 1:
             return
         ends = [staging.random[len(state.cut.shards), m] for m in range(number)]
-        draws = not all(end.same_as(start) for end, start in zip(ends, staging.start, strict=True))
+        draws = not all(end.same_as(start) for end, start in zip(ends, staging.given.start, strict=True))
         if draws or staging.buffers:
             does = "draws random numbers" if draws else "changes a buffer"
             raise ValueError(

@@ -118,6 +118,8 @@ class Scheduler:
 
     def _said(self) -> list[Instruction]:
         """Instructions since the last time; a policy that raises leaves what was said before it for the next event."""
+        if not self._out:
+            return []
         out = self._out.copy()
         self._out.clear()
         return out
@@ -191,8 +193,9 @@ class Scheduler:
         """Commit a step whose units are all through, and the updates that were released early."""
         num_units = len(task.chain)
         is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
-        has_to_wait = task.phase.is_over or task.on_host is not OnHost.NOTHING or (task.training and task.stale)
-        if is_through and not has_to_wait:
+        if is_through and not (
+            task.phase.is_over or task.on_host is not OnHost.NOTHING or (task.training and task.stale)
+        ):
             task.on_host = OnHost.COMMIT
             self._out.append(Commit(task.added.task, task.training))
 
@@ -287,11 +290,12 @@ class Scheduler:
 
     def _advance(self, task: ScheduledTask) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
-        is_busy = task.on_host is not OnHost.NOTHING or task.under_way or (task.chain and not task.phase.is_over)
-        if is_busy or task.phase is Phase.FINISHED:
+        phase = task.phase
+        if (task.chain and not phase.is_over) or task.on_host is not OnHost.NOTHING:
             return
-        has_no_more = task.phase is Phase.ALL_READ and task.next_batch is None and task.misfit is None
-        if task.phase.is_over or has_no_more:
+        if phase is Phase.FINISHED or task.under_way:
+            return
+        if phase.is_over or (phase is Phase.ALL_READ and task.next_batch is None and task.misfit is None):
             if not task.stale:
                 self._finish(task)
             return

@@ -212,9 +212,10 @@ class Part:
     def next_unit(self) -> Unit | None:
         """The unit that could be loaded now."""
         task = self.task
-        if self.position >= len(task.chain) or task.phase.is_over:
+        chain = task.chain
+        if self.position >= len(chain) or task.phase.is_over:
             return None
-        kind, shard = task.chain[self.position]
+        kind, shard = chain[self.position]
         return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
 
     def leave(self, device: ScheduledDevice | None) -> None:

@@ -191,16 +191,16 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """Checkpoints that a run has saved, and what they cost it."""
+    """Checkpoints that a run saved, and their cost."""
 
     num_saved: int = 0  # checkpoints, those at tasks' ends too
-    num_failed: int = 0  # that the directory did not take
-    num_bytes: int = 0  # written; what was linked is not
-    write_s: float = 0.0  # in which they were written, beside all other work
-    copied_bytes: int = 0  # since they changed before they were written
-    held_s: float = 0.0  # that updates, commits and stores waited for saves, all threads together
-    path: str | None = None  # of the last one
-    messages: tuple[str, ...] = ()  # what went wrong; also in Report.messages
+    num_failed: int = 0  # checkpoints that the directory did not take
+    num_bytes: int = 0  # that were written; files that are named again do not count
+    write_s: float = 0.0  # spent writing, beside all other work
+    copied_bytes: int = 0  # that changed before they were written
+    held_s: float = 0.0  # for which updates, commits and stores waited for saves, summed over threads
+    path: str | None = None  # the last one's manifest
+    messages: tuple[str, ...] = ()  # that tell what went wrong; also in Report.messages
 
     def __str__(self) -> str:
         rate = format_bytes(int(self.num_bytes / self.write_s)) + "/s" if self.write_s else "-"

@@ -96,12 +96,12 @@ class Attributes:
         self._nodes.append(_Node(container, layer, attribute, is_own))
 
     def is_changed(self) -> bool:
-        """Whether anything is not as it was: by identity, so that one that equals what it was may count as changed."""
+        """Return True if anything is not as it was: by identity, so that an equal object may count as changed."""
         same_size = list(map(len, self._views)) == self._sizes
         return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
 
     def changed(self) -> list[Changed]:
-        """What has changed, by the attribute of a module."""
+        """Return what has changed, by the attribute of a module."""
         if not self.is_changed():
             return []
         found: dict[Changed, None] = {}
@@ -144,21 +144,21 @@ def _contents(container: Any) -> Contents:
 
 
 def _is_same(now: Contents, saved: Contents) -> bool:
-    """Whether the same objects are at the same places."""
+    """Return True if the same objects are at the same places."""
     if len(now) != len(saved) or not all(map(is_, _values(now), _values(saved))):
         return False
     return not isinstance(now, dict) or not isinstance(saved, dict) or all(map(is_, now, saved))
 
 
 def _equal(now: Any, saved: Any) -> bool:
-    """Whether a value says the same: numbers and words by what they are."""
+    """Return True if a value is the same object, or an equal number or string."""
     if now is saved:
         return True
     return type(now) is type(saved) and isinstance(now, (bool, int, float, str)) and now == saved
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether deepcopy copies the object's attributes one by one, so that nobody else has them."""
+    """Return True if deepcopy copies the object's attributes one by one, so that nobody else has them."""
     kind = type(value)
     if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, (type, torch.Generator)):
         return False

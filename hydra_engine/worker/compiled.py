@@ -90,7 +90,7 @@ def _call(layer: nn.Module, value: Any) -> Any:
 
 
 class Form:
-    """How a layer is built and called: its compiled function, or why it has none."""
+    """A way to build and call a layer: its compiled function, or the reason why it has none."""
 
     def __init__(self, backend: Backend) -> None:
         # Code of its own, since torch counts and searches graphs by the code that they were made from.
@@ -188,13 +188,13 @@ class CompiledLayers:
 
 
 def _is_left_out(module: nn.Module) -> bool:
-    """Whether its user keeps it out, or it reads what no graph has as an input."""
+    """Return True if its user keeps it out, or if it reads what no graph has as an input."""
     disabled = getattr(module.forward, "_torchdynamo_disable", False)
     return bool(disabled) or any(isinstance(each, Skips) for each in vars(module).values())
 
 
 def _key(layer: nn.Module, value: Any) -> Hashable:
-    """What a graph of the layer on this input depends on."""
+    """Return all that a graph of the layer on this input depends on."""
     modules = tuple(
         (path, type(module), *((name, each) for name, each in vars(module).items() if _is_plain(each)))
         for path, module in layer.named_modules(remove_duplicate=False)

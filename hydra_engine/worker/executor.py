@@ -205,7 +205,6 @@ class UnitRunning:
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
         self._had_gradients = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._spec.kind != EVALUATE)
         try:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
@@ -214,8 +213,10 @@ class UnitRunning:
             if self._spec.kind == EVALUATE:
                 layers = self._structure.layers[self._shard.first : self._end]
                 self._was_training = [(module, module.training) for layer in layers for module in layer.modules()]
-                for layer in layers:
-                    layer.eval()
+                with self._executor.modes():  # may be the user's code
+                    for layer in layers:
+                        layer.eval()
+            torch.set_grad_enabled(self._spec.kind != EVALUATE)
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceLost
-from hydra_engine.host import BuffersChanged, DeviceStepper
+from hydra_engine.host import BuffersChanged, TaskOptimizer
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
@@ -282,7 +282,7 @@ class Runner:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
 
-    def _step(self, run: UnitRun, stepper: DeviceStepper) -> Step:
+    def _step(self, run: UnitRun, stepper: TaskOptimizer) -> Step:
         """Return what steps the optimizer on the device."""
         loaded, run.step = run.step, None
         assert loaded is not None

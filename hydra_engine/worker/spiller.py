@@ -1,4 +1,4 @@
-"""Streams one device's shards and boundaries between DRAM and the device. Knows which shard is in which slab."""
+"""Copies one device's shards, boundaries and gradients between DRAM and the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import BuffersChanged, DeviceStep, DeviceStepper, Shard, TaskState
+from hydra_engine.host import BuffersChanged, DeviceStep, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -83,9 +83,9 @@ class Spiller:
         self._device.give_slab_back(slab)
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
-        """The buffers that a shard's forward begins with; a shard below may have changed a shared one.
+        """Bring the buffers that a shard's forward begins with; a shard below may have changed a shared one.
 
-        `after`: as all forwards of the step left them, which is what a backward that runs none of them sees.
+        after: as all forwards of the step left them, which is what a backward that runs none of them sees.
         """
         if not shard.buffers:
             return {}
@@ -93,7 +93,7 @@ class Spiller:
         return {index: self._bring(tensor) for index, tensor in sources.items()}
 
     def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
-        """Bytes that the same take on the device."""
+        """Return the bytes that the same take on the device."""
         return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
 
     @staticmethod
@@ -104,11 +104,11 @@ class Spiller:
         return sources
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
-        """The gradients of the parts of the step before this one."""
+        """Bring the gradients of the parts of the step before this one."""
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
-    def load_step(self, stepper: DeviceStepper, shard: Shard) -> DeviceStep:
+    def load_step(self, stepper: TaskOptimizer, shard: Shard) -> DeviceStep:
         """Bring what stepping a shard on the device takes."""
         host = stepper.host_step(shard)
         return DeviceStep(
@@ -123,7 +123,7 @@ class Spiller:
         )
 
     def store_step(
-        self, state: TaskState, stepper: DeviceStepper, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
+        self, state: TaskState, stepper: TaskOptimizer, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
     ) -> None:
         """Send what a step on the device left: weights, masters of narrow ones, and states."""
         if not stepper.commits:
@@ -145,7 +145,7 @@ class Spiller:
         stepper.keep(shard, states)
 
     def _stored(self, before: Any, tensor: Tensor) -> Tensor:
-        """A state in DRAM, in the place it had."""
+        """Send a state to DRAM, to the place it had if it still fits there."""
         kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
         if not kept or before.stride() != tensor.stride():
             return self._sent(tensor)
@@ -153,7 +153,7 @@ class Spiller:
         return cast("Tensor", before)
 
     def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
-        """Room for what one micro-batch of a unit starts from; of what its forward did, nothing if that is there.
+        """Make room for what one micro-batch of a unit starts from; `has_graph`: its forward's input is not needed.
 
         In the compute lane, so that the room is of its stream's memory, whichever lane fills it. Whoever drops it then
         gives it to kernels that come after those that read it; of another stream's memory, the next input would be
@@ -172,8 +172,8 @@ class Spiller:
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
-            micro.target = placed_all(staging.targets[m])
-            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.weights[m]
+            micro.target = placed_all(staging.given.targets[m])
+            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.given.weights[m]
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
@@ -265,11 +265,11 @@ class Spiller:
         self._device.copy(STORE, [(place, gradient)])
 
     def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
-        """Keep what entered a shard's forward for its backward, if there is room; `is_held`: its output is it, too."""
+        """Keep the input of a shard's forward for its backward, if there is room; is_held: others have its memory."""
         self._keep(state, VALUE, shard.index, m, tensors, shard, 0, is_held=is_held)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
-        """Keep what a unit left for the next one, if there is room; how many of the bytes granted for it that takes.
+        """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.
 
         granted_bytes: still granted for it; 0: others have to be found.
         """
@@ -335,7 +335,7 @@ class Spiller:
         return place
 
     def _place(self, tensor: Tensor, pairs: Pairs) -> Tensor:
-        """Room on the device for a copy of a tensor, which is added to those to be made."""
+        """Make room on the device for a copy of a tensor, and add the copy to those to be made."""
         place = place_for(tensor, self._device.torch_device)
         pairs.append((flat(place), flat(tensor)))
         return place
@@ -355,6 +355,6 @@ def _is_compact(tensor: Tensor) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
+    """Return the same memory without its graph. Not as a view: autograd lets nobody work in place on one."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return with_bits_of(tensor, empty.set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
-from hydra_engine.host import DeviceStep, DeviceStepper, Region, TaskState, UnitBytes
+from hydra_engine.host import DeviceStep, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, Saved
 from partitioners import MemoryMeter
@@ -126,7 +126,7 @@ class SlabLoad:
 
 
 class Stage(Enum):
-    """How far a claim has come."""
+    """Stages of a claim."""
 
     ASKED = auto()  # the ledger has not granted its slabs, or has refused them
     GRANTED = auto()  # its slabs are filled, or on their way
@@ -296,7 +296,7 @@ class UnitRun:
         staging, shard, has_gradients = state.staging, claim.shard, unit.kind in (FUSED, BACKWARD)
         self.claim = claim
         self.micro_batches = range(*staging.range_of(unit.part))  # of the step's
-        self.stepper: DeviceStepper | None = state.stepper if has_gradients else None
+        self.stepper: TaskOptimizer | None = state.stepper if has_gradients else None
         self.sums = Sums.OWN
         if staging.parts is not None and unit.part > 0:
             if not staging.parts.in_sums:

@@ -19,7 +19,7 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.data import memory
 from hydra_engine.data.streams import TaskGenerator
-from hydra_engine.devices.cuda import host_memory
+from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
 from hydra_engine.errors import DeviceLost
 from hydra_engine.system.files import Disk

@@ -279,11 +279,11 @@ class TestStepStaging:
         assert self.entering(staging, 0, 1) is second
 
     def test_signature_tells_steps_of_other_shapes_apart(self):
-        same = [self.begun(torch.zeros(2, 3)).signature, self.begun(torch.ones(2, 3)).signature]
+        same = [self.begun(torch.zeros(2, 3)).given.signature, self.begun(torch.ones(2, 3)).given.signature]
         others = [self.begun(torch.zeros(3, 3)), self.begun(torch.zeros(2, 3), torch.zeros(2, 3))]
         others.append(self.begun(torch.zeros(3, 2).t()))
         assert same[0] == same[1]
-        assert len({same[0], *(staging.signature for staging in others)}) == 4
+        assert len({same[0], *(staging.given.signature for staging in others)}) == 4
 
     def test_forward_begins_with_the_same_buffers_when_it_is_run_again(self):
         layout = layout_of([nn.BatchNorm1d(2), nn.Linear(2, 2)])

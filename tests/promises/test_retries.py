@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Retry, StopTask
 from hydra_engine.errors import DeviceLost
-from hydra_engine.host.optimizer import BeforeUpdate, TaskOptimizer
+from hydra_engine.host.optimizer import Averages, BeforeUpdate
 from hydra_engine.run.running_task import Retries
 from hydra_engine.tasks.report import AGAIN, Report, TaskReport
 from hydra_engine.worker.spiller import Spiller
@@ -297,7 +297,7 @@ def test_averages_are_put_back(halfway):
     found = {}
     for call in (None, 8):
         task, model = victim(optimizer=Halfway, ema_decay=0.5, max_retries=1)
-        with mock.patch.object(TaskOptimizer, "_average", striking_average(call)):
+        with mock.patch.object(Averages, "move", striking_average(call)):
             report = run_with_other(task)
         found[call] = report.tasks["victim"].ema_state, zoo.state(model)
     exact.assert_same_state(found[8][0], found[None][0])
@@ -305,12 +305,12 @@ def test_averages_are_put_back(halfway):
 
 
 def striking_average(at):
-    original, calls = TaskOptimizer._average, []
+    original, calls = Averages.move, []
 
-    def average(self, slots, record):
-        original(self, slots, record)
-        calls.extend([record] * (self._task.name == "victim"))
-        if self._task.name == "victim" and len(calls) - 1 == at:
+    def average(self, slots, *, is_first):
+        original(self, slots, is_first=is_first)
+        calls.extend([slots] * (self.decay is not None))
+        if self.decay is not None and len(calls) - 1 == at:
             raise Boom("after the average")
 
     return average

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.run.signals import Inbox
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback
 from hydra_engine.schedule import StopRequested
+from hydra_engine.run.signals import Inbox
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background
 torch.set_num_threads(1)
