@@ -268,7 +268,7 @@ def test_optimizer_that_raises_names_the_shard_left_behind():
             for parameter in self.param_groups[0]["params"]:
                 state = self.state[parameter]
                 state["step"] = state.get("step", 0) + (parameter.grad is not None)
-                if state["step"] == 7:  # a trial takes fewer
+                if state["step"] == 12:  # a trial takes fewer
                     raise ZeroDivisionError
             return super().step(closure)
 
