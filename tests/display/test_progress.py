@@ -68,7 +68,7 @@ def rows_of(text, columns):
 
 
 def resize(monkeypatch, columns):
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
 
 
 MANY = [TaskProgress(f"a-task-of-a-long-name-{k}", 123 * k, 10_000, 1.25) for k in range(6)]
