@@ -22,7 +22,7 @@ from hydra_engine import ModelOrchestrator, ModelTask
 from hydra_engine.devices.cuda import OpenCudaDevice
 from hydra_engine.devices.lanes import QUEUES
 from partitioners import Presharded
-from tests import test_gpu
+from tests.devices import test_gpu
 from tests.fake_cuda import FakeCuda
 from tests.worker.test_keeping import everything_kept
 
