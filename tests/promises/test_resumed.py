@@ -412,10 +412,14 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(tmp_path, monkeyp
     [slow] = [
         path for path in newest_first(tmp_path / "cut") if read_manifest(path).data["tasks"]["task"]["steps"] == 2
     ]
-    with pytest.raises(Boom):
-        orchestra_of([of_case(case, callbacks=[FailsAfter(2)])], tmp_path / "short").train_models()
+    for k in range(50):
+        with pytest.raises(Boom):
+            orchestra_of([of_case(case, callbacks=[FailsAfter(2)])], tmp_path / f"short-{k}").train_models()
+        short = newest_first(tmp_path / f"short-{k}")[0]
+        if read_manifest(short).data["tasks"]["task"]["steps"] == 2:  # early release: the next step may have updated
+            break
     only(slow, tmp_path / "only")
-    expected, found = saved_of(tmp_path / "short"), saved_of(tmp_path / "only")
+    expected, found = saved_of(short.parent), saved_of(tmp_path / "only")
     assert found[0] == expected[0]
     assert found[2] == expected[2]
 
