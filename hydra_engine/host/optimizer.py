@@ -247,12 +247,12 @@ class TaskOptimizer:
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
-        self.secure(shard.owned)
-        record = self._record_released(epoch)
-        if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
-            self._averages.move(pool.owned(shard), is_first=record.is_first)
-            return
         try:
+            self.secure(shard.owned)
+            record = self._record_released(epoch)
+            if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
+                self._averages.move(pool.owned(shard), is_first=record.is_first)
+                return
             finished = partial(self._finished, pool, None, {})
             hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))

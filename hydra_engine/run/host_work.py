@@ -21,6 +21,7 @@ from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
     Begin,
     Commit,
+    Discard,
     Event,
     Failed,
     Finish,
@@ -57,6 +58,7 @@ class HostWork:
             Fit: self._fit,
             Commit: self._commit,
             Update: self._update,
+            Discard: self._discard,
             Finish: self.finish,
         }
 
@@ -172,6 +174,10 @@ class HostWork:
         job = partial(update, task, instruction.shard, self._common.events.put)
         label = f"{instruction.task}.{instruction.shard}"
         self._submit(task, "its optimizer", partial(self._timed, "update", label, job))
+
+    def _discard(self, instruction: Discard) -> None:
+        state = self._common.tasks[instruction.task].state
+        state.pool.gradients.take_back(state.cut.shards[instruction.shard])
 
     # -- a task ends
 

@@ -212,6 +212,13 @@ class Update(NamedTuple):
     shard: int
 
 
+class Discard(NamedTuple):
+    """Drop the gradients of one shard: its task is over, so no update takes them."""
+
+    task: str
+    shard: int
+
+
 class Capture(NamedTuple):
     """The task is settled: all of its state is of one step, until its next commit or early release.
 
@@ -229,4 +236,4 @@ class Finish(NamedTuple):
     is_settled: bool = True  # False: it ends in a step that has updated shards already
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Capture | Finish"
+Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"

@@ -37,6 +37,7 @@ from hydra_engine.schedule.events import (
     DataFailed,
     DeviceAdded,
     DidNotFit,
+    Discard,
     Event,
     Failed,
     Finish,
@@ -182,9 +183,13 @@ class Scheduler:
         """Every part of a unit is in DRAM."""
         kind, shard = node
         has_gradients = kind in (FUSED, BACKWARD) and shard in task.units.updates
-        if task.added.early_release and has_gradients and not task.phase.is_over:
-            task.stale.add(shard)
-            self._out.append(Update(task.added.task, shard))
+        if task.added.early_release and has_gradients:
+            # Units below may wait for the room that these gradients take.
+            if task.phase.is_over:
+                self._out.append(Discard(task.added.task, shard))
+            else:
+                task.stale.add(shard)
+                self._out.append(Update(task.added.task, shard))
         ends_forward = kind == FUSED or (not task.training and node == task.chain[-1])
         if ends_forward and not (task.phase.is_over or task.added.reads_last):
             self._read(task)

@@ -415,6 +415,18 @@ def test_a_schedule_of_epochs_that_raises_does_so_between_them(options, at):
     assert_failed(report, "victim", model, expected, where)
 
 
+@pytest.mark.parametrize("num_loans", [1, 2])
+def test_backwards_do_not_wait_for_the_room_of_gradients_that_nobody_takes(num_loans, monkeypatch):
+    """Neither where a shard's update raises at its first line, nor where no update follows a task's end."""
+    monkeypatch.setattr("hydra_engine.host.pool.NUM_LOANS", num_loans)
+    for _ in range(3):
+        task, model = victim(lr_scheduler=raising(0), lr_scheduler_interval="epoch", early_release=True)
+        other, _ = exact.task_of("mlp", epochs=1)
+        report = exact.run([task, other])
+        expected = committed(10, lr_scheduler=Schedule, lr_scheduler_interval="epoch")
+        assert_failed(report, "victim", model, expected, "the schedule")
+
+
 def test_a_schedule_that_raised_is_not_saved(tmp_path):
     """A resume repeats its step."""
     task, _ = victim(lr_scheduler=raising(FAILING_STEP))

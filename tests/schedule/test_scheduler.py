@@ -23,6 +23,7 @@ from hydra_engine.schedule.events import (
     DataFailed,
     DeviceAdded,
     DidNotFit,
+    Discard,
     Drop,
     Failed,
     Finish,
@@ -1105,6 +1106,25 @@ def test_task_that_is_to_be_saved_is_captured_at_once_or_after_its_commit_and_up
     assert words(world.want_capture(task)) == ""
     assert words(world.commit(task)) == "update 0"
     assert words(world.update(task, 0)) == "capture"
+
+
+def test_gradients_of_a_task_that_is_over_are_discarded_so_that_no_unit_waits_for_their_room():
+    scheduler = Scheduler(resolve_policy("fifo"))
+    scheduler.handle(DeviceAdded(0))
+    scheduler.handle(task_added("task", 3, num_steps=2, early_release=True))
+    scheduler.handle(BatchReady("task", 0, TRAIN))
+    units = [Unit("task", *node, 0) for node in training_chain(3, 0)]
+    for unit in units[:2]:
+        scheduler.handle(Computed(0, unit, 1.0))
+        scheduler.handle(Stored(unit))
+    scheduler.handle(Computed(0, units[2], 1.0))
+    assert Update("task", 2) in scheduler.handle(Stored(units[2]))
+    scheduler.handle(Computed(0, units[3], 1.0))
+    scheduler.handle(Failed("task", RuntimeError("its update"), "its optimizer"))
+    assert scheduler.handle(Stored(units[3])) == [Discard("task", 1)]
+    scheduler.handle(Computed(0, units[4], 1.0))
+    assert scheduler.handle(Stored(units[4])) == [Discard("task", 0)]
+    assert words(scheduler.handle(ShardUpdated("task", 2))) == "finish"
 
 
 def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backward():
