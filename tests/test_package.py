@@ -1,11 +1,14 @@
 """What a fresh clone promises about itself."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 import hydra_engine
 
 ROOT = Path(__file__).resolve().parents[1]
+ENGINE = ROOT / "hydra_engine"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ENGINE.rglob("*.md"), *ROOT.glob("benchmarks/*/*.md")]
 
 
 def test_changelog_is_about_this_version():
@@ -20,3 +23,26 @@ def test_readme_shows_the_two_examples_as_they_are():
     added = [line[1:] for line in shown if line.startswith("+")]
     assert "\n".join(removed) in (ROOT / "examples" / "plain.py").read_text()
     assert "\n".join(added) in (ROOT / "examples" / "with_hydra.py").read_text()
+
+
+def test_links_of_the_pages_lead_somewhere():
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for path, _, anchor in re.findall(r"\]\((?!https?:)([^)\s#]*)(#?)([^)\s]*)\)", text):
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page.name}: {path}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
+                assert anchor in [heading.lower().replace(" ", "-") for heading in headings], f"{page.name}: {anchor}"
+
+
+def test_architecture_names_modules_and_methods_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"\b[a-z]+/[a-z_]+\.py\b", text)) - {"tests/test_imports.py"}
+    modules = {path: (ENGINE / path).read_text() for path in named}
+    code = "\n".join(path.read_text() for path in ENGINE.rglob("*.py"))
+    for module, name in re.findall(r"\b([a-z]+/[a-z_]+\.py) +([A-Z]\w+)", text):
+        assert re.search(rf"^class {name}\b", modules[module], flags=re.MULTILINE), f"{module}: {name}"
+    for name, method in re.findall(r"\b([A-Z][a-z]\w+)\.([a-z]\w+)\b", text):
+        bodies = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", code, flags=re.MULTILINE | re.DOTALL)
+        assert any(f"    def {method}(" in body for body in bodies), f"{name}.{method}"
