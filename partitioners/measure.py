@@ -4,27 +4,118 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
-from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
-from partitioners.rates import Rates
 from partitioners.skips import Frame, replayed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates that a device reaches in practice, not the peaks of its data sheet.
+
+    ``flops_per_s``: matrix products, convolutions and attention, in the precision at hand; eager bfloat16 transformers
+    reach about half of a GPU's peak. ``memory_bytes_per_s``: everything else is assumed to be bound by its own memory.
+    """
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"Rates.{field.name}: {value!r}, limit: finite and above 0; pass a number per second")
+
+    def seconds(self, flops: int, num_bytes: int) -> float:
+        """Seconds of one operation: arithmetic or memory traffic, whichever takes longer."""
+        return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
+
+
+# The kind of device whose kernels `profile` has in mind for estimates.
+GPU = "cuda"
+
+# One core of a current server CPU; one current workstation GPU of 24 GB (its peaks: 83 TFLOP/s in float32, 165 in
+# bfloat16 and float16 with float32 sums, 1,008 GB/s).
+STATED_RATES = {
+    ("cpu", "float32"): Rates(flops_per_s=50e9, memory_bytes_per_s=10e9),
+    ("cpu", "bfloat16"): Rates(flops_per_s=50e9, memory_bytes_per_s=10e9),
+    ("cpu", "float16"): Rates(flops_per_s=25e9, memory_bytes_per_s=10e9),
+    ("cuda", "float32"): Rates(flops_per_s=45e12, memory_bytes_per_s=800e9),
+    ("cuda", "bfloat16"): Rates(flops_per_s=80e12, memory_bytes_per_s=800e9),
+    ("cuda", "float16"): Rates(flops_per_s=80e12, memory_bytes_per_s=800e9),
+}
+
+
+_ATEN = torch.ops.aten
+_RNN, _RNN_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
+# These write a loss per element first, and reduce it into the beginning of that very memory.
+_LOSSES = (
+    _ATEN.binary_cross_entropy.default,
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.soft_margin_loss.default,
+)
+# Bytes of a recurrent kernel's workspace, by its arguments: a fact of the kernel, for as long as the process lives.
+_workspaces: dict[Any, int] = {}
+
+
+def as_on_cpu(func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the operation; for fake tensors, one whose results have the memory that the CPU's kernel gives them."""
+    if func in _CORRECTED and isinstance(args[0], FakeTensor):
+        return _CORRECTED[func]
+    return func  # type: ignore[no-any-return]
+
+
+def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Add the workspace for backward. Only the kernel knows its size, so it runs once on tensors of these shapes."""
+    key = tuple((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else str(arg) for arg in args)
+    if key not in _workspaces:
+        with _disable_current_modes():
+            real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+            _workspaces[key] = _RNN(*real, **kwargs)[3].numel()
+    output, hidden, cell, empty = _RNN(*args, **kwargs)
+    return output, hidden, cell, empty.new_empty(_workspaces[key])
+
+
+def _rnn_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Give the second bias a gradient of its own."""
+    found = list(_RNN_BACKWARD(*args, **kwargs))
+    found[4] = torch.empty_like(found[3])
+    return tuple(found)
+
+
+def _loss(func: Any) -> Callable[..., Tensor]:
+    def run(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = func(input, target, *args, **kwargs)
+        if loss.dim() or input.numel() == 1:
+            return loss
+        shape = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]
+        return loss.new_empty(shape).as_strided((), ())
+
+    return run
+
+
+_CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
+
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3

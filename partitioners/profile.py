@@ -9,23 +9,56 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 from torch.utils import _pytree as pytree
 
-from partitioners.boundary import Boundary, UnfitTensor
+from partitioners.boundary import Boundary, UnfitTensor, fingerprint
 from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import ALIGNMENT_BYTES, LayerCost
-from partitioners.fingerprint import fingerprint
-from partitioners.kernels import GpuKernels
-from partitioners.measure import Work, count, count_evaluation, timed
+from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
+from partitioners.meter import MemoryMeter
 from partitioners.precision import DTYPES, kept_parameters
-from partitioners.rates import STATED_RATES, Rates
+
+
+class GpuKernels(TorchFunctionMode):
+    """Makes layers on the CPU save the tensors that they would save on a GPU.
+
+    - Attention: flash kernels, which keep query, key, value, output and a logarithm per row, and redraw dropout in
+      backward; the CPU's own fall back to a full matrix of weights as soon as there is dropout.
+    - Dropout: a mask of booleans instead of one of the input's type.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            return func(*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:], **kwargs)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    output: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return input.copy_(output) if inplace else output
 
 
 def profile(
@@ -361,3 +394,60 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(of_random)
         np.random.set_state(of_numpy)
+
+
+_MEMORY_EVENT = "[memory]"  # the profiler's name for a change of allocated memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPeak:
+    """Most bytes at once of one layer's forward and backward, measured in two ways."""
+
+    index: int
+    name: str
+    metered_bytes: int  # storages that operations create, and the gradient that comes in
+    allocated_bytes: int  # bytes that the allocator handed out, kernels' own scratch memory included
+
+    @property
+    def reserve_bytes(self) -> int:
+        """The difference: bytes to keep free on a device beside the metered ones."""
+        return max(0, self.allocated_bytes - self.metered_bytes)
+
+
+def layer_peaks(
+    model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+) -> list[LayerPeak]:
+    """Run every layer on the CPU, metered and under `torch.profiler`; the figures of the last include the loss."""
+    layers = named_layers(model)
+    copies, peaks = Copies(), []
+    skips: dict[str, Boundary] = {}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        boundary = Boundary.of_layer(copies.inputs(inputs)).detached()
+        for index, (name, layer) in enumerate(layers):
+            is_last = index == len(layers) - 1
+            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)
+            handed, target_copy, arriving = boundary.copied(), work.target.copied(), work.prepare()
+            with MemoryMeter() as meter:
+                run_once(work, handed, target_copy, arriving)
+            allocated_bytes, boundary = _allocated(work, boundary)
+            skips |= {name: value.detached() for name, value in work.leaving.items()}
+            peaks.append(
+                LayerPeak(index=index, name=name, metered_bytes=meter.peak_bytes, allocated_bytes=allocated_bytes)
+            )
+    return peaks
+
+
+def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
+    """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
+    work.forget()
+    handed, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
+    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
+    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
+        output = run_once(work, handed, target, arriving).output
+    events = trace.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
+    current = most = 0
+    for _, num_bytes in changes:
+        current += num_bytes
+        most = max(most, current)
+    return most, output

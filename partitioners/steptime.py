@@ -10,8 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from partitioners.cost import Budget, LayerCost
-from partitioners.table import Flags, ShardTable
+from partitioners.cost import Budget, Flags, LayerCost, ShardTable
 
 Seconds: TypeAlias = "npt.NDArray[np.float64]"
 Layers: TypeAlias = "int | npt.NDArray[np.int64]"

@@ -2,14 +2,23 @@
 
 import pytest
 
-from partitioners import Balanced, Budget, Optimal, Pilot, Presharded, make_partitioner, register_partitioner, registry
+from partitioners import (
+    Balanced,
+    Budget,
+    Optimal,
+    Pilot,
+    Presharded,
+    make_partitioner,
+    partitioner,
+    register_partitioner,
+)
 from tests.partitions import layers
 
 
 @pytest.fixture
 def own_names(monkeypatch):
     """Names that a test registers are forgotten after it."""
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(partitioner, "_KNOWN", dict(partitioner._KNOWN))
 
 
 @pytest.mark.parametrize(

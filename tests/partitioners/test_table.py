@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from partitioners import LayerTooLarge, forward_unit_bytes, shard_bytes, slab_bytes
-from partitioners.table import ShardTable, fewest_shards, too_large
+from partitioners.cost import ShardTable, fewest_shards, too_large
 from tests.partitions import (
     PLENTY_BYTES,
     fitting_partitions,
