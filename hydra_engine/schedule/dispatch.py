@@ -64,7 +64,7 @@ class Dispatch:
     def add_task(self, task: ScheduledTask) -> None:
         """Let a task share compute time from now on."""
         task.used_s = self._share_s * task.added.weight
-        self.refresh_all(task)  # it counts from now on
+        self.refresh(task)  # it counts from now on
 
     def computed(self, event: Computed, part: Part) -> ScheduledDevice:
         """Take a unit from its device, and charge its time; the device has to be freed."""
@@ -79,29 +79,17 @@ class Dispatch:
         for part in task.parts:
             if part.claim is not None:
                 self._let_go(part.claim)
-        self.refresh_all(task)
+        self.refresh(task)
 
     # -- what tasks offer
 
-    def refresh_all(self, task: ScheduledTask) -> None:
-        """Put what a task offers where it belongs."""
-        self._count(task)
-        for part in task.parts:
-            self._put_in_place(part)
-
-    def refresh(self, part: Part) -> None:
-        """Put what a part offers where it belongs, after anything about it has changed.
-
-        What a policy sees is of the task, so that its other parts belong elsewhere then, too.
-        """
-        self._count(part.task)
-        for each in part.task.parts if len(part.task.parts) > 1 else (part,):
-            self._put_in_place(each)
-
-    def _count(self, task: ScheduledTask) -> None:
+    def refresh(self, task: ScheduledTask) -> None:
+        """Put what a task offers where it belongs, after anything about it has changed: a policy sees all of it."""
         remaining_s = 0.0 if task.phase.is_over else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
+        for part in task.parts:
+            self._put_in_place(part)
 
     def _put_in_place(self, part: Part) -> None:
         if part.queue is not None:
@@ -157,7 +145,9 @@ class Dispatch:
             idle = self._lowest(self._idle)
             if idle is None:
                 break
-            self._run_best(idle)
+            part = self._best(self._ready, idle) or self._best(self._claimed, idle)
+            assert part is not None
+            self._run(idle, part)
         for device in (*touched, *self._touched):
             self._claim_best(device, self._own_offers(device))
         while self._ready or self._loadable:
@@ -223,11 +213,6 @@ class Dispatch:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * len(self._devices) >= self._remaining_s
 
-    def _run_best(self, device: ScheduledDevice) -> None:
-        part = self._best(self._ready, device) or self._best(self._claimed, device)
-        assert part is not None
-        self._run(device, part)
-
     def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
@@ -262,7 +247,7 @@ class Dispatch:
             part.claim, device.claim = device, part
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
-            self.refresh(part)
+            self.refresh(part.task)
 
     def _run(self, device: ScheduledDevice, part: Part) -> None:
         unit, task = part.offer, part.task
@@ -288,11 +273,11 @@ class Dispatch:
         self._served_count += 1
         task.served_order = self._served_count
         self._out.append(Run(device.index, unit))
-        self.refresh(part)
+        self.refresh(part.task)
         self.free(device)
 
     def _drop(self, device: ScheduledDevice) -> None:
-        self.refresh(self._let_go(device))
+        self.refresh(self._let_go(device).task)
 
     def _let_go(self, device: ScheduledDevice) -> Part:
         """Take a device's claim from it; whose it was has to be put in place."""
