@@ -11,7 +11,6 @@ number of tasks and devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
 from typing import Any
 
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Load, Run
@@ -47,8 +46,8 @@ class Dispatch:
         self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
         self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
         self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
-        self._idle: list[int] = []  # heaps, with devices that are no more among them
-        self._wanting: list[int] = []
+        self._idle: ReadyQueue[ScheduledDevice] = ReadyQueue()  # by number
+        self._wanting: ReadyQueue[ScheduledDevice] = ReadyQueue()  # that may claim a unit
         self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
 
     @property
@@ -142,7 +141,7 @@ class Dispatch:
             if device.running is None:
                 self._run_own(device)
         while self._ready or self._claimed:
-            idle = self._lowest(self._idle)
+            idle = self._idle.best()
             if idle is None:
                 break
             part = self._best(self._ready, idle) or self._best(self._claimed, idle)
@@ -151,7 +150,7 @@ class Dispatch:
         for device in (*touched, *self._touched):
             self._claim_best(device, self._own_offers(device))
         while self._ready or self._loadable:
-            wanting = self._lowest(self._wanting)
+            wanting = self._wanting.best()
             if wanting is None:
                 break
             self._claim_best(wanting, ())
@@ -161,27 +160,13 @@ class Dispatch:
         return device.claim is None and (device.running is None or self._double_buffer)
 
     def free(self, device: ScheduledDevice) -> None:
-        """Enter a device where devices are looked for, after it lost its unit or its claim."""
-        if device.running is None and not device.in_idle:
-            device.in_idle = True
-            heappush(self._idle, device.index)
-        if self._is_wanting(device) and not device.in_wanting:
-            device.in_wanting = True
-            heappush(self._wanting, device.index)
+        """Put a device where it is looked for, after its unit or its claim has changed."""
+        for queue, belongs in ((self._idle, device.running is None), (self._wanting, self._is_wanting(device))):
+            if not belongs:
+                queue.discard(device)
+            elif device not in queue:
+                queue.put(device, device.index)
         self._touched[device] = None
-
-    def _lowest(self, heap: list[int]) -> ScheduledDevice | None:
-        """The first device that is idle, or that wants a claim."""
-        while heap:
-            device = self._devices[heap[0]]
-            if device.running is None if heap is self._idle else self._is_wanting(device):
-                return device
-            heappop(heap)
-            if heap is self._idle:
-                device.in_idle = False
-            else:
-                device.in_wanting = False
-        return None
 
     def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
         """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
@@ -245,6 +230,7 @@ class Dispatch:
         part = self._first(free, device) if free else self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
+            self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
             self.refresh(part.task)

@@ -96,6 +96,9 @@ class ReadyQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, member: T) -> bool:
+        return member in self._entries
+
     def put(self, member: T, key: Any) -> None:
         """Add a member, or give it another key."""
         entry = (key, next(self._serial), member)
@@ -342,5 +345,3 @@ class ScheduledDevice:
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
-    in_idle: bool = False
-    in_wanting: bool = False
