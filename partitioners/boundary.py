@@ -19,19 +19,15 @@ def fingerprint(part: Any) -> Any:
     seen: dict[int, int] = {}
 
     def of(value: Any) -> Any:
-        if isinstance(value, nn.Module):
+        if isinstance(value, (nn.Module, Tensor)):
             if id(value) in seen:
                 return ("again", seen[id(value)])
             seen[id(value)] = len(seen)
-            return (type(value), of(vars(value)))
-        if isinstance(value, Tensor):
-            if id(value) in seen:
-                return ("again", seen[id(value)])
-            seen[id(value)] = len(seen)
+            if isinstance(value, nn.Module):
+                return (type(value), of(vars(value)))
             if nn.parameter.is_lazy(value) or value.layout is not torch.strided:
                 return ("object", id(value))
-            strides = value.stride()
-            return (type(value), value.shape, strides, value.dtype, value.requires_grad, value.is_leaf)
+            return (type(value), value.shape, value.stride(), value.dtype, value.requires_grad, value.is_leaf)
         if isinstance(value, dict):
             return (type(value), tuple((of(k), of(v)) for k, v in value.items()))
         if isinstance(value, (list, tuple)):

@@ -371,13 +371,11 @@ class ShardTable:
         ends = _prefix([slab_bytes(costs, k, k + 1) for k in range(num)])
         slab = _table(num)
         work, forward = _table(num), _table(num)
-        column = {
-            name: np.array([getattr(cost, name) or 0 for cost in costs], dtype=np.int64)
-            for name in ("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes")
-        }
-        inputs, outputs, peaks = column["input_bytes"], column["output_bytes"], column["peak_bytes"]
-        saved, grads = _prefix(column["saved_bytes"]), _prefix([cost.grad_bytes for cost in costs])
-        forwards = column["forward_peak_bytes"]
+        inputs, outputs, peaks, targets, forwards = (
+            np.array([getattr(cost, f"{name}_bytes") or 0 for cost in costs], dtype=np.int64)
+            for name in ("input", "output", "peak", "target", "forward_peak")
+        )
+        saved, grads = _prefix([cost.saved_bytes for cost in costs]), _prefix([cost.grad_bytes for cost in costs])
         held = np.array([kept_output_bytes(cost) for cost in costs], dtype=np.int64)
         held[-1] += outputs[-1]
         # What layer k holds while it runs backward, but for what depends on where the shard begins and ends.
@@ -394,8 +392,6 @@ class ShardTable:
             forward[first, first + 1 :] = np.maximum.accumulate(passing)
         leaving = outputs.copy()
         leaving[-1] = 0
-        targets = np.array([cost.target_bytes for cost in costs], dtype=np.int64)
-        upper = np.triu(np.ones((num, num), dtype=bool))  # [first, last - 1]
         enters = inputs[:, None] + (leaving + targets)[None, :]
         unit = work[:-1, 1:] + min(num_micro_batches, 2) * enters
         several = num_micro_batches > 1
@@ -419,10 +415,7 @@ class ShardTable:
         # Shards that end at or before it run forward only; the last one takes the target in as well.
         forward_only = np.where(is_unknown, unit, light + min(num_micro_batches, 2) * targets[None, :])
         unit[:, :trainable] = forward_only[:, :trainable]
-        tables = {"slab": slab, "forward": _table(num), "full": _table(num)}
-        tables["forward"][:-1, 1:][upper] = (slab[:-1, 1:] + light)[upper]
-        tables["full"][:-1, 1:][upper] = (slab[:-1, 1:] + unit)[upper]
-        return cls(**tables)
+        return cls(slab=slab, forward=_with_slabs(slab, light), full=_with_slabs(slab, unit))
 
     def fits(self, memory_bytes: int) -> Flags:
         """Flags of the shards that a device can run."""
@@ -486,6 +479,14 @@ def _skipping(costs: Sequence[LayerCost], several: bool) -> dict[bool, Bytes]:
 def _prefix(values: Sequence[int] | Bytes) -> Bytes:
     """Sums of the first 0, 1, ... values."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(values, dtype=np.int64))])
+
+
+def _with_slabs(slab: Bytes, beside: Bytes) -> Bytes:
+    """The table of shards whose bytes beside the slab are given, without its first column and its last row."""
+    table = np.full_like(slab, _NEVER)
+    upper = np.triu_indices(len(beside))
+    table[:-1, 1:][upper] = (slab[:-1, 1:] + beside)[upper]
+    return table
 
 
 def _table(num: int) -> Bytes:

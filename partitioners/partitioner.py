@@ -23,7 +23,21 @@ from partitioners.cost import (
 from partitioners.steptime import Seconds, StepModel
 
 
-class Presharded:
+class _Fixed:
+    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
+        """Return None: the user has fixed it."""
+
+
+class _Halving:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
+        return halved(boundaries, shard, costs)
+
+
+class Presharded(_Fixed):
     """Shards that end where the user says: ``Presharded([3, 6, 8])`` is ``[0, 3) [3, 6) [6, 8)``.
 
     The last end is the number of layers. Nothing is checked against a device's memory, and nothing is revised.
@@ -32,9 +46,8 @@ class Presharded:
     def __init__(self, boundaries: Sequence[int]) -> None:
         rule = "limit: whole numbers that rise from at least 1; pass cumulative end indices such as [3, 6, 8]"
         ends = list(boundaries)
-        if not ends or any(isinstance(end, bool) or not isinstance(end, int) for end in ends):
-            raise ValueError(f"boundaries: {boundaries!r}, {rule}")
-        if ends[0] < 1 or any(later <= end for end, later in pairwise(ends)):
+        is_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+        if not (ends and is_whole and ends[0] >= 1 and all(end < later for end, later in pairwise(ends))):
             raise ValueError(f"boundaries: {boundaries!r}, {rule}")
         self.boundaries = tuple(ends)
 
@@ -50,19 +63,12 @@ class Presharded:
             )
         return list(self.boundaries)
 
-    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
-        """Return None: the user has fixed the partition."""
-        return
 
-
-class Pilot:
+class Pilot(_Halving):
     """Packs layers front to back while a shard and the next shard's slab fit the device together.
 
     A layer that fits only without room for another slab gets a shard of its own. Its neighbours then load serially.
     """
-
-    def __repr__(self) -> str:
-        return "Pilot()"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Return few, large shards. Raises LayerTooLarge when no partition fits the device.
@@ -74,17 +80,15 @@ class Pilot:
         first = 0
         while first < len(costs):
             if shard_bytes(costs, first, first + 1, budget.num_micro_batches) > budget.memory_bytes:
-                return _any_partition(costs, budget)
+                found = fewest_shards(_fitting(costs, ShardTable.of(costs, budget.num_micro_batches), budget))
+                assert found is not None
+                return found
             last = first + 1
             while last < len(costs) and _fits(costs, first, last + 1, budget):
                 last += 1
             boundaries.append(last)
             first = last
         return boundaries
-
-    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
-        return halved(boundaries, shard, costs)
 
 
 def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
@@ -106,14 +110,12 @@ def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = (
     return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
 
 
-def _any_partition(costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-    table = ShardTable.of(costs, budget.num_micro_batches)
+def _fitting(costs: Sequence[LayerCost], table: ShardTable, budget: Budget) -> Flags:
+    """Return flags of the shards that fit. Raises LayerTooLarge where they make no partition."""
     error = too_large(costs, table, budget.memory_bytes)
     if error is not None:
         raise error
-    found = fewest_shards(table.fits(budget.memory_bytes))
-    assert found is not None
-    return found
+    return table.fits(budget.memory_bytes)
 
 
 def _fits(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> bool:
@@ -131,7 +133,7 @@ def _buffer_bytes(costs: Sequence[LayerCost], first: int, last: int, budget: Bud
 LOADS = ("time", "bytes")
 
 
-class Balanced:
+class Balanced(_Fixed):
     """Cuts a model into ``num_shards`` shards, of which the largest is as small as possible.
 
     Args:
@@ -159,10 +161,8 @@ class Balanced:
         if self.num_shards > num:
             raise ValueError(f"num_shards: {self.num_shards}, limit: the model's {num} layers; ask for fewer shards")
         table = ShardTable.of(costs, budget.num_micro_batches)
-        error = too_large(costs, table, budget.memory_bytes)
-        if error is not None:
-            raise error
-        load = np.where(table.fits(budget.memory_bytes), self._loads(costs, table), np.inf)
+        fits = _fitting(costs, table, budget)
+        load = np.where(fits, self._loads(costs, table), np.inf)
         # By last: the least largest load of layers [0, last) in this number of shards, and where the last shard begins.
         least = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
         before = []
@@ -171,7 +171,7 @@ class Balanced:
             before.append(largest.argmin(axis=0))
             least = largest.min(axis=0)
         if not np.isfinite(least[num]):
-            fewest = fewest_shards(table.fits(budget.memory_bytes))
+            fewest = fewest_shards(fits)
             assert fewest is not None
             few = self.num_shards < len(fewest)
             raise ValueError(
@@ -184,10 +184,6 @@ class Balanced:
             boundaries.append(int(starts[boundaries[-1]]))
         return boundaries[::-1]
 
-    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
-        """Return None: the user has fixed the number of shards."""
-        return
-
     def _loads(self, costs: Sequence[LayerCost], table: ShardTable) -> Seconds:
         if self.by == "bytes":
             return table.full.astype(np.float64)
@@ -195,15 +191,12 @@ class Balanced:
         return np.asarray(seconds[None, :] - seconds[:, None])
 
 
-class Optimal:
+class Optimal(_Halving):
     """Finds the partition with the least predicted step time (`predict_step`) among all that fit the device.
 
     A dynamic program over the last two boundaries. The cost of a shard depends on its own layers and on its neighbour,
     whose parameters are loaded meanwhile. O(layers^3) additions, in arrays. It finds a partition whenever there is one.
     """
-
-    def __repr__(self) -> str:
-        return "Optimal()"
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Return cumulative end indices.
@@ -239,15 +232,8 @@ class Optimal:
             raise error or ValueError("numbers: none, limit: at least one; pass numbers of micro-batches to try")
         return found
 
-    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
-        return halved(boundaries, shard, costs)
-
     def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        error = too_large(costs, model.table, budget.memory_bytes)
-        if error is not None:
-            raise error
-        num, fits = len(costs), _wanted(model, budget)
+        num, fits = len(costs), _wanted(model, budget, _fitting(costs, model.table, budget))
         # By (first, last): least seconds of layers [0, last) whose last shard is [first, last), and where the shard
         # before it begins.
         least = np.full((num + 1, num + 1), np.inf)
@@ -271,9 +257,8 @@ class Optimal:
         return boundaries[::-1]
 
 
-def _wanted(model: StepModel, budget: Budget) -> Flags:
+def _wanted(model: StepModel, budget: Budget, fits: Flags) -> Flags:
     """Shards that fit, and leave free the buffer that the user asked for as far as a partition can."""
-    fits = model.table.fits(budget.memory_bytes)
     if not budget.buffer_bytes or not budget.double_buffer:
         return fits
     roomy = model.table.fits(budget.memory_bytes - budget.buffer_bytes)
@@ -282,7 +267,13 @@ def _wanted(model: StepModel, budget: Budget) -> Flags:
     return roomy if fewest_shards(roomy) is not None else fits
 
 
-_KNOWN: dict[str, Callable[..., Partitioner]] = {}
+_KNOWN: dict[str, Callable[..., Partitioner]] = {
+    "pilot": Pilot,
+    "optimal": Optimal,
+    "balanced": Balanced,
+    "presharded": Presharded,
+}
+_EXAMPLES = {"balanced": "Balanced(4)", "presharded": "Presharded([3, 6, 8])"}
 
 
 def register_partitioner(name: str, factory: Callable[..., Partitioner]) -> None:
@@ -306,11 +297,3 @@ def make_partitioner(name: str, **settings: Any) -> Partitioner:
             f"partitioner: {name!r} does not take the settings {settings!r} ({error}); pass an object with the right "
             f"ones, such as {_EXAMPLES.get(name, 'Pilot()')}"
         ) from error
-
-
-_EXAMPLES = {"balanced": "Balanced(4)", "presharded": "Presharded([3, 6, 8])"}
-
-register_partitioner("pilot", Pilot)
-register_partitioner("optimal", Optimal)
-register_partitioner("balanced", Balanced)
-register_partitioner("presharded", Presharded)
