@@ -10,7 +10,35 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from partitioners.fingerprint import fingerprint
+
+def fingerprint(part: Any) -> Any:
+    """Return a hashable value that two layers share only if they hold the same types, shapes and settings.
+
+    An object that is no module, tensor or plain value counts by identity: a layer that holds one equals itself alone.
+    """
+    seen: dict[int, int] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (nn.Module, Tensor)):
+            if id(value) in seen:
+                return ("again", seen[id(value)])
+            seen[id(value)] = len(seen)
+            if isinstance(value, nn.Module):
+                return (type(value), of(vars(value)))
+            if nn.parameter.is_lazy(value) or value.layout is not torch.strided:
+                return ("object", id(value))
+            return (type(value), value.shape, value.stride(), value.dtype, value.requires_grad, value.is_leaf)
+        if isinstance(value, dict):
+            return (type(value), tuple((of(k), of(v)) for k, v in value.items()))
+        if isinstance(value, (list, tuple)):
+            return (type(value), tuple(map(of, value)))
+        if isinstance(value, (set, frozenset)):
+            return (type(value), frozenset(map(of, value)))
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+            return (type(value), value)
+        return ("object", id(value))
+
+    return of(part)
 
 
 class UnfitTensor(TypeError):

@@ -150,8 +150,6 @@ def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
-    if value is None:
-        return None
     if isinstance(value, FunctionType):
         return _copied_function(value, memo)
     if isinstance(value, MethodType):

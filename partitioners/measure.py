@@ -4,27 +4,118 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
-from partitioners.fake_kernels import as_on_cpu
 from partitioners.meter import MemoryMeter
-from partitioners.rates import Rates
 from partitioners.skips import Frame, replayed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Rates that a device reaches in practice, not the peaks of its data sheet.
+
+    ``flops_per_s``: matrix products, convolutions and attention, in the precision at hand; eager bfloat16 transformers
+    reach about half of a GPU's peak. ``memory_bytes_per_s``: everything else is assumed to be bound by its own memory.
+    """
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"Rates.{field.name}: {value!r}, limit: finite and above 0; pass a number per second")
+
+    def seconds(self, flops: int, num_bytes: int) -> float:
+        """Seconds of one operation: arithmetic or memory traffic, whichever takes longer."""
+        return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
+
+
+# The kind of device whose kernels `profile` has in mind for estimates.
+GPU = "cuda"
+
+# One core of a current server CPU; one current workstation GPU of 24 GB (its peaks: 83 TFLOP/s in float32, 165 in
+# bfloat16 and float16 with float32 sums, 1,008 GB/s).
+STATED_RATES = {
+    ("cpu", "float32"): Rates(flops_per_s=50e9, memory_bytes_per_s=10e9),
+    ("cpu", "bfloat16"): Rates(flops_per_s=50e9, memory_bytes_per_s=10e9),
+    ("cpu", "float16"): Rates(flops_per_s=25e9, memory_bytes_per_s=10e9),
+    ("cuda", "float32"): Rates(flops_per_s=45e12, memory_bytes_per_s=800e9),
+    ("cuda", "bfloat16"): Rates(flops_per_s=80e12, memory_bytes_per_s=800e9),
+    ("cuda", "float16"): Rates(flops_per_s=80e12, memory_bytes_per_s=800e9),
+}
+
+
+_ATEN = torch.ops.aten
+_RNN, _RNN_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
+# These write a loss per element first, and reduce it into the beginning of that very memory.
+_LOSSES = (
+    _ATEN.binary_cross_entropy.default,
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.soft_margin_loss.default,
+)
+# Bytes of a recurrent kernel's workspace, by its arguments: a fact of the kernel, for as long as the process lives.
+_workspaces: dict[Any, int] = {}
+
+
+def as_on_cpu(func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the operation; for fake tensors, one whose results have the memory that the CPU's kernel gives them."""
+    if func in _CORRECTED and isinstance(args[0], FakeTensor):
+        return _CORRECTED[func]
+    return func  # type: ignore[no-any-return]
+
+
+def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Add the workspace for backward. Only the kernel knows its size, so it runs once on tensors of these shapes."""
+    key = tuple((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else str(arg) for arg in args)
+    if key not in _workspaces:
+        with _disable_current_modes():
+            real = [torch.zeros(arg.shape, dtype=arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+            _workspaces[key] = _RNN(*real, **kwargs)[3].numel()
+    output, hidden, cell, empty = _RNN(*args, **kwargs)
+    return output, hidden, cell, empty.new_empty(_workspaces[key])
+
+
+def _rnn_backward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """Give the second bias a gradient of its own."""
+    found = list(_RNN_BACKWARD(*args, **kwargs))
+    found[4] = torch.empty_like(found[3])
+    return tuple(found)
+
+
+def _loss(func: Any) -> Callable[..., Tensor]:
+    def run(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = func(input, target, *args, **kwargs)
+        if loss.dim() or input.numel() == 1:
+            return loss
+        shape = torch.broadcast_shapes(input.shape, target.shape)  # type: ignore[no-untyped-call]
+        return loss.new_empty(shape).as_strided((), ())
+
+    return run
+
+
+_CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
+
 
 # Timed runs of a layer; their median counts.
 NUM_RUNS = 3
@@ -91,9 +182,10 @@ class Work:
         self.layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
 
-    def prepare(self) -> dict[str, Any]:
-        """Return the arriving values of `Skips`, in new tensors for one run."""
-        return {name: boundary.copied().value() for name, boundary in self._arriving.items()}
+    def arguments(self, handed: Boundary) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the arguments of one run on `handed`: the target and arriving values of `Skips` in new tensors."""
+        arriving = {name: boundary.copied().value() for name, boundary in self._arriving.items()}
+        return handed.value(), self.target.copied().value(), arriving
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
         with Frame(arriving) as self._frame:
@@ -140,51 +232,68 @@ class Work:
         return dict(self._modules.named_buffers())
 
 
+class _Handed:
+    """One counted run: what it is handed, and how that and the layer's own state are before it."""
+
+    def __init__(self, work: Work, boundary: Boundary) -> None:
+        self._work = work
+        self._buffers = _versions(work.buffers())
+        self._sizes = _sizes(work.parameters(), work.buffers())
+        self._input, self._input_bytes = boundary.copied(), boundary.num_bytes
+        self._before = [tensor._version for tensor in self._input.tensors]
+        self._generators = _host_generators()
+        self.arguments = work.arguments(self._input)
+
+    @property
+    def drew_outside_torch(self) -> bool:
+        return self._generators != _host_generators()
+
+    def fields(self, watch: _Watch, output: Boundary) -> dict[str, Any]:
+        """Return fields of a LayerCost, after the run."""
+        return self._sizes | {
+            "input_bytes": self._input_bytes,
+            "output_bytes": output.num_bytes,
+            "held_bytes": output.storage_bytes,
+            "target_bytes": self._work.target.num_bytes,
+            "forward_flops": watch.flops[0],
+            "backward_flops": watch.flops[1],
+            "forward_s": watch.seconds[0],
+            "backward_s": watch.seconds[1],
+            "timed": False,
+            "draws_random": watch.drew_in_forward,
+            "draws_globally": watch.drew_in_backward or self.drew_outside_torch,
+            "changes_input": self._before != [tensor._version for tensor in self._input.tensors],
+            "changes_buffers": _changed(self._buffers, self._work.buffers()),
+            "puts": tuple((name, value.num_bytes) for name, value in self._work.leaving.items()),
+            "gets": self._work.gotten,
+        }
+
+
 def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
     """Return the layer's bytes, operations and flags, as fields of a LayerCost, and the boundary that leaves it.
 
     Works on fake tensors as on real ones. Seconds are estimates: operations divided by `rates`.
     """
-    parameters = {name: (parameter, parameter._version) for name, parameter in work.parameters().items()}
-    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
-    sizes = _sizes(work.parameters(), work.buffers())
-    handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
-    arriving = work.prepare()
-    versions = [tensor._version for tensor in handed.tensors]
+    parameters, handed = _versions(work.parameters()), _Handed(work, boundary)
     with _Watch(rates) as watch:
-        run = run_once(work, handed, target, arriving, watch)
-    changes_buffers = _changed(buffers, work.buffers())
+        run = run_once(work, handed.arguments, watch)
+    fields = handed.fields(watch, run.output)
     _check_unchanged(parameters, work.parameters())
-    leaving, gotten = work.leaving, work.gotten
     work.forget()
-    handed_again, target, arriving = boundary.copied(), work.target.copied(), work.prepare()
+    arguments = work.arguments(boundary.copied())
     with _Watch(rates) as light, saved_tensors_hooks(_drop, _drop):
         try:
-            work(handed_again.value(), target.value(), arriving)
+            work(*arguments)
             forward_peak_bytes: int | None = light.peak_bytes
         except (RuntimeError, TypeError):  # a layer that differentiates inside its forward keeps what it saves
             forward_peak_bytes = None
-    fields = sizes | {
-        "input_bytes": boundary.num_bytes,
-        "output_bytes": run.output.num_bytes,
-        "held_bytes": run.output.storage_bytes,
-        "target_bytes": work.target.num_bytes,
+    fields |= {
         "saved_bytes": watch.saved_bytes,
         # Backward through a write to a view makes a copy of the whole gradient, but not on fake tensors, for which
         # autograd goes another way.
         "peak_bytes": watch.peak_bytes + watch.viewed_bytes,
         "forward_peak_bytes": forward_peak_bytes,
-        "forward_flops": watch.flops[0],
-        "backward_flops": watch.flops[1],
-        "forward_s": watch.seconds[0],
-        "backward_s": watch.seconds[1],
-        "timed": False,
-        "draws_random": watch.drew_in_forward,
-        "draws_globally": watch.drew_in_backward or before != _host_generators(),
-        "changes_input": versions != [tensor._version for tensor in handed.tensors],
-        "changes_buffers": changes_buffers,
-        "puts": tuple((name, boundary.num_bytes) for name, boundary in leaving.items()),
-        "gets": gotten,
+        "draws_globally": watch.drew_in_backward or handed.drew_outside_torch,
     }
     return fields, run.output
 
@@ -192,49 +301,25 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
 def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
     """Return the same for an evaluation: a forward in eval() under no_grad, which saves nothing."""
     work.eval()
-    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
-    sizes = _sizes(work.parameters(), work.buffers())
-    handed, target, before = boundary.copied(), work.target.copied(), _host_generators()
-    arriving, versions = work.prepare(), [tensor._version for tensor in handed.tensors]
+    handed = _Handed(work, boundary)
     with torch.no_grad(), _Watch(rates) as watch:
-        output = Boundary.of_layer(work(handed.value(), target.value(), arriving)).detached()
-    fields = sizes | {
-        "grad_bytes": 0,
-        "accumulated_bytes": 0,
-        "input_bytes": boundary.num_bytes,
-        "output_bytes": output.num_bytes,
-        "held_bytes": output.storage_bytes,
-        "target_bytes": work.target.num_bytes,
-        "saved_bytes": 0,
-        "peak_bytes": watch.peak_bytes,
-        "forward_peak_bytes": watch.peak_bytes,
-        "forward_flops": watch.flops[0],
-        "forward_s": watch.seconds[0],
-        "backward_s": 0.0,
-        "timed": False,
-        "draws_random": watch.drew_in_forward,
-        "draws_globally": before != _host_generators(),
-        "changes_input": versions != [tensor._version for tensor in handed.tensors],
-        "changes_buffers": _changed(buffers, work.buffers()),
-        "puts": tuple((name, value.num_bytes) for name, value in work.leaving.items()),
-        "gets": work.gotten,
-    }
-    return fields, output
+        output = Boundary.of_layer(work(*handed.arguments)).detached()
+    peak_bytes = {"saved_bytes": 0, "peak_bytes": watch.peak_bytes, "forward_peak_bytes": watch.peak_bytes}
+    return handed.fields(watch, output) | {"grad_bytes": 0, "accumulated_bytes": 0} | peak_bytes, output
 
 
 def timed(
     work: Work, boundary: Boundary, synchronize: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, Any], Boundary]:
     """Return the layer's seconds, as fields of a LayerCost, and the boundary that leaves it."""
-    buffers = {name: (buffer, buffer._version) for name, buffer in work.buffers().items()}
+    buffers = _versions(work.buffers())
     values = {name: buffer.clone() for name, buffer in work.buffers().items()}
     before = _host_generators()
     runs = []
     for _ in range(NUM_RUNS):
         output = None  # the run before this one
         work.forget()
-        arriving = work.prepare()
-        output, *seconds = run_once(work, boundary.copied(), work.target.copied(), arriving, synchronize=synchronize)
+        output, *seconds = run_once(work, work.arguments(boundary.copied()), synchronize=synchronize)
         runs.append(seconds)
     # Also behind autograd's back, through `.data`, which shows in the values alone.
     written = any(not torch.equal(values[name], buffer) for name, (buffer, _) in buffers.items())
@@ -257,14 +342,11 @@ class Run(NamedTuple):
 
 def run_once(
     work: Work,
-    handed: Boundary,
-    target: Boundary,
-    arriving: Mapping[str, Any],
+    arguments: tuple[Any, Any, dict[str, Any]],
     watch: _Watch | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run forward and backward; drop the gradients and the graph."""
-    arguments = handed.value(), target.value(), arriving
     begin_s = time.perf_counter()
     output = Boundary.of_layer(work(*arguments))
     synchronize()
@@ -276,7 +358,8 @@ def run_once(
     unique = {id(tensor): tensor for tensor in (*output.tensors, *leaving_tensors)}.values()
     roots = [tensor for tensor in unique if tensor.requires_grad]
     # The meter leaves out what comes from the layer above.
-    grads = [torch.ones_like(root) if work.ends_in_loss else _incoming_gradient(root, watch) for root in roots]
+    with contextlib.nullcontext() if watch is None or work.ends_in_loss else watch.paused():
+        grads = [torch.ones_like(root) for root in roots]
     if watch is not None:
         watch.backward_begins()
     synchronize()
@@ -289,13 +372,6 @@ def run_once(
     for parameter in work.parameters().values():
         parameter.grad = None  # the copies outlive the run: the whole model's gradients would pile up
     return Run(output=leaving, forward_s=forward_s, backward_s=backward_s)
-
-
-def _incoming_gradient(root: torch.Tensor, watch: _Watch | None) -> torch.Tensor:
-    if watch is None:
-        return torch.ones_like(root)
-    with watch.paused():
-        return torch.ones_like(root)
 
 
 class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -391,6 +467,10 @@ def _sizes(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.T
         "accumulated_bytes": sum(p.numel() * max(p.element_size(), 4) for p in trainable),
         "padding_bytes": sum(-num_bytes % ALIGNMENT_BYTES for num_bytes in held),
     }
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+    return {name: (tensor, tensor._version) for name, tensor in tensors.items()}
 
 
 def _changed(before: Mapping[str, tuple[torch.Tensor, int]], after: Mapping[str, torch.Tensor]) -> bool:

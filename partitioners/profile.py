@@ -9,23 +9,56 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 from torch.utils import _pytree as pytree
 
-from partitioners.boundary import Boundary, UnfitTensor
+from partitioners.boundary import Boundary, UnfitTensor, fingerprint
 from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import ALIGNMENT_BYTES, LayerCost
-from partitioners.fingerprint import fingerprint
-from partitioners.kernels import GpuKernels
-from partitioners.measure import Work, count, count_evaluation, timed
+from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
+from partitioners.meter import MemoryMeter
 from partitioners.precision import DTYPES, kept_parameters
-from partitioners.rates import STATED_RATES, Rates
+
+
+class GpuKernels(TorchFunctionMode):
+    """Makes layers on the CPU save the tensors that they would save on a GPU.
+
+    - Attention: flash kernels, which keep query, key, value, output and a logarithm per row, and redraw dropout in
+      backward; the CPU's own fall back to a full matrix of weights as soon as there is dropout.
+    - Dropout: a mask of booleans instead of one of the input's type.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            return func(*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:], **kwargs)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    output: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return input.copy_(output) if inplace else output
 
 
 def profile(
@@ -66,17 +99,14 @@ def profile(
     rates = rates or STATED_RATES[place.type, precision]
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
 
-    def measure(*, runs: bool) -> list[LayerCost]:
-        profiler = _Profiler(place, precision, rates, [layer for _, layer in layers])
-        return _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
-
+    profiler = _Profiler(place, precision, rates, layers, loss_fn)
     with _generators_kept(), torch.enable_grad():
         if time_layers or not can_run:
-            return measure(runs=can_run)
+            return profiler.costs(inputs, target, runs=can_run)
         try:
-            return measure(runs=False)
+            return profiler.costs(inputs, target, runs=False)
         except DependsOnValues:
-            return measure(runs=True)
+            return profiler.costs(inputs, target, runs=True)
 
 
 def profile_shapes(
@@ -94,10 +124,9 @@ def profile_shapes(
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
     place = _place(device)
-    layers = named_layers(model)
-    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision], [layer for _, layer in layers])
+    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision], named_layers(model), loss_fn)
     with torch.enable_grad():
-        return _measure(layers, inputs, target, loss_fn, profiler, runs=False)
+        return profiler.costs(inputs, target, runs=False)
 
 
 def profile_evaluation(
@@ -118,50 +147,15 @@ def profile_evaluation(
         layer's own exception comes out. The process-wide generators are then left alone: for use while other threads
         draw.
     """
-    layers = named_layers(model)
-
-    def measure(*, runs: bool) -> list[LayerCost]:
-        rates = STATED_RATES["cpu", precision]
-        model_layers = [layer for _, layer in layers]
-        profiler = _Profiler(torch.device("cpu"), precision, rates, model_layers, evaluates=True)
-        costs = _measure(layers, inputs, target, loss_fn, profiler, runs=runs)
-        return [replace(cost, shared_bytes=0) for cost in costs]
-
+    rates = STATED_RATES["cpu", precision]
+    profiler = _Profiler(torch.device("cpu"), precision, rates, named_layers(model), loss_fn, evaluates=True)
     if not may_run:
-        return measure(runs=False)
+        return profiler.costs(inputs, target, runs=False)
     with _generators_kept():
         try:
-            return measure(runs=False)
+            return profiler.costs(inputs, target, runs=False)
         except Exception:  # whatever fake tensors cannot do; the layer's own mistake is made again
-            return measure(runs=True)
-
-
-def _measure(
-    layers: Sequence[tuple[str, nn.Module]],
-    inputs: Any,
-    target: Any,
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    profiler: _Profiler,
-    *,
-    runs: bool,
-) -> list[LayerCost]:
-    shares = _sharing([layer for _, layer in layers])
-    shared_bytes = _shared_bytes([layer for _, layer in layers])
-    profiler.begin(inputs, target, runs=runs)
-    costs = []
-    for index, (name, layer) in enumerate(layers):
-        is_last = index == len(layers) - 1
-        with _naming(index, name, " or loss_fn" if is_last and loss_fn is not None else ""):
-            fields = profiler.layer(layer, loss_fn if is_last else None)
-        padding_bytes = profiler.residue_bytes(layer, loss_fn if is_last else None)
-        # A copy: layers of equal structure were counted once, and lie at other addresses.
-        fields = fields | {
-            "shares_with": shares[index],
-            "shared_bytes": shared_bytes[index],
-            "padding_bytes": fields["padding_bytes"] + padding_bytes,
-        }
-        costs.append(LayerCost(index=index, name=name, **fields))
-    return costs
+            return profiler.costs(inputs, target, runs=True)
 
 
 class _Quiet(logging.Filter, threading.local):
@@ -172,18 +166,15 @@ class _Quiet(logging.Filter, threading.local):
     def filter(self, record: logging.LogRecord) -> bool:
         return not self.is_on
 
+    def __enter__(self) -> None:
+        self.is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False
+
 
 _QUIET = _Quiet()
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(_QUIET)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    _QUIET.is_on = True
-    try:
-        yield
-    finally:
-        _QUIET.is_on = False
 
 
 class DependsOnValues(ValueError):
@@ -194,24 +185,48 @@ class _Profiler:
     """Takes a batch through the layers, in fake tensors and, if it can, in real ones."""
 
     def __init__(
-        self, place: torch.device, precision: str, rates: Rates, model: Sequence[nn.Module], *, evaluates: bool = False
+        self,
+        place: torch.device,
+        precision: str,
+        rates: Rates,
+        layers: Sequence[tuple[str, nn.Module]],
+        loss_fn: Any,
+        *,
+        evaluates: bool = False,
     ) -> None:
         self._place, self._rates = place, rates
+        self._layers, self._loss_fn = layers, loss_fn
         self._evaluates = evaluates
         self._count_work = count_evaluation if evaluates else count
+        model = [layer for _, layer in layers]
         self._fakes = FakeCopies(precision, model)
         self._reals = Copies(precision, place if place.type != "cpu" else None, model)
-        self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
 
-    def begin(self, inputs: Any, target: Any, *, runs: bool) -> None:
-        """Set the batch that enters the first layer; `runs`: real tensors go along."""
+    def costs(self, inputs: Any, target: Any, *, runs: bool) -> list[LayerCost]:
+        """Take a batch through all layers; `runs`: real tensors go along."""
+        model = [layer for _, layer in self._layers]
+        shares, shared_bytes = _sharing(model), [0] * len(model) if self._evaluates else _shared_bytes(model)
         self._target = target
         with self._fakes.mode:
             self._fake = Boundary.of_layer(self._fakes.inputs(inputs)).detached()
         self._real = Boundary.of_layer(self._reals.inputs(inputs)).detached() if runs else None
         self._skips: dict[str, Boundary] = {}  # what layers have put so far, in the tensors that go along
+        self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
+        costs = []
+        for index, (name, layer) in enumerate(self._layers):
+            loss_fn = self._loss_fn if index == len(model) - 1 else None
+            with _naming(index, name, "" if loss_fn is None else " or loss_fn"):
+                fields = self._layer(layer, loss_fn)
+            # A copy: layers of equal structure were counted once, and lie at other addresses.
+            fields = fields | {
+                "shares_with": shares[index],
+                "shared_bytes": shared_bytes[index],
+                "padding_bytes": fields["padding_bytes"] + self._residue_bytes(layer, loss_fn),
+            }
+            costs.append(LayerCost(index=index, name=name, **fields))
+        return costs
 
-    def layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
+    def _layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
         """Return the costs of the next layer, with the loss if it is the last."""
         if self._real is None:
             fields, self._fake = self._count(layer, loss_fn)
@@ -235,7 +250,7 @@ class _Profiler:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
             # next call, in a cache of masks or positions, has to be real.
-            with kernels, _quiet():
+            with kernels, _QUIET:
                 try:
                     work = self._work(self._fakes, layer, loss_fn)
                     fields, output = self._count_work(work, self._fake, self._rates)
@@ -249,7 +264,7 @@ class _Profiler:
         self._leave(leaving)
         return fields, output
 
-    def residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
+    def _residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
         """Bytes that a slab needs on top because tensors do not begin at a multiple of 64 (views, mapped files).
 
         On the CPU they keep their addresses modulo 64, by which kernels are chosen. Casts are new tensors.
@@ -274,9 +289,8 @@ class _Profiler:
         self._skips |= {name: boundary.detached() for name, boundary in leaving.items()}
 
     def _work(self, copies: Copies, layer: nn.Module, loss_fn: Any) -> Work:
-        if loss_fn is None:
-            return Work(copies.layer(layer), None, None, self._skips)
-        return Work(copies.layer(layer), copies.loss(loss_fn), copies.target(self._target), self._skips)
+        target = None if loss_fn is None else copies.target(self._target)
+        return Work(copies.layer(layer), copies.loss(loss_fn), target, self._skips)
 
     def _synchronize(self) -> None:
         if self._place.type != "cpu":
@@ -361,3 +375,60 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(of_random)
         np.random.set_state(of_numpy)
+
+
+_MEMORY_EVENT = "[memory]"  # the profiler's name for a change of allocated memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPeak:
+    """Most bytes at once of one layer's forward and backward, measured in two ways."""
+
+    index: int
+    name: str
+    metered_bytes: int  # storages that operations create, and the gradient that comes in
+    allocated_bytes: int  # bytes that the allocator handed out, kernels' own scratch memory included
+
+    @property
+    def reserve_bytes(self) -> int:
+        """The difference: bytes to keep free on a device beside the metered ones."""
+        return max(0, self.allocated_bytes - self.metered_bytes)
+
+
+def layer_peaks(
+    model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
+) -> list[LayerPeak]:
+    """Run every layer on the CPU, metered and under `torch.profiler`; the figures of the last include the loss."""
+    layers = named_layers(model)
+    copies, peaks = Copies(), []
+    skips: dict[str, Boundary] = {}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        boundary = Boundary.of_layer(copies.inputs(inputs)).detached()
+        for index, (name, layer) in enumerate(layers):
+            is_last = index == len(layers) - 1
+            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)
+            arguments = work.arguments(boundary.copied())
+            with MemoryMeter() as meter:
+                run_once(work, arguments)
+            allocated_bytes, boundary = _allocated(work, boundary)
+            skips |= {name: value.detached() for name, value in work.leaving.items()}
+            peaks.append(
+                LayerPeak(index=index, name=name, metered_bytes=meter.peak_bytes, allocated_bytes=allocated_bytes)
+            )
+    return peaks
+
+
+def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
+    """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
+    work.forget()
+    arguments = work.arguments(boundary.copied())
+    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
+    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
+        output = run_once(work, arguments).output
+    events = trace.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
+    current = most = 0
+    for _, num_bytes in changes:
+        current += num_bytes
+        most = max(most, current)
+    return most, output

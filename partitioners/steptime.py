@@ -10,8 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from partitioners.cost import Budget, LayerCost
-from partitioners.table import Flags, ShardTable
+from partitioners.cost import Budget, Flags, LayerCost, ShardTable, accumulated_bytes
 
 Seconds: TypeAlias = "npt.NDArray[np.float64]"
 Layers: TypeAlias = "int | npt.NDArray[np.int64]"
@@ -57,22 +56,20 @@ class StepModel:
 
     def __init__(self, costs: Sequence[LayerCost], budget: Budget) -> None:
         self._budget = budget
-        self._num = num = len(costs)
+        self.num_layers = num = len(costs)
         self.table = table = ShardTable.of(costs, budget.num_micro_batches)
         n, link = budget.num_micro_batches, budget.link_bytes_per_s
         forward, backward = _sums([c.forward_s for c in costs]), _sums([c.backward_s for c in costs])
         trainable = [k for k, c in enumerate(costs) if c.grad_bytes]
         self._lowest = trainable[0] if trainable else num  # below this layer nothing runs backward
-        grads = _sums([float(c.grad_bytes) for c in costs])
-        masters = _sums([float(c.grad_bytes if c.accumulated_bytes is None else c.accumulated_bytes) for c in costs])
         inputs = np.array([float(c.input_bytes) for c in costs])
         outputs = np.array([float(c.output_bytes) for c in costs])
         target = float(costs[-1].target_bytes)
         above = np.arange(num) > self._lowest  # a gradient leaves through the input of such a layer
 
         self.load = np.where(table.full < 2**60, table.slab, 0) / link
-        self.update = (masters[None, :] - masters[:, None]).clip(min=0) / budget.update_bytes_per_s
-        self._grads = (grads[None, :] - grads[:, None]).clip(min=0) / link
+        self.update = _between(_sums([float(accumulated_bytes(c)) for c in costs])) / budget.update_bytes_per_s
+        self._grads = _between(_sums([float(c.grad_bytes) for c in costs])) / link
         self.forward_s = _between(forward)
         self.backward_s = _between(forward) + _between(backward)
 
@@ -87,10 +84,6 @@ class StepModel:
         self.forward_span = _pipeline(n, self.forward_s, *self._moves["f"])
         self.backward_span = _pipeline(n, self.backward_s, *self._moves["b"]) + self._grads
 
-    @property
-    def num_layers(self) -> int:
-        return self._num
-
     def runs_backward(self, last: int) -> bool:
         """Return True if the shard that ends at ``last`` runs backward: it or one below holds a trainable parameter."""
         return last > self._lowest
@@ -98,7 +91,7 @@ class StepModel:
     def shard_s(self, first: Layers, last: int) -> Seconds:
         """Seconds of a shard's own units: spans and fixed costs, for one ``first`` or an array of them."""
         unit_s = self._budget.unit_s
-        if last == self._num:
+        if last == self.num_layers:
             return np.asarray(self.backward_span[first, last] + unit_s)
         own = self.forward_span[first, last] + unit_s
         if self.runs_backward(last):
@@ -130,13 +123,10 @@ class StepModel:
         budget, unit_s = self._budget, self._budget.unit_s
         compute = moved = up = down = loads = 0.0
         n = budget.num_micro_batches
+        units = {"f": (self.forward_span, self.forward_s), "b": (self.backward_span, self.backward_s)}
         for first, last in shards:
-            is_last = last == self._num
-            kinds = ["b"] if is_last else ["f", "b"] if self.runs_backward(last) else ["f"]
-            for kind in kinds:
-                spans, seconds = (
-                    (self.forward_span, self.forward_s) if kind == "f" else (self.backward_span, self.backward_s)
-                )
+            for kind in "b" if last == self.num_layers else "fb" if self.runs_backward(last) else "f":
+                spans, seconds = units[kind]
                 compute += n * float(seconds[first, last]) + unit_s
                 moved += float(spans[first, last]) - n * float(seconds[first, last])
                 enters, leaves = self._moves[kind]
@@ -145,7 +135,7 @@ class StepModel:
         for (first, middle), (_, last) in pairwise(shards):
             loads += float(self.exposed_loads(first, middle, last))
         loads += float(self.load[0, shards[0][1]])
-        waited, update = float(self.update[0, shards[0][1]]), float(self.update[0, self._num])
+        waited, update = float(self.update[0, shards[0][1]]), float(self.update[0, self.num_layers])
         waited = max(waited, update - compute - moved - loads)
         return StepTime(
             total_s=compute + moved + loads + waited,

@@ -366,7 +366,7 @@ class FakeCuda:
         first, end = address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)
         return any(
             start // mmap.PAGESIZE < end and first < -(-(start + size) // mmap.PAGESIZE)
-            for start, (size, _) in self.registered.items()
+            for start, (size, _) in list(self.registered.items())  # a finalizer, in any thread, may change it meanwhile
         )
 
     def _map(self, fileno, num_bytes):
@@ -510,7 +510,8 @@ class _Stream:
         """Do what was put before so many, and know that so much of what was queued is through."""
         queued = self.num_queued if num_queued is None else num_queued
         self._drain(end)
-        self.num_awaited = max(self.num_awaited, queued)
+        with self._lock:  # of two threads that wait for it, the one that waited for less may come last
+            self.num_awaited = max(self.num_awaited, queued)
 
     def _drain(self, end):
         with self._lock:

@@ -17,15 +17,15 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.system.dram import return_free_memory
 from partitioners import Presharded
 
-WIDTH = 1024
+WIDTH = 512
 NUM_STEPS = 5  # through before freed memory is given back for the first time
-DEVICE_BYTES = 20 * 2**20  # a fiftieth of the state: an emulated device's memory is the process's, too
-# Settings, and layers of a million parameters: at least 1 GiB of weights, gradients and optimizer state each.
+DEVICE_BYTES = 5 * 2**20  # a hundredth of the state: an emulated device's memory is the process's, too
+# Settings, and layers of a quarter of a million parameters: at least 1 GiB of weights, gradients and states each.
 CASES = {
-    "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 27),
-    "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 54),
-    "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 68),
-    "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 256),
+    "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 108),
+    "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 216),
+    "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 272),
+    "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 1024),
 }
 
 

@@ -11,7 +11,6 @@ number of tasks and devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
 from typing import Any
 
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Load, Run
@@ -47,8 +46,8 @@ class Dispatch:
         self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
         self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
         self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
-        self._idle: list[int] = []  # heaps, with devices that are no more among them
-        self._wanting: list[int] = []
+        self._idle: ReadyQueue[ScheduledDevice] = ReadyQueue()  # by number
+        self._wanting: ReadyQueue[ScheduledDevice] = ReadyQueue()  # that may claim a unit
         self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
 
     @property
@@ -64,7 +63,7 @@ class Dispatch:
     def add_task(self, task: ScheduledTask) -> None:
         """Let a task share compute time from now on."""
         task.used_s = self._share_s * task.added.weight
-        self.refresh_all(task)  # it counts from now on
+        self.refresh(task)  # it counts from now on
 
     def computed(self, event: Computed, part: Part) -> ScheduledDevice:
         """Take a unit from its device, and charge its time; the device has to be freed."""
@@ -79,29 +78,17 @@ class Dispatch:
         for part in task.parts:
             if part.claim is not None:
                 self._let_go(part.claim)
-        self.refresh_all(task)
+        self.refresh(task)
 
     # -- what tasks offer
 
-    def refresh_all(self, task: ScheduledTask) -> None:
-        """Put what a task offers where it belongs."""
-        self._count(task)
-        for part in task.parts:
-            self._put_in_place(part)
-
-    def refresh(self, part: Part) -> None:
-        """Put what a part offers where it belongs, after anything about it has changed.
-
-        What a policy sees is of the task, so that its other parts belong elsewhere then, too.
-        """
-        self._count(part.task)
-        for each in part.task.parts if len(part.task.parts) > 1 else (part,):
-            self._put_in_place(each)
-
-    def _count(self, task: ScheduledTask) -> None:
+    def refresh(self, task: ScheduledTask) -> None:
+        """Put what a task offers where it belongs, after anything about it has changed: a policy sees all of it."""
         remaining_s = 0.0 if task.phase.is_over else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
+        for part in task.parts:
+            self._put_in_place(part)
 
     def _put_in_place(self, part: Part) -> None:
         if part.queue is not None:
@@ -154,14 +141,16 @@ class Dispatch:
             if device.running is None:
                 self._run_own(device)
         while self._ready or self._claimed:
-            idle = self._lowest(self._idle)
+            idle = self._idle.best()
             if idle is None:
                 break
-            self._run_best(idle)
+            part = self._best(self._ready, idle) or self._best(self._claimed, idle)
+            assert part is not None
+            self._run(idle, part)
         for device in (*touched, *self._touched):
             self._claim_best(device, self._own_offers(device))
         while self._ready or self._loadable:
-            wanting = self._lowest(self._wanting)
+            wanting = self._wanting.best()
             if wanting is None:
                 break
             self._claim_best(wanting, ())
@@ -171,27 +160,13 @@ class Dispatch:
         return device.claim is None and (device.running is None or self._double_buffer)
 
     def free(self, device: ScheduledDevice) -> None:
-        """Enter a device where devices are looked for, after it lost its unit or its claim."""
-        if device.running is None and not device.in_idle:
-            device.in_idle = True
-            heappush(self._idle, device.index)
-        if self._is_wanting(device) and not device.in_wanting:
-            device.in_wanting = True
-            heappush(self._wanting, device.index)
+        """Put a device where it is looked for, after its unit or its claim has changed."""
+        for queue, belongs in ((self._idle, device.running is None), (self._wanting, self._is_wanting(device))):
+            if not belongs:
+                queue.discard(device)
+            elif device not in queue:
+                queue.put(device, device.index)
         self._touched[device] = None
-
-    def _lowest(self, heap: list[int]) -> ScheduledDevice | None:
-        """The first device that is idle, or that wants a claim."""
-        while heap:
-            device = self._devices[heap[0]]
-            if device.running is None if heap is self._idle else self._is_wanting(device):
-                return device
-            heappop(heap)
-            if heap is self._idle:
-                device.in_idle = False
-            else:
-                device.in_wanting = False
-        return None
 
     def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
         """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
@@ -222,11 +197,6 @@ class Dispatch:
     def _is_critical(self, task: ScheduledTask) -> bool:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * len(self._devices) >= self._remaining_s
-
-    def _run_best(self, device: ScheduledDevice) -> None:
-        part = self._best(self._ready, device) or self._best(self._claimed, device)
-        assert part is not None
-        self._run(device, part)
 
     def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
@@ -260,9 +230,10 @@ class Dispatch:
         part = self._first(free, device) if free else self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
+            self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
-            self.refresh(part)
+            self.refresh(part.task)
 
     def _run(self, device: ScheduledDevice, part: Part) -> None:
         unit, task = part.offer, part.task
@@ -288,11 +259,11 @@ class Dispatch:
         self._served_count += 1
         task.served_order = self._served_count
         self._out.append(Run(device.index, unit))
-        self.refresh(part)
+        self.refresh(part.task)
         self.free(device)
 
     def _drop(self, device: ScheduledDevice) -> None:
-        self.refresh(self._let_go(device))
+        self.refresh(self._let_go(device).task)
 
     def _let_go(self, device: ScheduledDevice) -> Part:
         """Take a device's claim from it; whose it was has to be put in place."""

@@ -104,8 +104,7 @@ class Scheduler:
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in; what to do about it, in order."""
         self._handlers[type(event)](event)
-        self._dispatch.run()
-        return self._said()
+        return self.dispatch()
 
     def take(self, event: Event) -> list[Instruction]:
         """The first half of `handle`, for events that come at one time: nothing is given to devices yet."""
@@ -119,10 +118,7 @@ class Scheduler:
 
     def _said(self) -> list[Instruction]:
         """Instructions since the last time; a policy that raises leaves what was said before it for the next event."""
-        if not self._out:
-            return []
-        out = self._out.copy()
-        self._out.clear()
+        out, self._out[:] = self._out[:], []
         return out
 
     # -- events
@@ -163,14 +159,14 @@ class Scheduler:
         else:
             part.leave(None if event.failed else device)
         self._dispatch.free(device)
-        self._dispatch.refresh(part)
+        self._dispatch.refresh(part.task)
 
     def _stored(self, event: Stored) -> None:
         part = self._part(event.unit)
         assert part.storing, event.unit
         part.arrive()
         self._is_stored(part, (event.unit.kind, event.unit.shard))
-        self._dispatch.refresh(part)  # and those that waited for this
+        self._dispatch.refresh(part.task)  # and those that waited for this
 
     def _is_stored(self, part: Part, node: tuple[str, int]) -> None:
         task, through = part.task, part.num_stored
@@ -190,7 +186,7 @@ class Scheduler:
             else:
                 task.stale.add(shard)
                 self._out.append(Update(task.added.task, shard))
-        ends_forward = kind == FUSED or (not task.training and node == task.chain[-1])
+        ends_forward = kind == FUSED or (not task.batch.training and node == task.chain[-1])
         if ends_forward and not (task.phase.is_over or task.added.reads_last):
             self._read(task)
 
@@ -199,10 +195,10 @@ class Scheduler:
         num_units = len(task.chain)
         is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
         if is_through and not (
-            task.phase.is_over or task.on_host is not OnHost.NOTHING or (task.training and task.stale)
+            task.phase.is_over or task.on_host is not OnHost.NOTHING or (task.batch.training and task.stale)
         ):
             task.on_host = OnHost.COMMIT
-            self._out.append(Commit(task.added.task, task.training))
+            self._out.append(Commit(task.added.task, task.batch.training))
 
     def _read(self, task: ScheduledTask) -> None:
         """Ask for the next batch, once."""
@@ -254,9 +250,8 @@ class Scheduler:
         self._capture(task)
         self._commit(task)
         self._advance(task)
-        for part in task.parts:
-            if part.offer is None:
-                self._dispatch.refresh(part)
+        if any(part.offer is None for part in task.parts):
+            self._dispatch.refresh(task)
 
     def _capture_wanted(self, event: CaptureWanted) -> None:
         self._capture(self._tasks[event.task])
@@ -304,7 +299,6 @@ class Scheduler:
             if not task.stale:
                 self._finish(task)
             return
-        batch = None
         has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.new_shapes)
         # Shards may be numbered anew: no update of the old ones may be under way.
         if has_to_fit and task.stale:
@@ -314,21 +308,20 @@ class Scheduler:
                 if task.added.reads_last and not task.stale:
                     self._read(task)
                 return
-            batch, task.next_batch = task.next_batch, None
-            task.step, task.training, task.has_read = batch.step, batch.training, False
+            task.batch, task.next_batch, task.has_read = task.next_batch, None, False
         if has_to_fit:
             task.on_host = OnHost.FIT
             self._out.append(Fit(task.added.task, task.misfit))
             task.misfit = None
         else:
-            assert batch is not None
-            num_parts = min(batch.num_micro_batches, self._num_devices_for(task)) if task.training else 1
-            self._out.append(Begin(task.added.task, task.step, num_parts))
-            self._begin_chain(task, num_parts, batch.num_micro_batches)
+            num_micro_batches = task.batch.num_micro_batches
+            num_parts = min(num_micro_batches, self._num_devices_for(task)) if task.batch.training else 1
+            self._out.append(Begin(task.added.task, task.batch.step, num_parts))
+            self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:
         task.go_to(Phase.FINISHED)
-        self._dispatch.refresh_all(task)  # nothing is left of it
+        self._dispatch.refresh(task)  # nothing is left of it
         self._num_unfinished -= 1
         self._numbers = None
         self._out.append(Finish(task.added.task, is_settled=not task.is_releasing))
@@ -349,12 +342,12 @@ class Scheduler:
     def _begin_chain(self, task: ScheduledTask, num_parts: int, num_micro_batches: int = 1) -> None:
         for part in task.parts:
             assert part.queue is None, part
-        task.chain = task.units.training if task.training else task.units.evaluation
+        task.chain = task.units.training if task.batch.training else task.units.evaluation
         sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
         task.parts = [Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
         for before, after in pairwise(task.parts):
             before.after, after.before = after, before
         task.estimate()
-        self._dispatch.refresh_all(task)
+        self._dispatch.refresh(task)
         if task.added.reads_ahead and not task.added.reads_last:
             self._read(task)

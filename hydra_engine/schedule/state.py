@@ -96,6 +96,9 @@ class ReadyQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, member: T) -> bool:
+        return member in self._entries
+
     def put(self, member: T, key: Any) -> None:
         """Add a member, or give it another key."""
         entry = (key, next(self._serial), member)
@@ -216,7 +219,7 @@ class Part:
         if self.position >= len(chain) or task.phase.is_over:
             return None
         kind, shard = chain[self.position]
-        return Unit(task.added.task, kind, shard, task.step, self.index) if task.is_fresh(shard) else None
+        return Unit(task.added.task, kind, shard, task.batch.step, self.index) if task.is_fresh(shard) else None
 
     def leave(self, device: ScheduledDevice | None) -> None:
         """Its unit is on its way to DRAM, from a device where the part can go on; None: it cannot."""
@@ -235,6 +238,9 @@ class Part:
             self.near = None
 
 
+_NO_BATCH = BatchReady("", 0, training=True)
+
+
 @dataclass(eq=False)
 class ScheduledTask:
     """A task as far as decisions need it. More attributes than most: they are read at every event."""
@@ -246,8 +252,7 @@ class ScheduledTask:
     on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
     parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
-    step: int = 0
-    training: bool = True
+    batch: BatchReady = _NO_BATCH  # in progress, or the last one
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
     has_read: bool = False  # the batch after this one was asked for
@@ -275,7 +280,7 @@ class ScheduledTask:
         """True if shards are updated before the step in progress is committed, and some may have been."""
         return (
             self.added.early_release
-            and self.training
+            and self.batch.training
             and any(kind in (FUSED, BACKWARD) for part in self.parts for kind, _ in self.chain[: part.position])
         )
 
@@ -304,7 +309,7 @@ class ScheduledTask:
         for node in reversed(self.chain):
             left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
         self.left_s = left_s[::-1]
-        in_training = self.training and bool(self.chain)
+        in_training = self.batch.training and bool(self.chain)
         self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.units.training)
 
     def remaining_s(self) -> float:
@@ -312,7 +317,7 @@ class ScheduledTask:
         num_steps = self.added.num_steps
         if num_steps is None:  # the loader does not say: as many again as so far
             num_steps = 2 * self.num_steps_done + 2
-        to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.training else 0))
+        to_come = max(0, num_steps - self.num_steps_done - (1 if self.chain and self.batch.training else 0))
         if not self.chain:
             left_s = 0.0
         elif len(self.parts) == 1:
@@ -340,5 +345,3 @@ class ScheduledDevice:
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
-    in_idle: bool = False
-    in_wanting: bool = False

@@ -507,6 +507,7 @@ def until(condition):
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
+        time.sleep(0.001)  # or it would keep the interpreter from whoever is waited for
 
 
 class TestTurns:
@@ -749,16 +750,25 @@ def test_what_a_callback_draws_from_torch_is_no_loaders(monkeypatch):
     monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
     draws = [DrawsAtEachStep(draw) for draw in (weights, weights, lambda: torch.rand(()).item())]
 
-    def wait(k):  # in the middle of a read, for a draw
+    loaders, num_met = [Loader(num_batches=60) for _ in draws], []
+
+    def wait(k):
+        """In the middle of a read, for a draw of the first one, which comes if its next batch has been asked for.
+
+        That batch's read may end after the one before this, which then casts a doubt on it: from there on its loader is
+        read alone, too, and would wait for the end of this read.
+        """
         number = len(draws[0].drawn)
-        if k > 1:
+        if k > 1 and loaders[0].num_read > number:
             until(lambda: len(draws[0].drawn) > number or draws[0].is_over)
+            num_met.append(len(draws[0].drawn) - number)
 
     noise = lambda k: torch.rand(4, 3) + random.random()  # noqa: E731
     mine = task("mine", Loader(wait, noise))
-    others = [task(f"other-{k}", Loader(num_batches=60), callbacks=[each]) for k, each in enumerate(draws)]
+    others = [task(f"other-{k}", loaders[k], callbacks=[each]) for k, each in enumerate(draws)]
     before = torch.get_rng_state()
     report = train(mine, *others)
+    assert any(num_met)
     assert torch.equal(torch.get_rng_state(), before)
     assert_as_plain(report, mine, plain(Loader(noise=noise)))
     with torch.random.fork_rng():

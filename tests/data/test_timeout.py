@@ -109,12 +109,13 @@ def test_it_is_a_timeout_of_the_builtin_kind(hanging):
         exact.run([task])
 
 
-def test_close_does_not_wait_for_it_again(hanging):
+def test_close_does_not_wait_for_it_again(hanging, monkeypatch):
+    monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 3 * PATIENCE_S)
     task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
     other, _ = exact.task_of("mlp", epochs=1)
     start_s = time.monotonic()
     exact.run([task, other])
-    assert time.monotonic() - start_s < 9  # less than a reader's time to join
+    assert time.monotonic() - start_s < 3 * PATIENCE_S
 
 
 def test_validation_batch_counts_too(hanging):

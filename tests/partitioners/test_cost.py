@@ -1,7 +1,8 @@
-"""A shard's bytes are the documented sums, and bound what a shard was measured to take."""
+"""Sizes, costs, and the bytes of shards: one by one, and in tables."""
 
 import itertools
 import pickle
+import random
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -12,13 +13,80 @@ from partitioners import (
     Budget,
     LayerTooLarge,
     MemoryMeter,
+    format_bytes,
     forward_unit_bytes,
+    parse_bytes,
     profile,
     shard_bytes,
     slab_bytes,
     unit_bytes,
 )
-from tests.partitions import ZERO
+from partitioners.cost import ShardTable, fewest_shards, too_large
+from tests.partitions import (
+    PLENTY_BYTES,
+    ZERO,
+    fitting_partitions,
+    layers,
+    partitions,
+    random_device,
+    random_layers,
+    shard_fits,
+    shards_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes"),
+    [
+        (1, 1),
+        (4096, 4096),
+        ("4096", 4096),
+        ("12 B", 12),
+        ("512 KiB", 512 * 2**10),
+        ("64MiB", 64 * 2**20),
+        ("64mib", 64 * 2**20),
+        (" 16GiB ", 16 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("0.5KiB", 512),
+        ("2TiB", 2 * 2**40),
+        ("1PB", 10**15),
+        ("1.1PB", 11 * 10**14),
+        ("1.1KiB", 1126),
+    ],
+)
+def test_a_size_is_an_int_or_a_number_with_a_unit(written, num_bytes):
+    assert parse_bytes(written, "memory") == num_bytes
+
+
+NO_TYPE = (True, False, 1.5, None)
+NOT_POSITIVE = (0, -1, "0", "0MiB", "0.0001KB", "-1MiB")
+MALFORMED = ("", "1.5", "1.5B", "16G", "512k", "MiB", "1 2MiB", "1e9", "٣", "1.MiB", ".5MiB", "64MiB!")
+
+
+@pytest.mark.parametrize("written", [*NO_TYPE, *NOT_POSITIVE, *MALFORMED])
+def test_anything_else_is_refused_with_field_value_and_examples(written):
+    with pytest.raises(ValueError, match="memory: ") as caught:
+        parse_bytes(written, "memory")
+    assert repr(written) in str(caught.value)
+    assert "'64MiB'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536 * 2**20, "1.5 GiB"),
+        (64 * 2**20, "64 MiB"),
+        (2**20 - 1, "1 MiB"),
+        (-(2**10), "-1 KiB"),
+        (3 * 2**60, "3072 PiB"),
+    ],
+)
+def test_bytes_print_with_the_largest_unit_that_leaves_a_whole_part(num_bytes, text):
+    assert format_bytes(num_bytes) == text
+
 
 # Every figure is its own power of ten, so that a sum shows what was added. The last layer's output is the loss.
 THREE = (
@@ -228,3 +296,104 @@ def test_a_lone_layer_takes_exactly_its_peak():
     for cost in costs:
         if not cost.changes_input:  # its copy of the input is no view here
             assert cost.peak_bytes == run_metered(model, cost.index, cost.index + 1, inputs, target, 1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_entry_is_what_the_functions_of_one_shard_say(seed):
+    rng = random.Random(seed)
+    for _ in range(10):
+        costs = random_layers(rng, most=10)
+        for num_micro_batches in (1, 2, 5):
+            table = ShardTable.of(costs, num_micro_batches)
+            for first, last in itertools.combinations(range(len(costs) + 1), 2):
+                slab = slab_bytes(costs, first, last)
+                assert table.slab[first, last] == slab
+                assert table.forward[first, last] == slab + forward_unit_bytes(costs, first, last, num_micro_batches)
+                assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_nothing_trains_the_last_shard_runs_forward_only_too(seed):
+    rng = random.Random(seed)
+    costs = [replace(cost, grad_bytes=0) for cost in random_layers(rng, most=10)]
+    for num_micro_batches in (1, 2, 5):
+        table = ShardTable.of(costs, num_micro_batches)
+        for first, last in itertools.combinations(range(len(costs) + 1), 2):
+            assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
+
+
+def test_what_is_no_shard_fits_no_device():
+    table = ShardTable.of(layers({}, {}, {}), 1)
+    fits = table.fits(PLENTY_BYTES)
+    assert fits.shape == (4, 4)
+    assert [(first, last) for first in range(4) for last in range(4) if fits[first, last]] == [
+        (0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)
+    ]  # fmt: skip
+    for each in (table.slab, table.forward, table.full):
+        assert (each[fits] == 0).all()
+        assert (each[~fits] > PLENTY_BYTES).all()
+
+
+def test_a_shard_of_exactly_the_devices_memory_fits():
+    table = ShardTable.of(layers({"param_bytes": 64, "peak_bytes": 36}), 1)
+    assert table.fits(100)[0, 1]
+    assert not table.fits(99)[0, 1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_fewest_shards_are_those_of_brute_force_longest_from_the_front(seed):
+    rng = random.Random(seed)
+    for _ in range(30):
+        costs = random_layers(rng)
+        budget = random_device(rng, costs)
+        fitting = fitting_partitions(costs, budget)
+        found = fewest_shards(ShardTable.of(costs, budget.num_micro_batches).fits(budget.memory_bytes))
+        if not fitting:
+            assert found is None
+            continue
+        fewest = min(map(len, fitting))
+        assert found == max(ends for ends in fitting if len(ends) == fewest)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_fewest_of_any_shards_that_may_be_used(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        num = rng.randint(1, 8)
+        fits = ShardTable.of(layers(*[{}] * num), 1).fits(PLENTY_BYTES)
+        for first, last in itertools.combinations(range(num + 1), 2):
+            fits[first, last] = rng.random() < 0.5
+        allowed = [ends for ends in partitions(num) if all(fits[shard] for shard in shards_of(ends))]
+        found = fewest_shards(fits)
+        assert found == (max(allowed, key=lambda ends: (-len(ends), ends)) if allowed else None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_too_large_names_the_layer_where_the_furthest_partition_ends(seed):
+    rng = random.Random(seed)
+    for _ in range(30):
+        costs = random_layers(rng)
+        budget = random_device(rng, costs)
+        n, memory_bytes = budget.num_micro_batches, budget.memory_bytes
+        error = too_large(costs, ShardTable.of(costs, n), memory_bytes)
+        if fitting_partitions(costs, budget):
+            assert error is None
+            continue
+        reached = {0}
+        for last in range(1, len(costs) + 1):
+            if any(shard_fits(costs, first, last, budget) for first in reached):
+                reached.add(last)
+        stuck = max(reached)
+        assert isinstance(error, LayerTooLarge)
+        assert error.layer == f"layer-{stuck}"
+        ends = range(stuck + 1, len(costs) + 1)
+        assert error.needed_bytes == min(shard_bytes(costs, stuck, last, n) for last in ends) > memory_bytes
+        assert error.available_bytes == memory_bytes
+
+
+def test_too_large_by_hand():
+    costs = layers({"param_bytes": 64}, {"param_bytes": 64}, {"param_bytes": 640}, {"param_bytes": 64})
+    table = ShardTable.of(costs, 1)
+    assert too_large(costs, table, 640) is None
+    error = too_large(costs, table, 639)
+    assert (error.layer, error.needed_bytes, error.available_bytes) == ("layer-2", 640, 639)

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from partitioners import layer_peaks, profile, profile_shapes
 from partitioners.boundary import Boundary
 from partitioners.copies import Copies
-from partitioners.measure import Work, count
+from partitioners.measure import STATED_RATES, Work, count
 from partitioners.profile import named_layers
-from partitioners.rates import STATED_RATES
 from tests.architectures import ARCHITECTURES
 
 RATES = STATED_RATES["cpu", "float32"]

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, Skips
 from partitioners import Optimal, Pilot, Presharded, profile, shard_bytes
-from partitioners.cost import skips_of
-from partitioners.table import ShardTable
+from partitioners.cost import ShardTable, skips_of
 from tests import reference, zoo
 
 SEED, LR, EPOCHS = 7, 1e-2, 2

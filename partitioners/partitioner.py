@@ -1,0 +1,299 @@
+"""Partitioners, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from partitioners.cost import (
+    Budget,
+    Flags,
+    LayerCost,
+    LayerTooLarge,
+    Partitioner,
+    ShardTable,
+    fewest_shards,
+    shard_bytes,
+    slab_bytes,
+    too_large,
+)
+from partitioners.steptime import Seconds, StepModel
+
+
+class _Fixed:
+    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> None:
+        """Return None: the user has fixed it."""
+
+
+class _Halving:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
+        return halved(boundaries, shard, costs)
+
+
+class Presharded(_Fixed):
+    """Shards that end where the user says: ``Presharded([3, 6, 8])`` is ``[0, 3) [3, 6) [6, 8)``.
+
+    The last end is the number of layers. Nothing is checked against a device's memory, and nothing is revised.
+    """
+
+    def __init__(self, boundaries: Sequence[int]) -> None:
+        rule = "limit: whole numbers that rise from at least 1; pass cumulative end indices such as [3, 6, 8]"
+        ends = list(boundaries)
+        is_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+        if not (ends and is_whole and ends[0] >= 1 and all(end < later for end, later in pairwise(ends))):
+            raise ValueError(f"boundaries: {boundaries!r}, {rule}")
+        self.boundaries = tuple(ends)
+
+    def __repr__(self) -> str:
+        return f"Presharded({list(self.boundaries)})"
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """Return the boundaries as given. Raises ValueError when they do not end at the last layer."""
+        if self.boundaries[-1] != len(costs):
+            raise ValueError(
+                f"boundaries: {list(self.boundaries)} end at layer {self.boundaries[-1]}, limit: the model's "
+                f"{len(costs)} layers; make {len(costs)} the last end"
+            )
+        return list(self.boundaries)
+
+
+class Pilot(_Halving):
+    """Packs layers front to back while a shard and the next shard's slab fit the device together.
+
+    A layer that fits only without room for another slab gets a shard of its own. Its neighbours then load serially.
+    """
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """Return few, large shards. Raises LayerTooLarge when no partition fits the device.
+
+        Packing may end at a layer that does not fit alone, but fits in a larger shard, which keeps its huge output on
+        the device. Then it is the partition with the fewest shards that each fit.
+        """
+        boundaries: list[int] = []
+        first = 0
+        while first < len(costs):
+            if shard_bytes(costs, first, first + 1, budget.num_micro_batches) > budget.memory_bytes:
+                found = fewest_shards(_fitting(costs, ShardTable.of(costs, budget.num_micro_batches), budget))
+                assert found is not None
+                return found
+            last = first + 1
+            while last < len(costs) and _fits(costs, first, last + 1, budget):
+                last += 1
+            boundaries.append(last)
+            first = last
+        return boundaries
+
+
+def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+    """Return the partition with ``shard`` cut in two where the bytes of its halves differ least; None for one layer.
+
+    Without ``costs``, halves are compared by their layers.
+    """
+    if not 0 <= shard < len(boundaries):
+        raise ValueError(f"shard: {shard}, limit: 0 <= shard < {len(boundaries)}; name a shard of the partition")
+    first, last = boundaries[shard - 1] if shard else 0, boundaries[shard]
+    if last - first == 1:
+        return None
+
+    def difference(cut: int) -> int:
+        if not costs:
+            return abs((cut - first) - (last - cut))
+        return abs(shard_bytes(costs, first, cut) - shard_bytes(costs, cut, last))
+
+    return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
+
+
+def _fitting(costs: Sequence[LayerCost], table: ShardTable, budget: Budget) -> Flags:
+    """Return flags of the shards that fit. Raises LayerTooLarge where they make no partition."""
+    error = too_large(costs, table, budget.memory_bytes)
+    if error is not None:
+        raise error
+    return table.fits(budget.memory_bytes)
+
+
+def _fits(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> bool:
+    needed_bytes = shard_bytes(costs, first, last, budget.num_micro_batches)
+    return needed_bytes + _buffer_bytes(costs, first, last, budget) <= budget.memory_bytes
+
+
+def _buffer_bytes(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> int:
+    """Bytes to keep free for the slab that is loaded while this shard computes."""
+    if not budget.double_buffer:
+        return 0
+    return slab_bytes(costs, first, last) if budget.buffer_bytes is None else budget.buffer_bytes
+
+
+LOADS = ("time", "bytes")
+
+
+class Balanced(_Fixed):
+    """Cuts a model into ``num_shards`` shards, of which the largest is as small as possible.
+
+    Args:
+        num_shards: at least 1, at most the number of layers.
+        by: the load of a shard: "time" (seconds of forward, recomputed forward and backward) or "bytes" (on a device).
+    """
+
+    def __init__(self, num_shards: int, *, by: str = "time") -> None:
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
+            raise ValueError(f"num_shards: {num_shards!r}, limit: a whole number >= 1; pass such an int")
+        if by not in LOADS:
+            raise ValueError(f"by: {by!r}, known: {', '.join(map(repr, LOADS))}")
+        self.num_shards = num_shards
+        self.by = by
+
+    def __repr__(self) -> str:
+        return f"Balanced({self.num_shards}, by={self.by!r})"
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """Cumulative end indices of ``num_shards`` shards that each fit ``budget``.
+
+        Raises LayerTooLarge when no partition fits, ValueError when none with this number of shards fits.
+        """
+        num = len(costs)
+        if self.num_shards > num:
+            raise ValueError(f"num_shards: {self.num_shards}, limit: the model's {num} layers; ask for fewer shards")
+        table = ShardTable.of(costs, budget.num_micro_batches)
+        fits = _fitting(costs, table, budget)
+        load = np.where(fits, self._loads(costs, table), np.inf)
+        # By last: the least largest load of layers [0, last) in this number of shards, and where the last shard begins.
+        least = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
+        before = []
+        for _ in range(self.num_shards):
+            largest = np.maximum(least[:, None], load)
+            before.append(largest.argmin(axis=0))
+            least = largest.min(axis=0)
+        if not np.isfinite(least[num]):
+            fewest = fewest_shards(fits)
+            assert fewest is not None
+            few = self.num_shards < len(fewest)
+            raise ValueError(
+                f"num_shards: {self.num_shards} shards do not fit {budget.memory_bytes} bytes, limit: "
+                + (f"at least {len(fewest)} shards; ask for more" if few else f"{len(fewest)} do; ask for those")
+                + ", or give the device more memory"
+            )
+        boundaries = [num]
+        for starts in before[:0:-1]:
+            boundaries.append(int(starts[boundaries[-1]]))
+        return boundaries[::-1]
+
+    def _loads(self, costs: Sequence[LayerCost], table: ShardTable) -> Seconds:
+        if self.by == "bytes":
+            return table.full.astype(np.float64)
+        seconds = np.concatenate([[0.0], np.cumsum([2 * c.forward_s + c.backward_s for c in costs])])
+        return np.asarray(seconds[None, :] - seconds[:, None])
+
+
+class Optimal(_Halving):
+    """Finds the partition with the least predicted step time (`predict_step`) among all that fit the device.
+
+    A dynamic program over the last two boundaries. The cost of a shard depends on its own layers and on its neighbour,
+    whose parameters are loaded meanwhile. O(layers^3) additions, in arrays. It finds a partition whenever there is one.
+    """
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """Return cumulative end indices.
+
+        Raises LayerTooLarge, naming the layer where all partitions end, when none fits.
+        """
+        return self._best(StepModel(costs, budget), costs, budget)
+
+    def choose(
+        self, costs_of: Callable[[int], Sequence[LayerCost]], numbers: Iterable[int], budget: Budget
+    ) -> tuple[int, list[int]]:
+        """Return the number of micro-batches with the shortest predicted step, and its partition.
+
+        costs_of: a function from the number of micro-batches in a step to the layers' costs for one of them. It is
+            called for each of `numbers`, in order, until a larger number that fits makes the step no shorter.
+
+        Raises LayerTooLarge when none fits.
+        """
+        least_s, found, error = np.inf, None, None
+        for number in numbers:
+            costs, each = costs_of(number), budget.with_micro_batches(number)
+            model = StepModel(costs, each)
+            try:
+                boundaries = self._best(model, costs, each)
+            except LayerTooLarge as too:
+                error = too
+                continue
+            seconds = model.predict(boundaries).total_s
+            if seconds >= least_s:
+                break
+            least_s, found = seconds, (number, boundaries)
+        if found is None:
+            raise error or ValueError("numbers: none, limit: at least one; pass numbers of micro-batches to try")
+        return found
+
+    def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        num, fits = len(costs), _wanted(model, budget, _fitting(costs, model.table, budget))
+        # By (first, last): least seconds of layers [0, last) whose last shard is [first, last), and where the shard
+        # before it begins.
+        least = np.full((num + 1, num + 1), np.inf)
+        before = np.full((num + 1, num + 1), -1, dtype=np.int64)
+        for last in range(1, num + 1):
+            for first in map(int, np.flatnonzero(fits[:last, last])):
+                own_s = float(model.shard_s(first, last))
+                if first == 0:
+                    least[0, last] = own_s + model.start_s(last)
+                    continue
+                starts = np.flatnonzero(np.isfinite(least[:first, first]))
+                if len(starts):
+                    seconds = least[starts, first] + model.exposed_loads(starts, first, last)
+                    k = int(np.argmin(seconds))
+                    least[first, last], before[first, last] = seconds[k] + own_s, starts[k]
+        first, last = int(np.argmin(least[:num, num])), num
+        boundaries = [num]
+        while first > 0:
+            boundaries.append(first)
+            first, last = int(before[first, last]), first
+        return boundaries[::-1]
+
+
+def _wanted(model: StepModel, budget: Budget, fits: Flags) -> Flags:
+    """Shards that fit, and leave free the buffer that the user asked for as far as a partition can."""
+    if not budget.buffer_bytes or not budget.double_buffer:
+        return fits
+    roomy = model.table.fits(budget.memory_bytes - budget.buffer_bytes)
+    ones = np.arange(model.num_layers)
+    roomy[ones, ones + 1] = fits[ones, ones + 1]
+    return roomy if fewest_shards(roomy) is not None else fits
+
+
+_KNOWN: dict[str, Callable[..., Partitioner]] = {
+    "pilot": Pilot,
+    "optimal": Optimal,
+    "balanced": Balanced,
+    "presharded": Presharded,
+}
+_EXAMPLES = {"balanced": "Balanced(4)", "presharded": "Presharded([3, 6, 8])"}
+
+
+def register_partitioner(name: str, factory: Callable[..., Partitioner]) -> None:
+    """Make a partitioner known by name; ``factory(**settings)`` returns it. Each name can be registered once."""
+    if name in _KNOWN:
+        raise ValueError(f"partitioner: {name!r} is taken, by {_KNOWN[name]!r}; choose another name")
+    _KNOWN[name] = factory
+
+
+def make_partitioner(name: str, **settings: Any) -> Partitioner:
+    """Return the partitioner of that name: ``make_partitioner("balanced", num_shards=4)``.
+
+    Raises ValueError for an unknown name and for settings that it does not take.
+    """
+    if name not in _KNOWN:
+        raise ValueError(f"partitioner: {name!r}, known: {', '.join(map(repr, sorted(_KNOWN)))}")
+    try:
+        return _KNOWN[name](**settings)
+    except TypeError as error:
+        raise ValueError(
+            f"partitioner: {name!r} does not take the settings {settings!r} ({error}); pass an object with the right "
+            f"ones, such as {_EXAMPLES.get(name, 'Pilot()')}"
+        ) from error
