@@ -1,6 +1,6 @@
 """The cost of a run before it runs: profiles, cuts, rehearsals, predictions."""
 
-from hydra_engine.planning.ahead import OPTIMIZERS, AheadPlan, Machine, Shard, plan_ahead
+from hydra_engine.planning.ahead import OPTIMIZERS, AheadPlan, Machine, Sample, ShardEstimate, plan_ahead
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.fit import Misfit, Room, refit, shared_out
 from hydra_engine.planning.planner import PlannedTask, arena_bytes, check_arena, check_dram, fits_arena
@@ -17,7 +17,8 @@ __all__ = [
     "Misfit",
     "PlannedTask",
     "Room",
-    "Shard",
+    "Sample",
+    "ShardEstimate",
     "Simulation",
     "TaskCost",
     "arena_bytes",
