@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,18 +42,8 @@ class Sample(NamedTuple):
     loss_fn: Callable[[Any, Any], Tensor]
 
 
-class HostOptimizer(NamedTuple):
-    """What an optimizer on the host takes per parameter, in float32."""
-
-    state_bytes: int
-    traffic_bytes: int  # weight and state read and written, gradient read
-
-
-OPTIMIZERS = {
-    "adamw": HostOptimizer(state_bytes=8, traffic_bytes=28),
-    "sgd": HostOptimizer(state_bytes=0, traffic_bytes=12),
-    "sgd-momentum": HostOptimizer(state_bytes=4, traffic_bytes=20),
-}
+# Bytes of state per parameter, in float32, of optimizers on the host.
+OPTIMIZERS = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +66,11 @@ class Machine:
 
     @property
     def update_traffic_bytes(self) -> int:
-        """Bytes of DRAM that the optimizer moves per parameter.
+        """Bytes of DRAM that the optimizer moves per parameter: weight and state read and written, gradient read.
 
         As many in a narrow precision: a gradient of 2 bytes is read, and the copy of 2 that is streamed next written.
         """
-        return OPTIMIZERS[self.optimizer].traffic_bytes
+        return 3 * MASTER_BYTES + 2 * OPTIMIZERS[self.optimizer]
 
     def budget(self, num_micro_batches: int = 1) -> Budget:
         """One device and its share of the host, as partitioners take them."""
@@ -183,31 +174,27 @@ def plan_ahead(
             f"batch: {num_samples}, limit: the inputs hold a tensor whose dim 0 is the batch; let the sample hold one, "
             f"or leave the batch as it is"
         )
-    profiled: dict[int, list[LayerCost]] = {}
 
+    @cache
     def costs_of(number: int) -> list[LayerCost]:
-        if number not in profiled:
-            # The largest micro-batch: it decides what fits.
-            size = -(-num_samples // number)
-            profiled[number] = profile(
-                model,
-                resized(inputs, own, size),
-                resized(target, own, size),
-                loss_fn,
-                device=machine.device,
-                precision=machine.precision,
-                rates=machine.rates,
-                time_layers=False,
-            )
-        return profiled[number]
+        # The largest micro-batch: it decides what fits.
+        size = -(-num_samples // number)
+        return profile(
+            model,
+            resized(inputs, own, size),
+            resized(target, own, size),
+            loss_fn,
+            device=machine.device,
+            precision=machine.precision,
+            rates=machine.rates,
+            time_layers=False,
+        )
 
     if num_micro_batches is not None:
-        budget = machine.budget(num_micro_batches)
-        boundaries = partitioner.partition(costs_of(num_micro_batches), budget)
+        boundaries = partitioner.partition(costs_of(num_micro_batches), machine.budget(num_micro_batches))
     elif isinstance(partitioner, Optimal):
         powers = (2**k for k in range(num_samples.bit_length()))
         num_micro_batches, boundaries = partitioner.choose(costs_of, powers, machine.budget())
-        budget = machine.budget(num_micro_batches)
     else:
         raise ValueError(
             f"micro-batches: 'auto', limit: Optimal alone chooses them, not {partitioner!r}; pass a number"
@@ -235,7 +222,7 @@ def plan_ahead(
         num_tokens=_num_tokens(resized(inputs, own, num_samples)),
         num_micro_batches=num_micro_batches,
         dram=_dram(sample, machine, boundary_bytes),
-        step=predict_step(costs, boundaries, budget),
+        step=predict_step(costs, boundaries, machine.budget(num_micro_batches)),
     )
 
 
@@ -253,16 +240,15 @@ def resized(value: Any, size: int, wanted: int) -> Any:
 
 def _dram(sample: Sample, machine: Machine, boundary_bytes: int) -> Dram:
     names, layers = zip(*named_layers(sample.model), strict=True)
-    layout = ModelLayout(
-        layers, names, sample.loss_fn if isinstance(sample.loss_fn, nn.Module) else None, machine.precision
-    )
+    loss = sample.loss_fn if isinstance(sample.loss_fn, nn.Module) else None
+    layout = ModelLayout(layers, names, loss, machine.precision)
     trained = layout.trainable_slots()
     masters = [slot.num_bytes for slot in trained if slot.link_dtype != slot.dtype]
     return Dram(
         num_parameters=sum(slot.parameter.numel() for slot in layout.slots),
         weight_bytes=sum(masters) + sum(slot.link_bytes for slot in layout.slots),
         gradient_bytes=sum(slot.link_bytes for slot in trained),
-        state_bytes=OPTIMIZERS[machine.optimizer].state_bytes * sum(slot.parameter.numel() for slot in trained),
+        state_bytes=OPTIMIZERS[machine.optimizer] * sum(slot.parameter.numel() for slot in trained),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in layout.buffers),
         boundary_bytes=boundary_bytes,
     )
