@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 from hydra_engine.host import Shard, TaskState
@@ -74,9 +75,4 @@ def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
 
 def _resident_bytes(sizes: list[int], free: int) -> int:
     """Of slabs, in order, as many as there is room for."""
-    total = 0
-    for size in sizes:
-        if total + size > free:
-            break
-        total += size
-    return total
+    return max((total for total in accumulate(sizes, initial=0) if total <= free), default=0)

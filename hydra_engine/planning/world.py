@@ -407,17 +407,14 @@ class World:
                 is_new = version in (-1, task.num_commits)
                 return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
 
-            found: _Gate | None = device.residents.pin(key, unit.task, next_use_s)
-            if found is not None:
-                claim.slab = key
-                found.when_open(loaded)
-                return
-            if device.ledger.take(int(num_bytes), SLABS):
+            slab: _Gate | None = device.residents.pin(key, unit.task, next_use_s)
+            if slab is None and device.ledger.take(int(num_bytes), SLABS):
                 slab = _Gate()
-                slab.when_open(loaded)
                 device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
-                claim.slab = key
                 self._copy_in(device, num_bytes, slab.open)
+            if slab is not None:
+                claim.slab = key
+                slab.when_open(loaded)
                 return
         self._copy_in(device, num_bytes, loaded)
 
