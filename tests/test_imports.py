@@ -37,7 +37,7 @@ WITHOUT = {
     "display": ("concurrent", "queue", "threading", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
-SIMULATOR = ("clock", "costs", "simulate", "world")
+SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
 OPTIONAL = ("matplotlib", "optuna", "pandas", "ray", "sklearn")
 # Only modules of hydra_engine/integrations import these.

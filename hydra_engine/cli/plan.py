@@ -10,7 +10,7 @@ from torch import nn
 
 from hydra_engine.cli.mistake import Mistake
 from hydra_engine.cli.sample import here_importable, refusal, sample_of
-from hydra_engine.planning import AheadPlan, Machine, Shard, plan_ahead
+from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import table
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     with here_importable():
         sample = sample_of(options.function)
         try:
-            plan = plan_ahead(*sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
+            plan = plan_ahead(sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
         except Exception as error:
             mistake = refusal(error)
             if mistake is None:
@@ -149,7 +149,7 @@ def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
     )
 
 
-def _layers(plan: AheadPlan, shard: Shard) -> str:
+def _layers(plan: AheadPlan, shard: ShardEstimate) -> str:
     first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
     named = f"{first.index} {first.name}"
     return named if first is last else f"{named} to {last.index} {last.name}"

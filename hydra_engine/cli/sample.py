@@ -11,13 +11,14 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 import partitioners
 from hydra_engine.cli.mistake import Mistake
+from hydra_engine.planning import Sample
 from partitioners import LayerTooLarge
 
 _OURS = (Path(__file__).parents[1], Path(partitioners.__file__).parent)
@@ -25,15 +26,6 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
 # How torch says that a tensor on the meta device has no values.
 _META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)
 _INSTALLED = ("site-packages", "dist-packages")
-
-
-class Sample(NamedTuple):
-    """What the function returns, as `plan_ahead` takes it."""
-
-    model: Any
-    inputs: Any
-    target: Any
-    loss_fn: Any
 
 
 @contextlib.contextmanager

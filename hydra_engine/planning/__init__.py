@@ -1,6 +1,6 @@
 """The cost of a run before it runs: profiles, cuts, rehearsals, predictions."""
 
-from hydra_engine.planning.ahead import OPTIMIZERS, AheadPlan, Machine, Shard, plan_ahead
+from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimate, plan_ahead
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.fit import Misfit, Room, refit, shared_out
 from hydra_engine.planning.planner import PlannedTask, arena_bytes, check_arena, check_dram, fits_arena
@@ -9,7 +9,6 @@ from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
 
 __all__ = [
-    "OPTIMIZERS",
     "AheadPlan",
     "DeviceCost",
     "HostCost",
@@ -17,7 +16,8 @@ __all__ = [
     "Misfit",
     "PlannedTask",
     "Room",
-    "Shard",
+    "Sample",
+    "ShardEstimate",
     "Simulation",
     "TaskCost",
     "arena_bytes",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hydra_engine.host import ModelLayout
 from hydra_engine.tasks import batch_size
 from partitioners import (
     GPU,
@@ -26,24 +28,22 @@ from partitioners import (
     shard_bytes,
     slab_bytes,
 )
-from partitioners.precision import DTYPES, kept_parameters
 from partitioners.profile import named_layers
 
 MASTER_BYTES = 4  # of the float32 weight that the host optimizer steps
 
 
-class HostOptimizer(NamedTuple):
-    """What an optimizer on the host takes per parameter, in float32."""
+class Sample(NamedTuple):
+    """A model and a batch of it; everything may lie on the meta device."""
 
-    state_bytes: int
-    traffic_bytes: int  # weight and state read and written, gradient read
+    model: nn.Module | list[nn.Module]
+    inputs: Any
+    target: Any
+    loss_fn: Callable[[Any, Any], Tensor]
 
 
-OPTIMIZERS = {
-    "adamw": HostOptimizer(state_bytes=8, traffic_bytes=28),
-    "sgd": HostOptimizer(state_bytes=0, traffic_bytes=12),
-    "sgd-momentum": HostOptimizer(state_bytes=4, traffic_bytes=20),
-}
+# Bytes of state per parameter, in float32, of optimizers on the host.
+OPTIMIZERS = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ class Machine:
 
     @property
     def update_traffic_bytes(self) -> int:
-        """Bytes of DRAM that the optimizer moves per parameter.
+        """Bytes of DRAM that the optimizer moves per parameter: weight and state read and written, gradient read.
 
         As many in a narrow precision: a gradient of 2 bytes is read, and the copy of 2 that is streamed next written.
         """
-        return OPTIMIZERS[self.optimizer].traffic_bytes
+        return 3 * MASTER_BYTES + 2 * OPTIMIZERS[self.optimizer]
 
     def budget(self, num_micro_batches: int = 1) -> Budget:
         """One device and its share of the host, as partitioners take them."""
@@ -105,7 +105,7 @@ class Dram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class ShardEstimate:
     """Layers ``[first, last)`` in one step; backward without the forward that it repeats."""
 
     first: int
@@ -129,7 +129,7 @@ class AheadPlan:
 
     machine: Machine
     costs: list[LayerCost]  # for one micro-batch
-    shards: list[Shard]
+    shards: list[ShardEstimate]
     num_samples: int
     num_tokens: int | None  # of a batch of integers in two dimensions: token ids
     num_micro_batches: int
@@ -149,21 +149,19 @@ class AheadPlan:
 
 
 def plan_ahead(
-    model: nn.Module | list[nn.Module],
-    inputs: Any,
-    target: Any,
-    loss_fn: Callable[[Any, Any], Tensor],
+    sample: Sample,
     machine: Machine,
     partitioner: Partitioner,
     *,
     num_samples: int | None = None,
     num_micro_batches: int | None = 1,
 ) -> AheadPlan:
-    """The plan of one task; everything may lie on the meta device, and no seconds are measured.
+    """The plan of one task; no seconds are measured.
 
     num_samples: of the batch; None: as many as the sample has.
     num_micro_batches: None: the power of two with the least predicted step, which only `Optimal` can choose.
     """
+    model, inputs, target, loss_fn = sample
     own = batch_size(inputs)
     num_samples = own if num_samples is None else num_samples
     if num_micro_batches is not None and num_micro_batches > num_samples:
@@ -176,37 +174,46 @@ def plan_ahead(
             f"batch: {num_samples}, limit: the inputs hold a tensor whose dim 0 is the batch; let the sample hold one, "
             f"or leave the batch as it is"
         )
-    profiled: dict[int, list[LayerCost]] = {}
 
+    @cache
     def costs_of(number: int) -> list[LayerCost]:
-        if number not in profiled:
-            # The largest micro-batch: it decides what fits.
-            size = -(-num_samples // number)
-            profiled[number] = profile(
-                model,
-                resized(inputs, own, size),
-                resized(target, own, size),
-                loss_fn,
-                device=machine.device,
-                precision=machine.precision,
-                rates=machine.rates,
-                time_layers=False,
-            )
-        return profiled[number]
+        # The largest micro-batch: it decides what fits.
+        size = -(-num_samples // number)
+        return profile(
+            model,
+            resized(inputs, own, size),
+            resized(target, own, size),
+            loss_fn,
+            device=machine.device,
+            precision=machine.precision,
+            rates=machine.rates,
+            time_layers=False,
+        )
 
     if num_micro_batches is not None:
-        budget = machine.budget(num_micro_batches)
-        boundaries = partitioner.partition(costs_of(num_micro_batches), budget)
+        boundaries = partitioner.partition(costs_of(num_micro_batches), machine.budget(num_micro_batches))
     elif isinstance(partitioner, Optimal):
         powers = (2**k for k in range(num_samples.bit_length()))
         num_micro_batches, boundaries = partitioner.choose(costs_of, powers, machine.budget())
-        budget = machine.budget(num_micro_batches)
     else:
         raise ValueError(
             f"micro-batches: 'auto', limit: Optimal alone chooses them, not {partitioner!r}; pass a number"
         )
     costs = costs_of(num_micro_batches)
-    shards = [_shard(costs, first, last, num_micro_batches) for first, last in pairwise([0, *boundaries])]
+    shards = [
+        ShardEstimate(
+            first=first,
+            last=last,
+            slab_bytes=slab_bytes(costs, first, last),
+            needed_bytes=shard_bytes(costs, first, last, num_micro_batches),
+            forward_s=num_micro_batches * sum(cost.forward_s for cost in costs[first:last]),
+            backward_s=num_micro_batches * sum(cost.backward_s for cost in costs[first:last]),
+        )
+        for first, last in pairwise([0, *boundaries])
+    ]
+    entering = [costs[shard.first].input_bytes for shard in shards]
+    # Nothing runs backward below the batch itself.
+    boundary_bytes = num_micro_batches * (sum(entering) + sum(entering[1:]) + costs[-1].target_bytes)
     return AheadPlan(
         machine=machine,
         costs=costs,
@@ -214,8 +221,8 @@ def plan_ahead(
         num_samples=num_samples,
         num_tokens=_num_tokens(resized(inputs, own, num_samples)),
         num_micro_batches=num_micro_batches,
-        dram=_dram(model, loss_fn, machine, _boundary_bytes(costs, shards, num_micro_batches)),
-        step=predict_step(costs, boundaries, budget),
+        dram=_dram(sample, machine, boundary_bytes),
+        step=predict_step(costs, boundaries, machine.budget(num_micro_batches)),
     )
 
 
@@ -231,47 +238,18 @@ def resized(value: Any, size: int, wanted: int) -> Any:
     return pytree.tree_map_only(Tensor, of, value)
 
 
-def _shard(costs: list[LayerCost], first: int, last: int, number: int) -> Shard:
-    return Shard(
-        first=first,
-        last=last,
-        slab_bytes=slab_bytes(costs, first, last),
-        needed_bytes=shard_bytes(costs, first, last, number),
-        forward_s=number * sum(cost.forward_s for cost in costs[first:last]),
-        backward_s=number * sum(cost.backward_s for cost in costs[first:last]),
-    )
-
-
-def _boundary_bytes(costs: list[LayerCost], shards: list[Shard], number: int) -> int:
-    entering = [costs[shard.first].input_bytes for shard in shards]
-    # Nothing runs backward below the batch itself.
-    return number * (sum(entering) + sum(entering[1:]) + costs[-1].target_bytes)
-
-
-def _dram(model: nn.Module | Iterable[nn.Module], loss_fn: Any, machine: Machine, boundary_bytes: int) -> Dram:
-    layers = [layer for _, layer in named_layers(model)]
-    losses = [loss_fn] if isinstance(loss_fn, nn.Module) else []
-    narrow = DTYPES[machine.precision] if machine.precision != "float32" else None
-    kept = {id(parameter) for loss in losses for parameter in loss.parameters()}
-    kept |= {key for layer in layers for key in kept_parameters(layer)}
-    # By identity: layers may share.
-    parameters = {id(p): p for part in (*layers, *losses) for p in part.parameters()}
-    buffers = {id(b): b for part in (*layers, *losses) for b in part.buffers()}
-    weight_bytes = gradient_bytes = state_bytes = 0
-    for key, parameter in parameters.items():
-        casts = narrow is not None and key not in kept
-        streamed = narrow.itemsize if narrow and casts else parameter.element_size()
-        weight_bytes += parameter.numel() * streamed
-        if parameter.requires_grad:
-            weight_bytes += parameter.numel() * (MASTER_BYTES if casts else 0)
-            gradient_bytes += parameter.numel() * streamed
-            state_bytes += parameter.numel() * OPTIMIZERS[machine.optimizer].state_bytes
+def _dram(sample: Sample, machine: Machine, boundary_bytes: int) -> Dram:
+    names, layers = zip(*named_layers(sample.model), strict=True)
+    loss = sample.loss_fn if isinstance(sample.loss_fn, nn.Module) else None
+    layout = ModelLayout(layers, names, loss, machine.precision)
+    trained = layout.trainable_slots()
+    masters = [slot.num_bytes for slot in trained if slot.link_dtype != slot.dtype]
     return Dram(
-        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        weight_bytes=weight_bytes,
-        gradient_bytes=gradient_bytes,
-        state_bytes=state_bytes,
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
+        num_parameters=sum(slot.parameter.numel() for slot in layout.slots),
+        weight_bytes=sum(masters) + sum(slot.link_bytes for slot in layout.slots),
+        gradient_bytes=sum(slot.link_bytes for slot in trained),
+        state_bytes=OPTIMIZERS[machine.optimizer] * sum(slot.parameter.numel() for slot in trained),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in layout.buffers),
         boundary_bytes=boundary_bytes,
     )
 

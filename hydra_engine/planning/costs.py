@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
 
 
+# More than 15 attributes: as those of ModelTask, they are figures of their own, which a caller names one by one.
 @dataclass(frozen=True, kw_only=True)
 class TaskCost:
     """What a task takes.

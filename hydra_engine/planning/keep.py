@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import accumulate
 from typing import NamedTuple
 
 from hydra_engine.host import Shard, TaskState
@@ -23,28 +25,25 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
     the device computes or what its link carries, whichever is more; of equals the fewest graphs.
     """
-    shards, num = state.cut.shards, len(state.cut.shards)
+    shards = state.cut.shards
     free = memory_bytes - max(state.shard_bytes(shard) for shard in shards) - max(shard.slab_bytes for shard in shards)
     compute_s = _compute_s(state)
     loaded = sum(shards[j].slab_bytes for _, j in state.cut.chains[True])
     below = [shard for shard in reversed(shards[:-1]) if shard.index >= state.cut.lowest_backward]
-
-    best = _step_s(compute_s, loaded - _resident_bytes([shard.slab_bytes for shard in below], free), link_bytes_per_s)
-    lowest = num
-    for k, shard in enumerate(below):
-        graph = _graph_bytes(state, shard)
-        if graph is None or not state.may_keep_graph(shard):
+    best, lowest = Kept(len(shards), math.inf), len(shards)
+    for k in range(len(below) + 1):
+        others = _resident_bytes([each.slab_bytes for each in below[k:]], free)
+        step_s = max(compute_s, (loaded - others) / link_bytes_per_s)
+        if step_s < best.step_s:
+            best = Kept(lowest, step_s)
+        graph = _graph_bytes(state, below[k]) if k < len(below) and state.may_keep_graph(below[k]) else None
+        if graph is None or below[k].slab_bytes + graph > free:
             break
-        free -= shard.slab_bytes + graph
-        if free < 0:
-            break
-        compute_s -= state.measured.unit_s.get((FORWARD, shard.index), 0.0)
-        loaded -= shard.slab_bytes
-        others = _resident_bytes([each.slab_bytes for each in below[k + 1 :]], free)
-        seconds = _step_s(compute_s, loaded - others, link_bytes_per_s)
-        if seconds < best:
-            best, lowest = seconds, shard.index
-    return Kept(lowest, best)
+        lowest = below[k].index
+        free -= below[k].slab_bytes + graph
+        compute_s -= state.measured.unit_s.get((FORWARD, lowest), 0.0)
+        loaded -= below[k].slab_bytes
+    return best
 
 
 def least_step_s(state: TaskState) -> float:
@@ -76,13 +75,4 @@ def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
 
 def _resident_bytes(sizes: list[int], free: int) -> int:
     """Of slabs, in order, as many as there is room for."""
-    total = 0
-    for size in sizes:
-        if total + size > free:
-            break
-        total += size
-    return total
-
-
-def _step_s(compute_s: float, loaded_bytes: int, link_bytes_per_s: float) -> float:
-    return max(compute_s, loaded_bytes / link_bytes_per_s)
+    return max((total for total in accumulate(sizes, initial=0) if total <= free), default=0)

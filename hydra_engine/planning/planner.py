@@ -63,28 +63,156 @@ LEAST_GAIN = 1.05
 WORK_HEADROOM = 1.25
 
 
-class _Machine(NamedTuple):
-    """What a task is planned for."""
+class _Target(NamedTuple):
+    """The devices that a task is planned for."""
 
     device: DeviceSpec  # whose memory is the smallest
     budget: Budget
     num_threads: int
     devices: Sequence[DeviceSpec]  # that a step may be spread over
     share: int  # of them, that the task has to itself while all tasks train
-    most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
+    most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
 
 
-@contextmanager
-def _naming(task: str) -> Iterator[None]:
-    """Name the task in what is wrong with its layers."""
-    try:
-        yield
-    except LayerFault as error:
-        raise ValueError(f"{task}: {error}") from error
+class Spreading(NamedTuple):
+    """Predictions of a step that is spread over several devices."""
+
+    spreads: tuple[Spread, ...] = (Spread(),)  # over 1, 2, ... of them
+    one_device_because: str = ""  # why there are no more
+    parts_bytes: int = 0  # DRAM that steps take for being spread
+
+
+class Estimate:
+    """Predicts how long a task's steps take, from what is known of a device's rates and the host's."""
+
+    def __init__(self, state: TaskState) -> None:
+        self._state = state
+        self.input_bytes: list[int] = []  # by layer, of a step
+        self.known: Ceilings | None = None  # of the device that it is planned for, once they are needed
+
+    def rates(self, device: DeviceSpec) -> Ceilings:
+        """The ceilings of the device that the task is planned for: the same for all of a plan."""
+        if self.known is None:
+            self.known = device.ceilings()
+        return self.known
+
+    def kernel_rates(self) -> Rates:
+        """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
+        precision = self._state.task.precision
+        rates = STATED_RATES[self._state.place.type, precision]
+        flops = None if self.known is None else self.known.matmul_flops.get(precision)
+        return rates if flops is None else replace(rates, flops_per_s=flops)
+
+    def _update_bytes_per_s(self) -> float:
+        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves.
+
+        Weights are read and written, gradients read, states read and written.
+        """
+        with installed(Stream(capture())):  # the factory is user code
+            rate = update_bytes_per_s(self._state.task)
+        num_bytes = self._state.layout.num_bytes[True]
+        if self.known is None or self.known.dram_bytes_per_s is None or not num_bytes:
+            return rate
+        state_bytes = sum(self._state.measured.state_bytes.values())
+        return min(rate, self.known.dram_bytes_per_s / (3 + 2 * state_bytes / num_bytes))
+
+    def budget(self, budget: Budget, device: DeviceSpec) -> Budget:
+        """The budget of a device with its rates, for partitioners that weigh times."""
+        task = self._state.task
+        budget = replace(budget, link_bytes_per_s=self.rates(device).link_bytes_per_s, unit_s=UNIT_S)
+        if task.purpose is not Purpose.TRAIN:
+            return budget
+        itemsize = DTYPES[task.precision].itemsize
+        return replace(budget, update_bytes_per_s=self._update_bytes_per_s() * itemsize / 4)
+
+    def steps_on_device(self, device: DeviceSpec) -> bool:
+        """Decide whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
+
+        On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
+        and down; its own update is taken to cost nothing beside that.
+        """
+        task, layout = self._state.task, self._state.layout
+        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
+            link = self.rates(device)
+            host_s = layout.num_bytes[True] / self._update_bytes_per_s()
+            masters = 0 if layout.narrow is None else layout.num_bytes[True]
+            moved = masters + sum(self._state.measured.state_bytes.values())
+            device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
+            return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
+        if task.optimizer_device == "device":
+            check_no_hooks(self._state.name, layout)
+        return task.optimizer_device == "device"
+
+    def spreading(self, devices: Sequence[DeviceSpec], number: int, beside_bytes: int) -> Spreading:
+        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices.
+
+        beside_bytes: of DRAM, that the task has yet to take.
+        """
+        task = self._state.task
+        if len(devices) == 1 or task.purpose is not Purpose.TRAIN:
+            return Spreading()
+        if number == 1:
+            more = "raise accumulation_steps" if task.accumulation_steps == 1 else "give larger batches"
+            return Spreading(one_device_because=f"it has one micro-batch; {more} to split it")
+        if self._state.pool.early_release:
+            return Spreading(one_device_because="its shards are updated before the step is through")
+        links = [device.ceilings() for device in devices]
+        cost = DeviceCost(
+            load_bytes_per_s=min(link.both_up_bytes_per_s for link in links),
+            store_bytes_per_s=min(link.both_down_bytes_per_s for link in links),
+            unit_s=UNIT_S,
+            memory_bytes=min(device.memory_bytes for device in devices),
+        )
+        spreads = predict_spreads(self._cost(number), [cost] * len(devices))
+        room = dram.available_dram_bytes() - beside_bytes
+        taken = [self._parts_bytes(spread, k, number) for k, spread in enumerate(spreads, 1)]
+        fitting = next((k for k, num_bytes in enumerate(taken) if k and num_bytes > room), len(taken))
+        why = ""
+        if fitting == 1:
+            why = f"gradients of its parts would take {format_bytes(taken[1])} of DRAM"
+        elif max(spread.speedup for spread in spreads[1:fitting]) <= 1:
+            why = "spread over several it is not predicted to be faster"
+        return Spreading(spreads[:fitting], why, max(taken[:fitting]))
+
+    def _parts_bytes(self, spread: Spread, num_parts: int, num_micro_batches: int) -> int:
+        """The most bytes of DRAM that gradients take until all of a step's parts have added theirs.
+
+        Narrow ones are added up in float32. Those that are sent down by themselves wait for the parts before, which
+        are at most `MOST_AHEAD` units behind, each.
+        """
+        if num_parts == 1:
+            return 0
+        state, by_shard = self._state, sorted(self._gradient_bytes())
+        total = 0 if state.layout.narrow is None else sum(map(state.sum_bytes, state.cut.shards))
+        if not spread.in_sums:
+            for k, (first, end) in enumerate(part_ranges(num_micro_batches, num_parts)):
+                total += (end - first) * sum(by_shard[-(MOST_AHEAD + 1) * k :] if k else ())
+        return total
+
+    def _gradient_bytes(self) -> list[int]:
+        owned = map(self._state.pool.owned, self._state.cut.shards)
+        return [sum(slot.link_bytes for slot in slots) for slots in owned]
+
+    def _cost(self, number: int) -> TaskCost:
+        """What the task takes in so many micro-batches, for a simulation."""
+        state, shards, rate = self._state, self._state.cut.shards, self._update_bytes_per_s()
+        return TaskCost(
+            name=state.name,
+            unit_s=[state.measured.unit_s[node] for node in state.cut.chains[True]],
+            num_shards=len(shards),
+            load_bytes=[shard.slab_bytes for shard in shards],
+            boundary_bytes=[self.input_bytes[shard.first] for shard in shards],
+            work_bytes=[state.work_bytes(shard) for shard in shards],
+            graph_bytes=[kept_bytes(state, shard) for shard in shards],
+            gradient_bytes=self._gradient_bytes(),
+            update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / rate for shard in shards],
+            num_micro_batches=number,
+            ordered=state.ordered,
+        )
 
 
 class PlannedTask:
-    """A task that is ready to train: its state, its reader with the sample in it, its plan."""
+    """A task that is ready to train: its state, its reader with the sample in it, and how its steps are spread."""
 
     def __init__(
         self,
@@ -126,23 +254,22 @@ class PlannedTask:
         early_release = task.purpose is Purpose.TRAIN and task.early_release
         pool = own_pool(self.layout, early_release=early_release, frozen=self._frozen)
         self.state = TaskState(task, name, self.layout, pool)
-        self.spreads: tuple[Spread, ...] = (Spread(),)
-        self.one_device_because = ""  # why no step is spread over several
-        self._input_bytes: list[int] = []  # by layer, of a step
+        self.estimate = Estimate(self.state)
+        self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
-        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
-        self._parts_bytes = 0  # DRAM that steps take for being spread
-        self._ceilings: Ceilings | None = None  # of the device that it is planned for, once they are needed
 
     @property
     def is_stopped(self) -> bool:
-        """True if a callback has ended the task before it is begun."""
         return bool(self._stopping)
 
     @property
     def drawn(self) -> set[str]:
         """Which of `random` and `numpy.random` its loader and its layers were seen to draw from."""
         return self.reader.drawn | ({"`random`", "`numpy.random`"} if self.state.cut.locked else set())
+
+    @property
+    def spreads(self) -> tuple[Spread, ...]:
+        return self.spreading.spreads
 
     def make_plan(
         self,
@@ -158,94 +285,23 @@ class PlannedTask:
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
         """
-        with _naming(self.name):
-            Structure(self.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
-        batch = self._sample()
-        self._ceilings, self.state.place = None, device.torch_device
-        if self.state.place.type != "cpu":
-            self._rates(device)  # layers are not timed there, but counted against them
-        if self.task.model.has_own_forward:
-            inputs, trains = self.reader.sample_inputs, self.task.purpose is Purpose.TRAIN
-            validates = trains and self.task.validation is not None
-            with _naming(self.name):
-                for training in (True, False) if validates else (trains,):
-                    check_own_forward(self.task.model, self.layout, inputs, training=training)
-        wanted = self.task.accumulation_steps
-        number = 1 if isinstance(wanted, str) else wanted
-        is_chosen = wanted == "auto" and self.saved is not None
-        if is_chosen and self.saved is not None:
-            number = self.saved.accumulation_steps  # with others, its losses would differ from those before
-        if hasattr(self.task.partitioner, "choose"):  # it weighs times, not only bytes
-            budget = self._with_rates(budget, device)
-            if wanted == "auto" and not is_chosen:
-                with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
-                    number, _ = self.task.partitioner.choose(self._costs, _powers_of_two(batch.num_samples), budget)
-        if self._should_step_on_device(device):
-            self.state.step_on_device()
         share = max(1, len(devices) // num_tasks)
-        machine = _Machine(device, budget, num_threads, devices or [device], share, most_slab_bytes)
-        while True:
-            try:
-                self._cut(number, machine)
-                break
-            except (LayerTooLarge, ShardDoesNotFit) as error:
-                # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
-                may_split = (
-                    wanted == "auto" if self.task.purpose is Purpose.TRAIN else self.task.purpose is Purpose.EVALUATE
-                )
-                if not may_split or number >= batch.num_samples:
-                    raise ShardDoesNotFit(f"{self.name}: {self._remedied(error)}") from error
-                number *= 2
-        step_s = self._decide(machine)
-        if wanted == "auto" and self.task.purpose is Purpose.TRAIN and not is_chosen:
-            number = self._raised(number, step_s, machine)
-        return self._plan(number)
+        target = _Target(device, budget, num_threads, devices or [device], share, most_slab_bytes)
+        self.estimate = Estimate(self.state)
+        try:
+            return Planner(self, target).plan()
+        except LayerFault as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
-    def _decide(self, machine: _Machine) -> float:
-        """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
-        device, state = machine.device, self.state
-        step_s = 0.0
-        if self.task.purpose is Purpose.TRAIN:
-            keeps_from, step_s = choose_kept(state, device.memory_bytes, self._rates(device).both_up_bytes_per_s)
-            state.cut = replace(state.cut, keeps_from=keeps_from)
-        self.spread_over(
-            machine.devices, len(self._sample().micro_batches) if self.task.purpose is Purpose.TRAIN else 1
-        )
-        return step_s / max(spread.speedup for spread in self.spreads[: machine.share])
-
-    def _raised(self, number: int, step_s: float, machine: _Machine) -> int:
-        """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.
-
-        Smaller ones leave room to keep more, and can be spread over devices that have no other task.
-        """
-        most, share = self._sample().num_samples, machine.share
-        best = tried = number
-        while step_s > LEAST_GAIN * least_step_s(self.state) / share:
-            tried *= share if tried == 1 and share > 1 else 2
-            if tried > most:
-                break
-            try:
-                self._cut(tried, machine)
-            except (LayerTooLarge, ShardDoesNotFit):
-                break
-            found_s = self._decide(machine)
-            if step_s < LEAST_GAIN * found_s:
-                break
-            best, step_s = tried, found_s
-        if self.state.cut.num_micro_batches != best:
-            self._cut(best, machine)
-            self._decide(machine)
-        return best
+    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
+        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
+        self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
+        beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
+        self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes)
 
     @property
     def largest_slab_bytes(self) -> int:
-        """Of its shards, as they were cut last."""
         return max(shard.slab_bytes for shard in self.state.cut.shards)
-
-    @property
-    def slab_bytes(self) -> int:
-        """Of all its shards, as they were cut last."""
-        return sum(shard.slab_bytes for shard in self.state.cut.shards)
 
     @property
     def work_bytes(self) -> int:
@@ -253,107 +309,9 @@ class PlannedTask:
         return max(map(self.state.work_bytes, self.state.cut.shards))
 
     @property
-    def part_bytes(self) -> int:
-        """The same where a step is spread: with the sums of other parts."""
-        state, is_spread = self.state, len(self.spreads) > 1
-        return max(state.work_bytes(shard) + is_spread * state.sum_bytes(shard) for shard in state.cut.shards)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What its forwards keep for their backwards, as planned."""
-        return sum(kept_bytes(self.state, shard) for shard in self.state.cut.shards)
-
-    @property
     def unit_s(self) -> dict[tuple[str, int], float]:
         """Seconds of each unit, by (kind, shard)."""
         return self.state.measured.unit_s
-
-    def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
-        """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
-        self.spreads, self.one_device_because, self._parts_bytes = (Spread(),), "", 0
-        self.num_micro_batches = number = num_micro_batches
-        if len(devices) == 1 or self.task.purpose is not Purpose.TRAIN:
-            return
-        if number == 1:
-            wanted = self.task.accumulation_steps
-            more = "raise accumulation_steps" if wanted == 1 else "give larger batches"
-            self.one_device_because = f"it has one micro-batch; {more} to split it"
-        elif self.state.pool.early_release:
-            self.one_device_because = "its shards are updated before the step is through"
-        if self.one_device_because:
-            return
-        links = [device.ceilings() for device in devices]
-        cost = DeviceCost(
-            load_bytes_per_s=min(link.both_up_bytes_per_s for link in links),
-            store_bytes_per_s=min(link.both_down_bytes_per_s for link in links),
-            unit_s=UNIT_S,
-            memory_bytes=min(device.memory_bytes for device in devices),
-        )
-        spreads = predict_spreads(self._cost(number), [cost] * len(devices))
-        room = dram.available_dram_bytes() - (0 if self.state.pool.is_open else self.training_bytes)
-        taken = [self._dram_of_parts(spread, k, number) for k, spread in enumerate(spreads, 1)]
-        fitting = next((k for k, num_bytes in enumerate(taken) if num_bytes > room), len(taken))
-        self.spreads, self._parts_bytes = spreads[:fitting], max(taken[:fitting])
-        if fitting == 1:
-            self.one_device_because = f"gradients of its parts would take {format_bytes(taken[1])} of DRAM"
-        elif max(spread.speedup for spread in self.spreads[1:]) <= 1:
-            self.one_device_because = "spread over several it is not predicted to be faster"
-
-    def _dram_of_parts(self, spread: Spread, num_parts: int, num_micro_batches: int) -> int:
-        """The most bytes of DRAM that gradients take until all of a step's parts have added theirs.
-
-        Narrow ones are added up in float32. Those that are sent down by themselves wait for the parts before, which
-        are at most `MOST_AHEAD` units behind, each.
-        """
-        if num_parts == 1:
-            return 0
-        pool, shards = self.state.pool, self.state.cut.shards
-        by_shard = [sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards]
-        total = 0 if self.layout.narrow is None else sum(map(self.state.sum_bytes, shards))
-        if not spread.in_sums:
-            for k, (first, end) in enumerate(part_ranges(num_micro_batches, num_parts)):
-                total += (end - first) * sum(sorted(by_shard)[-(MOST_AHEAD + 1) * k :] if k else ())
-        return total
-
-    def _cost(self, number: int) -> TaskCost:
-        """What the task takes in so many micro-batches, for a simulation."""
-        state = self.state
-        shards, pool = state.cut.shards, state.pool
-        chain = state.cut.chains[True]
-        with installed(Stream(capture())):  # the factory is user code
-            rate = self._update_bytes_per_s()
-        return TaskCost(
-            name=self.name,
-            unit_s=[self.unit_s[node] for node in chain],
-            num_shards=len(shards),
-            load_bytes=[shard.slab_bytes for shard in shards],
-            boundary_bytes=[self._input_bytes[shard.first] for shard in shards],
-            work_bytes=[state.shard_bytes(shard) - shard.slab_bytes for shard in shards],
-            graph_bytes=[kept_bytes(state, shard) for shard in shards],
-            gradient_bytes=[sum(slot.link_bytes for slot in pool.owned(shard)) for shard in shards],
-            update_s=[sum(slot.num_bytes for slot in pool.owned(shard)) / rate for shard in shards],
-            num_micro_batches=number,
-            ordered=state.ordered,
-        )
-
-    def _should_step_on_device(self, device: DeviceSpec) -> bool:
-        """Whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
-
-        On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
-        and down; its own update is taken to cost nothing beside that.
-        """
-        task, layout = self.task, self.layout
-        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
-            link = self._rates(device)
-            with installed(Stream(capture())):
-                host_s = layout.num_bytes[True] / self._update_bytes_per_s()
-            masters = 0 if layout.narrow is None else layout.num_bytes[True]
-            moved = masters + sum(self.state.measured.state_bytes.values())
-            device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
-            return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
-        if task.optimizer_device == "device":
-            check_no_hooks(self.name, layout)
-        return task.optimizer_device == "device"
 
     @property
     def dram(self) -> dict[str, int]:
@@ -372,12 +330,107 @@ class PlannedTask:
             "optimizer": sum(state.measured.state_bytes.values()),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.measured.staging_bytes,
-            "parts": self._parts_bytes,
+            "parts": self.spreading.parts_bytes,
         }
+
+    @property
+    def training_bytes(self) -> int:
+        """DRAM that training takes beside the weights, which are there already."""
+        return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
+
+    def leave(self) -> None:
+        """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
+        self._frozen.forget(self.layout)
+
+
+class Planner:
+    """Makes one plan of one task."""
+
+    def __init__(self, planned: PlannedTask, target: _Target) -> None:
+        self._planned = planned
+        self._target = target
+        self._task, self.state, self._estimate = planned.task, planned.state, planned.estimate
+        self._trains = planned.task.purpose is Purpose.TRAIN
+        self._validates = self._trains and planned.task.validation is not None
+        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
+
+    def plan(self) -> TaskPlan:
+        task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
+        Structure(state.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        num_samples = self._sample().num_samples
+        state.place = device.torch_device
+        if state.place.type != "cpu":
+            self._estimate.rates(device)  # layers are not timed there, but counted against them
+        if task.model.has_own_forward:
+            for training in (True, False) if self._validates else (self._trains,):
+                check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=training)
+        is_auto = task.accumulation_steps == "auto"
+        is_open = is_auto and saved is None
+        number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
+        if is_auto and saved is not None:
+            number = saved.accumulation_steps  # with others, its losses would differ from those before
+        if hasattr(task.partitioner, "choose"):  # it weighs times, not only bytes
+            budget = self._estimate.budget(self._target.budget, device)
+            self._target = self._target._replace(budget=budget)
+            if is_open:
+                powers = [2**k for k in range(num_samples.bit_length())]
+                with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
+                    number, _ = task.partitioner.choose(self._costs, powers, budget)
+        if self._estimate.steps_on_device(device):
+            state.step_on_device()
+        # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+        may_split = is_auto if self._trains else task.purpose is Purpose.EVALUATE
+        while True:
+            try:
+                self.cut(number)
+                break
+            except (LayerTooLarge, ShardDoesNotFit) as error:
+                if not may_split or number >= num_samples:
+                    raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
+                number *= 2
+        step_s = self.decide()
+        if is_open and self._trains:
+            number = self._raised(number, step_s)
+        return self._as_plan(number)
+
+    def decide(self) -> float:
+        """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
+        device, step_s, number = self._target.device, 0.0, 1
+        if self._trains:
+            rate = self._estimate.rates(device).both_up_bytes_per_s
+            keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate)
+            self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
+            number = len(self._sample().micro_batches)
+        self._planned.spread_over(self._target.devices, number)
+        return step_s / max(spread.speedup for spread in self._planned.spreads[: self._target.share])
+
+    def _raised(self, number: int, step_s: float) -> int:
+        """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.
+
+        Smaller ones leave room to keep more, and can be spread over devices that have no other task.
+        """
+        most, share = self._sample().num_samples, self._target.share
+        best = tried = number
+        while step_s > LEAST_GAIN * least_step_s(self.state) / share:
+            tried *= share if tried == 1 and share > 1 else 2
+            if tried > most:
+                break
+            try:
+                self.cut(tried)
+            except (LayerTooLarge, ShardDoesNotFit):
+                break
+            found_s = self.decide()
+            if step_s < LEAST_GAIN * found_s:
+                break
+            best, step_s = tried, found_s
+        if self.state.cut.num_micro_batches != best:
+            self.cut(best)
+            self.decide()
+        return best
 
     def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
         """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
-        if self.task.purpose is Purpose.TRAIN or not isinstance(error, LayerTooLarge):
+        if self._trains or not isinstance(error, LayerTooLarge):
             return str(error)
         needed, available = error.needed_bytes, error.available_bytes
         return (
@@ -385,154 +438,68 @@ class PlannedTask:
             f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
         )
 
-    def leave(self) -> None:
-        """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
-        self._frozen.forget(self.layout)
-
-    @property
-    def training_bytes(self) -> int:
-        """DRAM that training takes beside the weights, which are there already."""
-        return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
-
     def _sample(self) -> Batch:
-        """What the plan is made for."""
-        sample = self.reader.sample(training=self.task.purpose is Purpose.TRAIN)
-        number = self._evaluated_parts
-        return sample if number == 1 else self.reader.split_again(sample, number)
+        reader, number = self._planned.reader, self._evaluated_parts
+        sample = reader.sample(training=self._trains)
+        return sample if number == 1 else reader.split_again(sample, number)
 
-    def _cut(self, number: int, machine: _Machine) -> None:
-        state = self.state
-        if self.task.purpose is not Purpose.TRAIN:
+    def cut(self, number: int) -> None:
+        """Cut and rehearse the task in so many micro-batches, finer where it does not fit."""
+        if not self._trains:
             self._evaluated_parts, number = number, 1
-        costs = self._costs(number)
-        batch = self._sample()
-        validates = self.task.purpose is Purpose.TRAIN and self.task.validation is not None
-        evaluation = self.reader.sample(training=False) if validates else None
-        self._input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
-        budget = machine.budget.with_micro_batches(len(batch.micro_batches))
+        costs, batch = self._costs(number), self._sample()
+        evaluation = self._planned.reader.sample(training=False) if self._validates else None
+        self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
+        budget = self._target.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
         while True:
             check_boundaries(boundaries, len(costs))
-            state.cut_at(boundaries, skips_of(costs))
-            spans = zip([0, *boundaries], boundaries, strict=False)
-            held = [costs[first:last] for first, last in spans]
-            state.cut = replace(
-                state.cut,
-                locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
-                drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
-            )
-            draws = any(cost.draws_random for cost in costs)
             try:
-                with _naming(self.name):
-                    state.measured.unit_s = rehearse(
-                        state, batch, evaluation, machine.device, machine.num_threads, draws=draws
-                    )
-                state.measured.known.forget_batches()
-                for each in (batch, evaluation):
-                    if each is not None:
-                        state.measured.known.note_fitting(each.training, each.signature)
-                if machine.most_slab_bytes is None or self.largest_slab_bytes <= machine.most_slab_bytes:
+                self._rehearse(boundaries, costs, batch, evaluation)
+                most = self._target.most_slab_bytes
+                if most is None or self._planned.largest_slab_bytes <= most:
                     return
                 finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
                     return  # check_arena says why not
-                boundaries = finer
             except TooLarge as error:
                 if refused is not None:
                     raise refused from error
-                finer = self.task.partitioner.revise(boundaries, error.shard, costs)
-                if finer is None and machine.device.has_arena:  # another shard's slab takes the room
+                finer = self._task.partitioner.revise(boundaries, error.shard, costs)
+                if finer is None and self._target.device.has_arena:  # another shard's slab takes the room
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
-                    first, last = state.cut.shards[error.shard].first, state.cut.shards[error.shard].last
+                    first, last = self.state.cut.shards[error.shard].first, self.state.cut.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
-                    fewer = "raise accumulation_steps" if self.task.purpose is Purpose.TRAIN else "give smaller batches"
                     raise ShardDoesNotFit(
                         f"shard {error.shard} (layers {first} to {last - 1}) needs "
                         f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
                         f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes); cut it smaller (Pilot "
-                        f"does), {fewer}, or use a device with more memory"
+                        f"does), {'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a "
+                        f"device with more memory"
                     ) from error
-                boundaries = finer
+            boundaries = finer
+
+    def _rehearse(self, boundaries: list[int], costs: list[LayerCost], batch: Batch, evaluation: Batch | None) -> None:
+        """Cut the task, and run a step of it. Raises TooLarge."""
+        state = self.state
+        state.cut_at(boundaries, skips_of(costs))
+        held = [costs[shard.first : shard.last] for shard in state.cut.shards]
+        state.cut = replace(
+            state.cut,
+            locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
+            drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
+        )
+        state.measured.unit_s = rehearse(state, batch, evaluation, self._target.device, self._target.num_threads)
+        state.measured.known.forget_batches()
+        for each in (batch, evaluation):
+            if each is not None:
+                state.measured.known.note_fitting(each.training, each.signature)
 
     def _with_smaller_slabs(self, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
         """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
         widest = max(self.state.cut.shards, key=lambda shard: shard.slab_bytes)
-        return self.task.partitioner.revise(boundaries, widest.index, costs)
-
-    def _costs(self, number: int) -> list[LayerCost]:
-        """Costs of the layers for the first of so many micro-batches."""
-        task = self.task
-        self.state.split_into(number)
-        self.reader.accumulation_steps = number
-        inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())), self._naming():
-            if task.purpose is Purpose.TRAIN:
-                # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
-                return profile(
-                    task.model,
-                    inputs,
-                    target,
-                    task.loss_fn,
-                    precision=task.precision,
-                    device=self.state.place,
-                    rates=self._kernel_rates(),
-                    time_layers=self.state.place.type == "cpu",
-                )
-            loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
-            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
-
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Refuse in the task's name what shows as layers are profiled."""
-        try:
-            yield
-        except UnfitTensor as error:
-            raise UnfitTensor(f"{self.name}: {error}") from error
-        except (ChangesParameters, AttributeError, RuntimeError) as error:
-            reads_another = isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
-            if not reads_another and not isinstance(error, ChangesParameters):
-                noted(error, f"task {self.name}")
-                raise
-            note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
-            remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
-            raise ValueError(f"{self.name}: {note}{error}{remedy}") from error
-        except Exception as error:
-            noted(error, f"task {self.name}")
-            raise
-
-    def _with_rates(self, budget: Budget, device: DeviceSpec) -> Budget:
-        if self.task.purpose is not Purpose.TRAIN:
-            return replace(budget, link_bytes_per_s=self._rates(device).link_bytes_per_s, unit_s=UNIT_S)
-        return replace(
-            budget,
-            link_bytes_per_s=self._rates(device).link_bytes_per_s,
-            update_bytes_per_s=self._update_bytes_per_s() * DTYPES[self.task.precision].itemsize / 4,
-            unit_s=UNIT_S,
-        )
-
-    def _rates(self, device: DeviceSpec) -> Ceilings:
-        """The ceilings of the device that it is planned for: the same for all of a plan."""
-        if self._ceilings is None:
-            self._ceilings = device.ceilings()
-        return self._ceilings
-
-    def _update_bytes_per_s(self) -> float:
-        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves.
-
-        Weights are read and written, gradients read, states read and written.
-        """
-        rate, known = update_bytes_per_s(self.task), self._ceilings
-        num_bytes = self.layout.num_bytes[True]
-        if known is None or known.dram_bytes_per_s is None or not num_bytes:
-            return rate
-        return min(rate, known.dram_bytes_per_s / (3 + 2 * sum(self.state.measured.state_bytes.values()) / num_bytes))
-
-    def _kernel_rates(self) -> Rates:
-        """What layers are estimated with where they are not timed: products at the measured rate, if it is known."""
-        rates, known = STATED_RATES[self.state.place.type, self.task.precision], self._ceilings
-        flops = None if known is None else known.matmul_flops.get(self.task.precision)
-        return rates if flops is None else replace(rates, flops_per_s=flops)
+        return self._task.partitioner.revise(boundaries, widest.index, costs)
 
     def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
         """The partitioner's boundaries, and why it refuses the model, if it does.
@@ -540,7 +507,7 @@ class PlannedTask:
         Then it is tried all the same, one layer per shard: a lone layer's bytes are exact for one micro-batch in almost
         all layers, but an upper bound in the others, and for several micro-batches.
         """
-        partitioner, number = self.task.partitioner, len(costs)
+        partitioner, number = self._task.partitioner, len(costs)
         try:
             return partitioner.partition(costs, budget), None
         except LayerTooLarge as error:
@@ -549,23 +516,66 @@ class PlannedTask:
                 raise
             return list(range(1, number + 1)), error
 
-    def _plan(self, number: int) -> TaskPlan:
-        state = self.state
+    def _costs(self, number: int) -> list[LayerCost]:
+        """Costs of the layers for the first of so many micro-batches."""
+        task, place = self._task, self.state.place
+        self.state.split_into(number)
+        self._planned.reader.accumulation_steps = number
+        inputs, target, _ = self._sample().micro_batches[0]
+        with installed(Stream(capture())), _naming(self._planned.name):
+            if self._trains:
+                # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
+                return profile(
+                    task.model,
+                    inputs,
+                    target,
+                    task.loss_fn,
+                    precision=task.precision,
+                    device=place,
+                    rates=self._estimate.kernel_rates(),
+                    time_layers=place.type == "cpu",
+                )
+            loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
+            return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
+
+    def _as_plan(self, number: int) -> TaskPlan:
+        state, spreading, known = self.state, self._planned.spreading, self._estimate.known
+        timings = state.measured.timings.values()
+        device_s = sum(timing.device_s for timing in timings)
         return TaskPlan(
-            name=self.name,
+            name=self._planned.name,
             boundaries=list(state.cut.boundaries),
             shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
-            dram=self.dram,
+            dram=self._planned.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number if self.task.purpose is Purpose.TRAIN else 1,
-            step_s=sum(self.unit_s.values()),
-            speedups=[spread.speedup for spread in self.spreads],
-            shares_cores=self.state.place.type == "cpu",
-            launch_share=_launch_share(state),
-            one_device_because=self.one_device_because,
+            accumulation_steps=number if self._trains else 1,
+            step_s=sum(state.measured.unit_s.values()),
+            speedups=[spread.speedup for spread in spreading.spreads],
+            shares_cores=state.place.type == "cpu",
+            launch_share=sum(timing.launch_s for timing in timings) / device_s if device_s else None,
+            one_device_because=spreading.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
-            ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
+            ceilings="" if known is None or known.origin == STATED else known.source,
         )
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Refuse in the task's name what shows as layers are profiled."""
+    try:
+        yield
+    except UnfitTensor as error:
+        raise UnfitTensor(f"{name}: {error}") from error
+    except Exception as error:
+        reads_another = isinstance(error, (AttributeError, RuntimeError)) and (
+            isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
+        )
+        if not reads_another and not isinstance(error, ChangesParameters):
+            noted(error, f"task {name}")
+            raise
+        note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
+        remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
+        raise ValueError(f"{name}: {note}{error}{remedy}") from error
 
 
 def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], drawn: set[str], epoch: int) -> None:
@@ -581,17 +591,6 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
         stopping.append(stop)
     else:  # what it does to the model later on would come too late, so that it is refused at once
         watch.check(f"{report.name}: its callback, in on_epoch_begin,")
-
-
-def _launch_share(state: TaskState) -> float | None:
-    """Seconds in which kernels of a step are handed to the device, for each in which it works; None: the same."""
-    device_s = sum(timing.device_s for timing in state.measured.timings.values())
-    return sum(timing.launch_s for timing in state.measured.timings.values()) / device_s if device_s else None
-
-
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [2**k for k in range(most.bit_length())]
 
 
 def check_dram(planned: list[PlannedTask]) -> None:
@@ -627,11 +626,18 @@ def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
     All of them, if there is room beside the largest unit, larger batches than the sample, and what plans keep of
     forwards; else as many as there is, but two of the largest, one that computes and one that is loaded.
     """
-    work, largest = max(each.part_bytes for each in planned), max(each.largest_slab_bytes for each in planned)
+    # Where a step is spread, with the sums of other parts.
+    work = max(
+        each.state.work_bytes(shard) + (len(each.spreads) > 1) * each.state.sum_bytes(shard)
+        for each in planned
+        for shard in each.state.cut.shards
+    )
+    largest = max(each.largest_slab_bytes for each in planned)
     if largest > memory_bytes - work:  # a part that does not fit is found out as it runs, and then none is spread
         work = max(each.work_bytes for each in planned)
-    kept = sum(each.kept_bytes for each in planned)
-    total, two = sum(each.slab_bytes for each in planned), 2 * largest
+    shards = [(each.state, shard) for each in planned for shard in each.state.cut.shards]
+    kept = sum(kept_bytes(state, shard) for state, shard in shards)
+    total, two = sum(shard.slab_bytes for _, shard in shards), 2 * largest
     wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
     return min(wanted, memory_bytes - work)
 

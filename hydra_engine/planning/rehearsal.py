@@ -14,9 +14,11 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -45,6 +47,7 @@ from hydra_engine.data import (
 from hydra_engine.devices import COMPUTE, DeviceSpec, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
+from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
@@ -95,47 +98,40 @@ class TooLarge(Exception):
 
 
 def rehearse(
-    state: TaskState, batch: Batch, evaluation: Batch | None, device: DeviceSpec, num_threads: int, *, draws: bool
+    state: TaskState, batch: Batch, evaluation: Batch | None, device: DeviceSpec, num_threads: int
 ) -> dict[tuple[str, int], float]:
     """Seconds of each unit of a step; in `state`, what they take and which shards need the process-wide generators.
 
-    `evaluation`: a batch to evaluate as well, where the task has a validation loader. `draws`: a layer draws random
-    numbers. Raises TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
+    `evaluation`: a batch to evaluate as well, where the task has a validation loader. Raises TooLarge, what a layer or
+    the loss raised, and ValueError for layers that cannot be streamed.
     """
-    stage = _Stage(state, device, num_threads)
+    rehearsal = _Rehearsal(state, device, num_threads)
     try:
-        seconds, seen = stage.run(batch)
-        stage.check_batch(batch, seen)
+        checks = _Checks(rehearsal)
+        seconds, seen = rehearsal.run(batch)
+        checks.check_batch(batch, seen)
         state.observed.changed_buffers = frozenset(state.staging.buffers)
         state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
-        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
-        stage.check_repeats(batch, seen, draws=draws)
+        checks.check_repeats(batch, seen)
         state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
         state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
-            stage.run_compiled(batch)  # its units are known by now: what cannot be compiled is refused here
-        if not stage.repeats_bits:
+            rehearsal.modes.pop()  # what compiles looks at modes of functions, too
+            rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
+        if not rehearsal.repeats_bits:
             # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
-            seconds, _ = stage.run(batch)
+            seconds, _ = rehearsal.run(batch)
         if evaluation is not None:
-            _, seen = stage.run(evaluation)
-            stage.check_batch(evaluation, seen)
-            stage.check_repeats(evaluation, seen, draws=draws)
+            _, seen = rehearsal.run(evaluation)
+            checks.check_batch(evaluation, seen)
+            checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
     finally:
-        stage.close()
+        rehearsal.close()
     return seconds
-
-
-class _UsesOriginals(Exception):
-    """An operation took a tensor of the user's model instead of the device's copy."""
-
-
-class _UsesAnothers(Exception):
-    """An operation took a tensor of another shard, which has this name."""
 
 
 class _Refused(Exception):
@@ -148,15 +144,15 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     Through closures, originals escape every copy; a copy's weights are read by others, and stored by nobody.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: TaskState, executor: Executor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.originals: set[int] = set()
-        self.reads: AbstractContextManager[Any] = nullcontext()  # sees what no operation shows
+        self._layout = state.layout
+        self._executor = executor  # which knows the layer that runs
+        originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
+        self._originals = {_address(tensor) for tensor in originals}
         self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
         self._views: Mapping[int, Tensor] = {}
         self._slabs: set[int] = set()
-        self.names: Sequence[str] = ()  # of the parameters, by slot
-        self.executor: Executor | None = None  # which knows the layer that runs
         self.is_carrying = False
         self.coupled: set[tuple[str, str]] = set()  # layers of which one takes what the other has left
         self._shard = 0
@@ -164,29 +160,18 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._entered: set[int] = set()  # what a layer takes as its input
         self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
         self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
-        self.rearranged: dict[
-            tuple[int, int], str
-        ] = {}  # (inputs or target, micro-batch): containers changed by a layer
 
     @property
     def current(self) -> str:
-        """The layer that runs."""
-        return "" if self.executor is None else self.executor.current
-
-    def let_go(self) -> None:
-        """It is over: nothing waits for the cyclic collector."""
-        self.executor = None
-        self.end()
-        self.forget()
+        return self._executor.current
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
         self._made.clear()
 
     def begin(self, shard: int, views: Mapping[int, Tensor]) -> None:
-        """A unit of a shard begins, with these parameters."""
         self._shard = shard
-        self._anothers = {} if self.executor is None else self.executor.structure.unbound()
+        self._anothers = self._executor.structure.unbound()
         self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
@@ -209,11 +194,18 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         tensors = _tensors((args, kwargs))
         another = next((self._anothers[id(each)] for each in tensors if id(each) in self._anothers), None)
         if another is not None:
-            raise _UsesAnothers(another)
+            raise _Refused(
+                f"computes with {another} of a layer in another shard, limit: what it has registered; assign that "
+                f"parameter, or the module that holds it, to an attribute of this layer, not to a list or a dict in "
+                f"it: it is then tied, and both shards hold it"
+            )
         taken = set(map(_address, tensors))
         for address in taken:
-            if address and address in self.originals:
-                raise _UsesOriginals
+            if address and address in self._originals:
+                raise _Refused(
+                    "computes with a parameter or buffer of the original model, which a closure or a functional call "
+                    "has kept; let the layer use its own attributes"
+                )
             if address in self._made:
                 self._check_made(address)
         schema = getattr(func, "_schema", None)
@@ -252,14 +244,14 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 if part is not None and copied is not None:
                     self.written.setdefault(part, (self.current, copied))
                 if _address(tensor) in self._slabs and tensor.numel():
-                    raise _Refused(_writes(self.names[self._slot_at(tensor.data_ptr())]))
+                    raise _Refused(_writes(self._layout.slots[self._slot_at(tensor.data_ptr())].name))
 
     def _slot_at(self, address: int) -> int:
         below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
         return max(below)[1]
 
 
-class _GradientReads(TorchFunctionMode):
+class _NoGradients(TorchFunctionMode):
     """Raises where a forward reads what its parameters' `.grad` has got from micro-batches before.
 
     Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others.
@@ -300,8 +292,8 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-class _Inspector:
-    """Looks on while a stage's units run."""
+class _Onlooker:
+    """Looks on while units run: the executor's inspector."""
 
     def __init__(self, state: TaskState, guard: _Guard) -> None:
         self.in_backward: RandomState | None = None
@@ -315,8 +307,9 @@ class _Inspector:
         self._m = 0
         self._starts = False  # the layer that comes is the first of all
         self._layer = ""  # that runs
-        self._state = state
-        self._guard = guard
+        # (inputs or target, micro-batch): containers of the batch that a layer has changed
+        self.rearranged: dict[tuple[int, int], str] = {}
+        self._state, self._guard = state, guard
 
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
         self._guard.begin(shard.index, views)
@@ -327,7 +320,6 @@ class _Inspector:
                 self.left.pop(k, None)
 
     def is_bound(self, value: Any) -> bool:
-        """Whether it is a tensor where parameters lie."""
         return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
@@ -357,7 +349,7 @@ class _Inspector:
         for side, m, value, leaves, spec in self._given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
-                self._guard.rearranged.setdefault((side, m), self._layer)
+                self.rearranged.setdefault((side, m), self._layer)
 
     def drew_in_backward(self) -> None:
         raise _Refused(
@@ -391,121 +383,66 @@ class _Inspector:
         if left is not None:
             self.left[layer] = left
 
+    def because(self) -> str:
+        found = [f"{each.attribute!r} of layer {each.layer}" for each in self.changed]
+        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+        return f" (Python attributes that forwards change: {named})" if found else ""
+
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
     b = b.to(a.device)
     return a.shape == b.shape and (torch.equal(a, b) or _digest([a]) == _digest([b]))
 
 
-class _Stage:
+class _Rehearsal:
     """A worker of its own, on which units run one after the other."""
 
     def __init__(self, state: TaskState, device: DeviceSpec, num_threads: int) -> None:
-        self._state = state
+        self.state = state
         self._events: SimpleQueue[Event] = SimpleQueue()
         if state.steps_on_device:  # before anything is open: the factories are user code
             with installed(Stream(capture())):
                 state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
         trace = Trace()
         self.repeats_bits = device.torch_device.type == "cpu"
+        self.modes: list[AbstractContextManager[Any]] = []  # in which units run
         largest = max(shard.slab_bytes for shard in state.cut.shards)
-        self._guard = _Guard()
         self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
         self._worker = Worker(0, self._device, trace, self._events.put)
         try:
             state.open()
-            originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
-            guard = self._guard
-            guard.reads = _GradientReads(state)
-            guard.originals = {_address(tensor) for tensor in originals}
             # What they remember is the user's.
             model, task = list(state.layout.layers), state.task
             with TaskGenerator(seeded(0)):  # what copies itself may draw
                 loss_fn = copy_of_function(task.loss_fn, model)
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
-            self._worker.admit(state, lambda: _both(guard, guard.reads), (loss_fn, metrics))
-            self._executor = self._worker.executor(state.name)
-            self._inspector = self._executor.inspector = _Inspector(state, guard)
-            guard.names = [slot.name for slot in state.layout.slots]
-            guard.executor = self._executor
-            self._limit = IndexLimit(self._executor.structure.layers[0])
-            self._roots = _rooted(state, self._executor.structure.layers, self._executor.loss_fn)
-            self._shared = set(_of_one(_rooted(state, state.layout.layers, task.loss_fn)))
-            self._begun = self._plain_state()
+            self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
+            self.executor = self._worker.executor(state.name)
+            self.guard = _Guard(state, weakref.proxy(self.executor))  # which holds it
+            self.modes += [self.guard, _NoGradients(state)]
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.guard)
+            self._limit = IndexLimit(self.executor.structure.layers[0])
         except BaseException:
             self.close()
             raise
 
-    def check_batch(self, batch: Batch, seen: Seen) -> None:
-        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
-
-        Unless they find what they have left as good as what was there.
-        """
-        state, written = self._state, self._guard.written
-        loader = state.task.dataloader if batch.training else state.task.validation
-        found = None
-        for (side, m), layer in self._guard.rearranged.items() if state.task.purpose is Purpose.TRAIN else ():
-            given = batch.micro_batches[m][side]
-            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
-            path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
-            if path is not None:
-                named = layer if layer == LOSS else f"layer {layer}"
-                raise ValueError(
-                    f"{state.name}: {named} changes the {('inputs', 'target')[side]} of a batch, a dict or list that "
-                    f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
-                    f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
-                )
-        for (side, m, k), (layer, _) in written.items() if state.task.purpose is Purpose.TRAIN else ():
-            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
-            own = given[side][k]
-            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
-                continue  # a cast of it, in plain PyTorch, too
-            named = layer if side and layer not in state.layout.names else f"layer {layer}"
-            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
-            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
-                raise ValueError(
-                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
-                    f"own, since a device has a copy of each; clone it first"
-                )
-            path = kept_by(own, ("loader", loader))
-            if path is not None and found is None:
-                found = f"{where} that {path} keeps"
-        if found is None:
-            return
-        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
-
-        def left_of(m: int, side: int) -> Boundary:
-            value = batch.boundaries[m][side]
-            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
-
-        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
-        _, other = self.run(replace(batch, boundaries=again))
-        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
-        if not stays or (self.repeats_bits and other != seen):
-            raise ValueError(
-                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
-                f"would go on from what is left there; clone it first, or let the loader give a copy"
-            )
-
     def close(self) -> None:
+        """Give the model back; nothing waits for the cyclic collector, nor for who keeps the error."""
         self._worker.close()
         self._worker.dismiss_all()
-        self._guard.let_go()
-        self._state.close()
-        self._state.stepper = None
-
-    def run_compiled(self, batch: Batch) -> None:
-        """Run a batch's units compiled, as they will train: what compiles looks at modes of functions, too."""
-        self._guard.reads = nullcontext()
-        self.run(batch)
+        if self.modes:
+            self.guard.end()
+            self.guard.forget()
+        self.state.close()
+        self.state.stepper = None
 
     def run(self, batch: Batch, *, apart: bool = True) -> tuple[dict[tuple[str, int], float], Seen]:
         """Run a batch's units: seconds of each, and digests of what they left.
 
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
-        state = self._state
-        self._guard.written, self._guard.rearranged = {}, {}
+        state = self.state
+        self.guard.written, self.onlooker.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
         state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
@@ -549,7 +486,7 @@ class _Stage:
         done.result()
 
     def _unit(self, unit: Unit) -> float | Failed:
-        self._worker.load(unit, self._state)
+        self._worker.load(unit, self.state)
         self._worker.run(unit)
         computed = self._events.get()
         assert isinstance(computed, Computed)
@@ -561,8 +498,7 @@ class _Stage:
         return computed.seconds
 
     def _digests(self, kind: str, shard: Shard) -> Seen:
-        """Digests of all that a unit left."""
-        state, staging, j = self._state, self._state.staging, shard.index
+        state, staging, j = self.state, self.state.staging, shard.index
         seen: Seen = {}
         for m in range(staging.num_micro_batches):
             if kind != BACKWARD:
@@ -588,7 +524,94 @@ class _Stage:
                 seen[j, "buffer", index] = _digest([staging.buffers[index]])
         return seen
 
-    def check_repeats(self, batch: Batch, seen: Seen, *, draws: bool) -> None:
+    def _raise(self, failed: Failed, unit: Unit) -> None:
+        error, name = failed.error, self.state.name
+        if isinstance(error, DeviceOutOfMemory):
+            raise TooLarge(unit.shard, error.needed_bytes) from error
+        where = failed.where.replace("layer loss_fn", "loss_fn").replace("layer metric", "metric")
+        if isinstance(error, UnfitTensor):
+            raise UnfitTensor(f"{name}: {error}") from error
+        if isinstance(error, _Refused):
+            kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
+            raise ValueError(f"{name}: {where} {error}{kind}{self.onlooker.because()}") from error
+        if isinstance(error, LayerFault):
+            raise error
+        if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
+            raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
+        if self.onlooker.carries:
+            raise ValueError(
+                f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
+                f"{error}{self.onlooker.because()}; {REMEDY}"
+            ) from error
+        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
+
+
+class _Checks:
+    """Refuses layers that would show that devices run copies of them: runs batches again, and compares."""
+
+    def __init__(self, rehearsal: _Rehearsal) -> None:
+        self._rehearsal = rehearsal
+        self._state, self._executor = rehearsal.state, rehearsal.executor
+        self._guard, self._onlooker = rehearsal.guard, rehearsal.onlooker
+        layout, loss_fn = self._state.layout, self._state.task.loss_fn
+        self._roots = _rooted(layout.names, self._executor.structure.layers, self._executor.loss_fn)
+        self._shared = set(_of_one(_rooted(layout.names, layout.layers, loss_fn)))
+        self._begun = self._plain_state()
+
+    def check_batch(self, batch: Batch, seen: Seen) -> None:
+        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
+
+        Unless they find what they have left as good as what was there.
+        """
+        state, written = self._state, self._guard.written
+        if state.task.purpose is not Purpose.TRAIN:
+            return
+        loader = state.task.dataloader if batch.training else state.task.validation
+        found = None
+        for (side, m), layer in self._onlooker.rearranged.items():
+            given = batch.micro_batches[m][side]
+            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
+            path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
+            if path is not None:
+                named = layer if layer == LOSS else f"layer {layer}"
+                raise ValueError(
+                    f"{state.name}: {named} changes the {('inputs', 'target')[side]} of a batch, a dict or list that "
+                    f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
+                    f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
+                )
+        for (side, m, k), (layer, _) in written.items():
+            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
+            own = given[side][k]
+            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
+                continue  # a cast of it, in plain PyTorch, too
+            named = layer if side and layer not in state.layout.names else f"layer {layer}"
+            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
+            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
+                raise ValueError(
+                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
+                    f"own, since a device has a copy of each; clone it first"
+                )
+            path = kept_by(own, ("loader", loader))
+            if path is not None and found is None:
+                found = f"{where} that {path} keeps"
+        if found is None:
+            return
+        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
+
+        def left_of(m: int, side: int) -> Boundary:
+            value = batch.boundaries[m][side]
+            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
+
+        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
+        _, other = self._rehearsal.run(replace(batch, boundaries=again))
+        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
+        if not stays or (self._rehearsal.repeats_bits and other != seen):
+            raise ValueError(
+                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
+                f"would go on from what is left there; clone it first, or let the loader give a copy"
+            )
+
+    def check_repeats(self, batch: Batch, seen: Seen) -> None:
         """Refuse shards that give something else when they go on from what they have left.
 
         Locks those whose draws come out otherwise when all process-wide generators are theirs: a layer that seeds or
@@ -598,13 +621,13 @@ class _Stage:
         while True:
             with self._carrying(training=batch.training):
                 before = self._plain_state()
-                carried = self._run_again(batch)
+                _, carried = self._rehearsal.run(batch, apart=False)
                 after = self._plain_state()
-            different = _differences(seen, carried) if self.repeats_bits else []
-            while different and draws and different[0][0] not in state.cut.locked:
+            different = _differences(seen, carried) if self._rehearsal.repeats_bits else []
+            while different and state.cut.drawing and different[0][0] not in state.cut.locked:
                 j = different[0][0]  # one more each time, so this ends
                 state.cut = replace(state.cut, locked=state.cut.locked | {j})
-                _, seen = self.run(batch)
+                _, seen = self._rehearsal.run(batch)
                 different = _differences(seen, carried)
             if len(state.cut.locked) == locked:
                 break
@@ -617,7 +640,7 @@ class _Stage:
         state.observed.coupled |= {
             (names.index(a), names.index(b)) for a, b in self._guard.coupled if {a, b} <= {*names}
         }
-        if self.repeats_bits and after != self._begun:
+        if self._rehearsal.repeats_bits and after != self._begun:
             self._check_after_another(batch, carried)
 
     @contextmanager
@@ -626,13 +649,13 @@ class _Stage:
 
         training: rather than in eval(), the user's model too. afresh: units begin with what the user's layers have.
         """
-        state, inspector, executor = self._state, self._inspector, self._executor
+        state, onlooker, executor = self._state, self._onlooker, self._executor
         locked, everyone = state.cut.locked, frozenset(shard.index for shard in state.cut.shards)
         state.cut = replace(state.cut, locked=everyone)
-        left = dict(inspector.left)
+        left = dict(onlooker.left)
         users, copies = self._modules(state.layout.layers), self._modules(executor.structure.layers)
         put_back: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        inspector.carries, inspector.in_backward = True, NOBODYS
+        onlooker.carries, onlooker.in_backward = True, NOBODYS
         self._guard.forget()
         self._guard.is_carrying = True
         try:
@@ -642,7 +665,7 @@ class _Stage:
                 for module in users.values():
                     put_back.append((vars(module), dict(vars(module))))
                     vars(module)["training"] = False
-            for name, attribute, _ in inspector.changed:
+            for name, attribute, _ in onlooker.changed:
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
                 if name in users and attribute in vars(copies[name]):
                     own = vars(users[name])
@@ -656,7 +679,7 @@ class _Stage:
             for attributes in executor.attributes:
                 attributes.put_back()
             state.cut = replace(state.cut, locked=locked)
-            inspector.carries, inspector.in_backward = False, None
+            onlooker.carries, onlooker.in_backward = False, None
             self._guard.is_carrying = False
 
     def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -665,10 +688,6 @@ class _Stage:
             for path, module in layer.named_modules(remove_duplicate=False):
                 found[f"{name}.{path}" if path else name] = module
         return found
-
-    def _run_again(self, batch: Batch) -> Seen:
-        _, seen = self.run(batch, apart=False)
-        return seen
 
     def _plain_state(self) -> PlainState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
@@ -680,7 +699,7 @@ class _Stage:
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
-            if id(value) in made or isinstance(value, Stale) or self._inspector.is_bound(value):
+            if id(value) in made or isinstance(value, Stale) or self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
             elif (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)
@@ -691,17 +710,17 @@ class _Stage:
 
         Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
         """
+        names = self._modules(self._executor.structure.layers)
         for key in {**before, **after}:
             (path, is_own), old, new = key, before.get(key), after.get(key)
-            if old == new or PASSING in (*(old or ()), *(new or ())):
-                continue
-            if not (is_own or (old and new and len(old) == len(new))):
+            may_differ = not is_own and not (old and new and len(old) == len(new))
+            if old == new or may_differ or PASSING in (*(old or ()), *(new or ())):
                 continue
             a, b = ("nothing" if each is None else ", ".join(each) for each in (old, new))
             has_bits = BYTES in a + b
-            if not self.repeats_bits and (has_bits or "." in a + b):
+            if not self._rehearsal.repeats_bits and (has_bits or "." in a + b):
                 continue  # kernels there may give other bits
-            layer = max((name for name in self._known_modules() if path.startswith(f"{name}.")), key=len, default=LOSS)
+            layer = max((name for name in names if path.startswith(f"{name}.")), key=len, default=LOSS)
             where = LOSS if layer == LOSS else f"layer {layer}"
             how = "to another value" if has_bits else f"from {a} to {b}"
             attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
@@ -710,9 +729,6 @@ class _Stage:
                 f"when it runs again on the same input, limit: what is the same after each such run; "
                 + (KEEP_OUTSIDE if where == LOSS else KEEP_IN_BUFFERS)
             )
-
-    def _known_modules(self) -> dict[str, nn.Module]:
-        return self._modules(self._executor.structure.layers)
 
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
         """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
@@ -725,20 +741,19 @@ class _Stage:
                 self._guard.is_carrying = False
                 for k, other in enumerate(others):
                     try:
-                        self._run_again(other)
-                    except (Exception, TooLarge):  # the layers take no such batch: then nothing is told by it
+                        self._rehearsal.run(other, apart=False)
+                    except Exception:  # the layers take no such batch: then nothing is told by it
                         del others[k]
                         state.cut = replace(state.cut, keep_saved=keep_saved)
                         break
                 else:
-                    found = self._run_again(batch)
+                    _, found = self._rehearsal.run(batch, apart=False)
         state.observed.index_limit = index_limit
         if found is not None and (different := _differences(seen, found)):
             self._refuse(different[0], " after other batches")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
-        j, what = different
-        state = self._state
+        (j, what), state = different, self._state
         shard = state.cut.shards[j]
         layers = state.layout.names[shard.first : shard.last]
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
@@ -746,57 +761,21 @@ class _Stage:
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
         raise ValueError(
             f"{state.name}: run twice on the same input, layers {', '.join(layers)} gave another {what}{when}{how}"
-            f"{self._because()}; {REMEDY}"
+            f"{self._onlooker.because()}; {REMEDY}"
         )
-
-    def _because(self) -> str:
-        """The Python attributes that could be why."""
-        found = [f"{each.attribute!r} of layer {each.layer}" for each in self._inspector.changed]
-        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
-        return f" (Python attributes that forwards change: {named})" if found else ""
-
-    def _raise(self, failed: Failed, unit: Unit) -> None:
-        error, name = failed.error, self._state.name
-        if isinstance(error, DeviceOutOfMemory):
-            raise TooLarge(unit.shard, error.needed_bytes) from error
-        where = failed.where.replace("layer loss_fn", "loss_fn").replace("layer metric", "metric")
-        if isinstance(error, _UsesOriginals):
-            raise ValueError(
-                f"{name}: {where} computes with a parameter or buffer of the original model, which a closure or "
-                f"a functional call has kept; let the layer use its own attributes"
-            ) from error
-        if isinstance(error, _UsesAnothers):
-            raise ValueError(
-                f"{name}: {failed.where} computes with {error} of a layer in another shard, limit: what it has "
-                f"registered; assign that parameter, or the module that holds it, to an attribute of this layer, not "
-                f"to a list or a dict in it: it is then tied, and both shards hold it"
-            ) from error
-        if isinstance(error, UnfitTensor):
-            raise UnfitTensor(f"{name}: {error}") from error
-        if isinstance(error, _Refused):
-            kind = " (in eval() or the forward after it)" if unit.kind == EVALUATE else ""
-            raise ValueError(f"{name}: {where} {error}{kind}{self._because()}") from error
-        if isinstance(error, LayerFault):
-            raise error
-        if isinstance(error, AttributeError) and isinstance(getattr(error, "obj", None), nn.Module):
-            raise ValueError(f"{name}: {where} reads an attribute that is not there: {error}; {REMEDY}") from error
-        if self._inspector.carries:
-            raise ValueError(
-                f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
-                f"{error}{self._because()}; {REMEDY}"
-            ) from error
-        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
+def _within(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as held:
+        for mode in modes:
+            held.enter_context(mode)
         yield
 
 
-def _rooted(state: TaskState, layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
+def _rooted(names: Iterable[str], layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
     """What runs: layers, and a loss that is none."""
-    roots: list[tuple[str, object]] = list(zip(state.layout.names, layers, strict=True))
+    roots: list[tuple[str, object]] = list(zip(names, layers, strict=True))
     return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
 
 
@@ -843,17 +822,9 @@ def _shown(value: Any) -> str | None:
         return BYTES + (_digest([value]).hex() if value.layout == torch.strided else str(value.layout))
     if isinstance(value, np.ndarray):
         return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
-    if isinstance(value, torch.Generator):
-        return BYTES + _digest([value.get_state()]).hex()
-    if isinstance(value, random.Random):
-        return BYTES + _hash(repr(value.getstate()).encode())
-    if isinstance(value, np.random.Generator):
-        return BYTES + _hash(repr(value.bit_generator.state).encode())
-    if isinstance(value, np.random.RandomState):
-        return BYTES + _hash(repr(value.get_state(legacy=False)).encode())
-    if isinstance(value, (*PLAIN, count)):
-        return repr(value)
-    return None
+    if isinstance(value, GENERATORS):
+        return BYTES + _hash(repr(frozen(value, {})).encode())
+    return repr(value) if isinstance(value, (*PLAIN, count)) else None
 
 
 def _hash(data: bytes) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,8 @@ class _Trail:
             named = [(key, each) for key, each in layer._modules.items() if each is not None]
             return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
         self.names.append(name)
-        return _Stub(self, len(self.names) - 1, layer)
+        # Not the layer itself: what looks for modules finds none.
+        return _Stub(name, partial(self.step, len(self.names) - 1, layer))
 
     def step(self, position: int, layer: nn.Module, value: Any) -> Any:
         name = self.names[position]
@@ -55,29 +57,23 @@ class _Trail:
 class _Stub(nn.Module):
     """Stands for a child while the module's own forward runs."""
 
-    def __init__(self, trail: _Trail, position: int, layer: nn.Module) -> None:
+    def __init__(self, name: str, run: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._trail = trail
-        self._position = position
-        self._run = partial(trail.step, position, layer)  # not the layer: what looks for modules finds none
+        self._own_name, self._run = name, run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
-            raise _refusal(f"calls layer {self._name!r} with {len(args) + len(kwargs)} arguments instead of one")
+            raise _refusal(f"calls layer {self._own_name!r} with {len(args) + len(kwargs)} arguments instead of one")
         return self._run(args[0])
 
-    @property
-    def _name(self) -> str:
-        return self._trail.names[self._position]
-
     def __iter__(self) -> Any:
-        raise _refusal(f"runs over the children of layer {self._name!r} instead of calling it")
+        raise _refusal(f"runs over the children of layer {self._own_name!r} instead of calling it")
 
     def __len__(self) -> int:
-        raise _refusal(f"asks for the number of children of layer {self._name!r}")
+        raise _refusal(f"asks for the number of children of layer {self._own_name!r}")
 
     def __getitem__(self, key: Any) -> Any:
-        raise _refusal(f"takes child {key!r} of layer {self._name!r} instead of calling it")
+        raise _refusal(f"takes child {key!r} of layer {self._own_name!r} instead of calling it")
 
     def __bool__(self) -> bool:
         return True

@@ -31,6 +31,7 @@ NEVER = 1e-9
 WORTH_DRAM = 0.95
 
 
+# More than seven parameters: it is public, and six of them are settings that are named one by one.
 def simulate(
     tasks: Sequence[TaskCost],
     devices: int | Sequence[DeviceCost] = 1,

@@ -47,6 +47,7 @@ SCALES = (1.0, 1e-3, 30.0)
 MORE_SCALES = (1.0, 1e4, 1.0, 0.1, 1e-6, 3.0, 1.0)
 MOST_ELEMENTS = 8  # in a dimension
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 # Of a tensor beside the parameters: larger ones are told apart by what autograd knows of their changes.
 MOST_COMPARED = 2**16
 
@@ -126,7 +127,7 @@ class _Copy(NamedTuple):
             if state.keys() != its_state.keys() or not all(
                 _same(value, its_state[key])
                 if isinstance(value, Tensor) and isinstance(its_state[key], Tensor)
-                else _frozen(value, mine) == _frozen(its_state[key], others)
+                else frozen(value, mine) == frozen(its_state[key], others)
                 for key, value in state.items()
             ):
                 return False
@@ -139,8 +140,6 @@ class _Copy(NamedTuple):
 
 
 class _Trial:
-    """The steps of one trial."""
-
     def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot], draws: _Draws) -> None:
         self._task, self._name, self._slots, self._draws = task, name, slots, draws
         generator = torch.Generator().manual_seed(0)
@@ -185,7 +184,6 @@ class _Trial:
         return found
 
     def _made(self) -> _Copy:
-        """A copy that has not been stepped yet."""
         task = self._task
         tiny = [nn.Parameter(weight.clone()) for weight in self._weights]
         optimizer = make_optimizer(task, {s.name: parameter for s, parameter in zip(self._slots, tiny, strict=True)})
@@ -255,7 +253,7 @@ class _Trial:
     def _process_wide(self) -> list[Any]:
         """States of all generators that the process has once, as the step's draws move them."""
         state = capture()
-        return [_frozen(each, {}) for each in (self._draws.state, state.torch, state.python, state.numpy)]
+        return [frozen(each, {}) for each in (self._draws.state, state.torch, state.python, state.numpy)]
 
     def _move(self, each: _Copy) -> None:
         """Step the schedule. One that is at its end is left there: a task may be shorter than the trial."""
@@ -298,7 +296,7 @@ class _Trial:
 
     def _compare(self, plain: _Copy, engine: _Copy, *, by_shard: bool) -> None:
         mine, other = _numbers(plain.parameters), _numbers(engine.parameters)
-        groups = [_frozen(each.optimizer.param_groups, numbers) for each, numbers in ((plain, mine), (engine, other))]
+        groups = [frozen(each.optimizer.param_groups, numbers) for each, numbers in ((plain, mine), (engine, other))]
         if groups[0] != groups[1]:
             raise ValueError(
                 f"{self._name}: optimizer: two that the factories made alike, with their schedules, have other "
@@ -417,7 +415,6 @@ def _give(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> No
 
 
 def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
-    """By id."""
     return {id(parameter): number for number, parameter in enumerate(parameters)}
 
 
@@ -426,13 +423,13 @@ def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dic
     found: dict[str, Any] = {}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            found[f"param_groups[{index}][{key!r}]"] = _frozen(value, numbers)
+            found[f"param_groups[{index}][{key!r}]"] = frozen(value, numbers)
     for name, value in vars(optimizer).items():
         if name not in TORCHS:
-            found[name] = _frozen(value, numbers)
+            found[name] = frozen(value, numbers)
     for owner, state in optimizer.state.items():
         if id(owner) not in numbers:
-            found[f"state[{owner!r}]"] = _frozen(state, numbers)
+            found[f"state[{owner!r}]"] = frozen(state, numbers)
     return found
 
 
@@ -442,7 +439,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return (is_dense and a.dtype == b.dtype and torch.equal(a, b)) or bool(_frozen_tensor(a) == _frozen_tensor(b))
 
 
-def _frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:
+def frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:
     """A value that can be compared, and does not change: tensors as their bytes, parameters as their numbers."""
     if id(value) in numbers:
         return ("parameter", numbers[id(value)])
@@ -452,26 +449,26 @@ def _frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None 
         return _frozen_tensor(value)
     if isinstance(value, np.ndarray):
         return (value.shape, str(value.dtype), value.tobytes())
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
     seen = {} if seen is None else seen
     if id(value) in seen:
         return ("seen", seen[id(value)][0])
     seen[id(value)] = (len(seen), value)  # held, or another object might get its id
-    if isinstance(value, np.random.Generator):
-        return _frozen(value.bit_generator.state, numbers, seen)
-    if isinstance(value, np.random.RandomState):
-        return _frozen(value.get_state(), numbers, seen)
+    if isinstance(value, GENERATORS):
+        return frozen(_state_of(value), numbers, seen)
     if isinstance(value, Mapping):
-        return [(_frozen(k, numbers, seen), _frozen(v, numbers, seen)) for k, v in value.items()]
+        return [(frozen(k, numbers, seen), frozen(v, numbers, seen)) for k, v in value.items()]
     if isinstance(value, (list, tuple, deque)):
-        return [_frozen(each, numbers, seen) for each in value]
+        return [frozen(each, numbers, seen) for each in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     own = None if inspect.isroutine(value) or inspect.isclass(value) else getattr(value, "__dict__", None)
-    return (type(value).__name__, None if own is None else _frozen(own, numbers, seen))
+    return (type(value).__name__, None if own is None else frozen(own, numbers, seen))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _frozen_tensor(tensor: Tensor) -> Any:

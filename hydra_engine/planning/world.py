@@ -1,4 +1,4 @@
-"""Tasks and devices in simulated time: carries out what a scheduler says."""
+"""Tasks, devices and what they share in simulated time: carries out what a scheduler says."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.devices import SLABS, Ledger, Residents
-from hydra_engine.planning.clock import Done, Link, Queue, SimulatedTime
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.schedule import (
     BACKWARD,
@@ -48,6 +49,144 @@ from hydra_engine.schedule import (
 VALUE, GRADIENT = "value", "gradient"
 
 
+Done: TypeAlias = "Callable[[], None]"
+
+
+class _Clock:
+    """A clock that goes from one end of a job to the next."""
+
+    def __init__(self, cores: float | None) -> None:
+        """`cores`: shared by all that computes; None: enough."""
+        self.now_s = 0.0
+        self._cores = _Cores(cores)
+        self._timers: list[tuple[float, int, Done]] = []
+        self._serial = count()
+
+    def wait(self, seconds: float, done: Done) -> None:
+        """Begin a job that takes no core."""
+        heappush(self._timers, (self.now_s + seconds, next(self._serial), done))
+
+    def compute(self, seconds: float, done: Done) -> None:
+        """Begin a job that takes a core."""
+        self._cores.start(self.now_s, seconds, done)
+
+    def go_on(self) -> None:
+        """To the end of the job that ends next; what was to be done then is done."""
+        timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
+        assert min(timer_s, cores_s) < math.inf, "nothing is under way"
+        self.now_s = max(self.now_s, min(timer_s, cores_s))
+        (heappop(self._timers)[2] if timer_s <= cores_s else self._cores.pop())()
+
+
+class _Cores:
+    """Jobs that share cores evenly: with n of them on c cores each goes at min(1, c / n) of its speed.
+
+    In virtual time, which goes at that speed, every job takes its own seconds; so jobs end in the order in which they
+    would, and nothing is reckoned anew when one comes or goes.
+    """
+
+    def __init__(self, cores: float | None) -> None:
+        self._cores = math.inf if cores is None else cores
+        self._jobs: list[tuple[float, int, Done]] = []
+        self._serial = count()
+        self._virtual_s = 0.0
+        self._now_s = 0.0
+
+    @property
+    def _rate(self) -> float:
+        return min(1.0, self._cores / len(self._jobs)) if self._jobs else 1.0
+
+    def _advance(self, now_s: float) -> None:
+        self._virtual_s += (now_s - self._now_s) * self._rate
+        self._now_s = now_s
+
+    def start(self, now_s: float, seconds: float, done: Done) -> None:
+        self._advance(now_s)
+        heappush(self._jobs, (self._virtual_s + seconds, next(self._serial), done))
+
+    @property
+    def next_s(self) -> float:
+        """When the next job ends, if nothing changes."""
+        if not self._jobs:
+            return math.inf
+        return self._now_s + max(0.0, self._jobs[0][0] - self._virtual_s) / self._rate
+
+    def pop(self) -> Done:
+        self._advance(self.next_s)
+        end_s, _, done = heappop(self._jobs)
+        self._virtual_s = end_s  # not what adding up made of it
+        return done
+
+
+class _Queue:
+    """Jobs that so many servers take in order."""
+
+    def __init__(self, start: Callable[[float, Done], None], num_servers: int = 1) -> None:
+        self._start = start  # (seconds, what to call then)
+        self._num_free = num_servers
+        self._waiting: deque[tuple[float, Done]] = deque()
+        self.busy_s = 0.0
+
+    def submit(self, seconds: float, done: Done) -> None:
+        """Queue a job."""
+        self._waiting.append((seconds, done))
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._num_free and self._waiting:
+            seconds, done = self._waiting.popleft()
+            self.busy_s += seconds
+            if seconds == 0:  # at once, and without an event of its own
+                done()
+                continue
+            self._num_free -= 1
+            self._start(seconds, partial(self._end, done))
+
+    def _end(self, done: Done) -> None:
+        self._num_free += 1
+        done()
+        self._pump()
+
+
+class _SimulatedLink:
+    """Copies in one direction, one at a time: urgent ones first, which others stop for in the middle."""
+
+    def __init__(self, time: _Clock, *, computes: bool) -> None:
+        self._time = time
+        self._computes = computes  # copies keep a core busy; what has begun is then finished
+        self._waiting: tuple[deque[tuple[float, Done]], deque[tuple[float, Done]]] = (deque(), deque())
+        self._current: tuple[float, Done, bool] | None = None  # (end, what to call then, whether it stops for others)
+        self.busy_s = 0.0
+
+    def submit(self, seconds: float, done: Done, *, urgent: bool = False) -> None:
+        """Queue a copy; one without bytes takes no turn."""
+        if seconds == 0:
+            done()
+            return
+        self.busy_s += seconds
+        if urgent and self._current is not None and self._current[2]:
+            end_s, stopped, _ = self._current
+            self._waiting[False].appendleft((end_s - self._time.now_s, stopped))
+            self._current = None
+        self._waiting[urgent].append((seconds, done))
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._current is None and any(self._waiting):
+            urgent = bool(self._waiting[True])
+            seconds, done = self._waiting[urgent].popleft()
+            current = self._current = (self._time.now_s + seconds, done, not (urgent or self._computes))
+            start = self._time.compute if self._computes else self._time.wait
+            start(seconds, partial(self._end, current))
+
+    def _end(self, copy: tuple[float, Done, bool]) -> None:
+        if self._current is not copy:
+            return  # it was stopped since
+        self._current = None
+        copy[1]()
+        self._pump()
+
+
 class SimulatedDevice(NamedTuple):
     """What came of a device."""
 
@@ -74,48 +213,43 @@ class Simulation:
         return sum(device.busy["compute"] for device in self.devices) / len(self.devices)
 
 
-class _Slab:
-    """A shard on its way to a device, or there: for every unit that needs it."""
+class _Gate:
+    """Jobs that wait while something is on its way."""
 
-    def __init__(self) -> None:
-        self._is_loaded = False
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
         self._waiting: list[Done] = []
 
-    def when_loaded(self, done: Done) -> None:
-        """Call it once the shard is there."""
-        if self._is_loaded:
+    def when_open(self, done: Done) -> None:
+        if self.is_open:
             done()
         else:
             self._waiting.append(done)
 
-    def loaded(self) -> None:
-        """It is there."""
-        self._is_loaded = True
+    def open(self) -> None:
+        self.is_open = True
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done()
 
 
 @dataclass(eq=False)
-class _Claim:
+class _UnitOnDevice:
     """A unit whose shard is on its way to a device, or there."""
 
     unit: Unit
-    is_loaded: bool = False
-    is_run: bool = False
-    has_input: bool = False
+    num_missing: int = 2  # its shard, and what it starts from
     is_dropped: bool = False
     slab: Hashable = None  # what is pinned of a device's residents
     graph: Hashable = None
-    work_bytes: float = 0.0  # taken of its memory
+    work_bytes: int = 0  # taken of its memory
 
 
 @dataclass(eq=False)
-class _Part:
+class _StepPart:
     """Some of a step's micro-batches."""
 
-    passing: bool = False  # what the next unit starts from is on its way to DRAM
-    waiting: list[Done] = field(default_factory=list)  # for that
+    passed: _Gate = field(default_factory=partial(_Gate, is_open=True))  # to DRAM: what the next unit starts from
     leaving: dict[Unit, bool] = field(default_factory=dict)  # on its way to DRAM, in order; whether it is there
     position: int = 0  # in the chain, of the first unit not begun
 
@@ -129,13 +263,13 @@ class _Task:
     num_read: int = 0
     num_begun: int = 0
     num_commits: int = 0
-    parts: list[_Part] = field(default_factory=list)  # of the step in progress
+    parts: list[_StepPart] = field(default_factory=list)  # of the step in progress
     sizes: list[int] = field(default_factory=list)  # micro-batches of each
 
     def begin(self, num_parts: int) -> None:
         """Cut the next step."""
         self.num_begun += 1
-        self.parts = [_Part() for _ in range(num_parts)]
+        self.parts = [_StepPart() for _ in range(num_parts)]
         self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
 
     def share(self, unit: Unit) -> float:
@@ -157,10 +291,6 @@ class _Task:
         positions = (max(0, part.position - with_last) for part in self.parts)
         return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
 
-    def passed_bytes(self, unit: Unit) -> float:
-        """What a unit leaves to the next one."""
-        return self.share(unit) * self.cost.output_bytes(unit.kind, unit.shard)
-
     def gradient_bytes(self, unit: Unit) -> float:
         """Gradients of parameters that it leaves."""
         times = 0 if unit.kind == FORWARD else 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
@@ -168,14 +298,14 @@ class _Task:
 
 
 class _Device:
-    def __init__(self, cost: DeviceCost, time: SimulatedTime) -> None:
+    def __init__(self, cost: DeviceCost, time: _Clock) -> None:
         self.cost = cost
-        self.load, self.store = (Link(time, computes=cost.copies_compute) for _ in range(2))
+        self.load, self.store = (_SimulatedLink(time, computes=cost.copies_compute) for _ in range(2))
         self.residents: Residents | None = None
         if cost.memory_bytes is not None:
             self.ledger = Ledger("", int(cost.memory_bytes))
             self.residents = Residents(self.ledger)
-        self.claims: dict[Unit, _Claim] = {}
+        self.claims: dict[Unit, _UnitOnDevice] = {}
         self.num_units = 0
         self.compute_s = 0.0
         self.loaded_bytes = self.stored_bytes = 0.0
@@ -194,7 +324,7 @@ class World:
         record: bool,
         seed: int = 0,
     ) -> None:
-        self.time = SimulatedTime(host.cores)
+        self.time = _Clock(host.cores)
         self._random = random.Random(seed)
         self._events: deque[Event] = deque()
         self._tasks = {
@@ -203,7 +333,7 @@ class World:
             for unit_s in [dict(zip(task.chain, task.unit_s, strict=True))]
         }
         self._devices = [_Device(cost, self.time) for cost in devices]
-        self._host = Queue(self.time.compute, host.optimizer_threads)
+        self._host = _Queue(self.time.compute, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -211,7 +341,7 @@ class World:
             Drop: self._drop,
             Run: self._run,
             Read: self._read,
-            Begin: self._begin,
+            Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts),
             Commit: self._commit,
             Update: self._update,
             Capture: lambda _: None,  # nothing is saved
@@ -219,7 +349,6 @@ class World:
         }
 
     def run(self, scheduler: Scheduler) -> None:
-        """To the end."""
         self.time.now_s = sum(task.cost.setup_s for task in self._tasks.values())
         self._events.extend(DeviceAdded(index) for index in range(len(self._devices)))
         self._events.extend(_added(task) for task in self._tasks.values())
@@ -233,7 +362,6 @@ class World:
             self.time.go_on()
 
     def result(self, bound: float) -> Simulation:
-        """What came of it."""
         makespan_s = self.time.now_s
         whole_s = makespan_s or 1.0
         devices = tuple(
@@ -267,13 +395,9 @@ class World:
     def _load(self, instruction: Load) -> None:
         index, unit = instruction
         device, task = self._devices[index], self._tasks[unit.task]
-        claim = device.claims[unit] = _Claim(unit)
+        claim = device.claims[unit] = _UnitOnDevice(unit)
         num_bytes = task.cost.of_shard("load_bytes", unit.shard)
-
-        def loaded() -> None:
-            claim.is_loaded = True
-            self._start(index, claim)
-
+        loaded = partial(self._start, index, claim)
         if device.residents is not None and num_bytes:
             trains = unit.shard >= task.cost.lowest_backward
             version = task.num_commits if trains else -1
@@ -283,17 +407,14 @@ class World:
                 is_new = version in (-1, task.num_commits)
                 return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
 
-            found: _Slab | None = device.residents.pin(key, unit.task, next_use_s)
-            if found is not None:
-                claim.slab = key
-                found.when_loaded(loaded)
-                return
-            if device.ledger.take(int(num_bytes), SLABS):
-                slab = _Slab()
-                slab.when_loaded(loaded)
+            slab: _Gate | None = device.residents.pin(key, unit.task, next_use_s)
+            if slab is None and device.ledger.take(int(num_bytes), SLABS):
+                slab = _Gate()
                 device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
+                self._copy_in(device, num_bytes, slab.open)
+            if slab is not None:
                 claim.slab = key
-                self._copy_in(device, num_bytes, slab.loaded)
+                slab.when_open(loaded)
                 return
         self._copy_in(device, num_bytes, loaded)
 
@@ -314,23 +435,16 @@ class World:
         index, unit = instruction
         device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit]
-        claim.is_run = True
         part = task.parts[unit.part]
         part.position = 1 + task.flow.order[unit.kind, unit.shard]
 
-        def brought() -> None:
-            claim.has_input = True
-            self._start(index, claim)
-
         def bring() -> None:
+            brought = partial(self._start, index, claim)
             self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
 
-        if part.passing:
-            part.waiting.append(bring)
-        else:
-            bring()
+        part.passed.when_open(bring)
 
-    def _missing_bytes(self, device: _Device, task: _Task, claim: _Claim) -> float:
+    def _missing_bytes(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> float:
         """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
         unit, cost, residents = claim.unit, task.cost, device.residents
         share, num_bytes = task.share(unit), task.so_far_bytes(unit)
@@ -350,11 +464,11 @@ class World:
             gradient = 0.0
         return num_bytes + share * (value + gradient)
 
-    def _keep(self, device: _Device, task: _Task, claim: _Claim) -> None:
+    def _keep(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> None:
         """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
         unit, residents, slab = claim.unit, device.residents, claim.slab
         assert residents is not None
-        device.ledger.release(int(claim.work_bytes))
+        device.ledger.release(claim.work_bytes)
         if claim.graph is not None:
             residents.unpin(claim.graph, is_whole=False)
         begun, j, cost = task.num_begun, unit.shard, task.cost
@@ -363,7 +477,6 @@ class World:
             return lambda: task.next_use_s(shard, with_last=True) if task.num_begun == begun else math.inf
 
         def offer(what: str, entered: int, shard: int) -> None:
-            """What enters a shard, for the next unit of a shard."""
             num_bytes = int(task.share(unit) * cost.of_shard("boundary_bytes", entered))
             residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
 
@@ -382,9 +495,10 @@ class World:
         elif j > cost.lowest_backward:
             offer(GRADIENT, j, j - 1)
 
-    def _start(self, index: int, claim: _Claim) -> None:
-        """Compute a unit, once all is there."""
-        if claim.is_dropped or not (claim.is_loaded and claim.is_run and claim.has_input):
+    def _start(self, index: int, claim: _UnitOnDevice) -> None:
+        """Something of a unit is there: once all is, compute it."""
+        claim.num_missing -= 1
+        if claim.is_dropped or claim.num_missing:
             return
         device, unit = self._devices[index], claim.unit
         del device.claims[unit]
@@ -399,7 +513,7 @@ class World:
         seconds = task.share(unit) * seconds / device.cost.speed + device.cost.unit_s
         self.time.compute(seconds, partial(self._computed, index, claim, seconds, self.time.now_s))
 
-    def _computed(self, index: int, claim: _Claim, seconds: float, start_s: float) -> None:
+    def _computed(self, index: int, claim: _UnitOnDevice, seconds: float, start_s: float) -> None:
         unit = claim.unit
         device, task = self._devices[index], self._tasks[unit.task]
         if device.residents is not None:
@@ -409,33 +523,28 @@ class World:
         if self._placed is not None:
             self._placed.append(Placed(unit, index, start_s, self.time.now_s))
         part = task.parts[unit.part]
-        part.passing, part.leaving[unit] = True, False
+        part.passed.is_open, part.leaving[unit] = False, False
         self._events.append(Computed(index, unit, seconds))
-        passed_bytes, left_bytes = task.passed_bytes(unit), task.gradient_bytes(unit)
+        passed_bytes = task.share(unit) * task.cost.output_bytes(unit.kind, unit.shard)
+        left_bytes = task.gradient_bytes(unit)
         rate = device.cost.store_bytes_per_s
         device.stored_bytes += passed_bytes + left_bytes
 
         def passed() -> None:
-            self._passed(part)
+            part.passed.open()
             device.store.submit(left_bytes / rate if rate else 0.0, partial(self._stored, part, unit))
 
         device.store.submit(passed_bytes / rate if rate else 0.0, passed)
 
-    def _passed(self, part: _Part) -> None:
-        part.passing = False
-        waiting, part.waiting = part.waiting, []
-        for bring in waiting:
-            bring()
-
-    def _stored(self, part: _Part, unit: Unit) -> None:
+    def _stored(self, part: _StepPart, unit: Unit) -> None:
         part.leaving[unit] = True
         while part.leaving and part.leaving[first := next(iter(part.leaving))]:  # in their order
             del part.leaving[first]
             self._events.append(Stored(first))
 
     def _read(self, instruction: Read) -> None:
-        task = self._tasks[instruction.task]
         name = instruction.task
+        task = self._tasks[name]
         if task.num_read == task.cost.num_steps:
             self._events.append(DataEnded(name))
             return
@@ -445,9 +554,6 @@ class World:
             self._events.append(event)
         else:
             self.time.compute(task.cost.read_s, partial(self._events.append, event))
-
-    def _begin(self, instruction: Begin) -> None:
-        self._tasks[instruction.task].begin(instruction.num_parts)
 
     def _commit(self, instruction: Commit) -> None:
         self._tasks[instruction.task].num_commits += 1
@@ -466,8 +572,7 @@ class World:
 
 
 def _added(task: _Task) -> TaskAdded:
-    cost = task.cost
-    lowest = cost.lowest_backward
+    cost, lowest = task.cost, task.cost.lowest_backward
     units = TaskUnits(
         training=cost.chain,
         evaluation=(),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hydra_engine.cli import command, main
 from hydra_engine.cli.plan import DEVICES, MOST_ROWS
 from hydra_engine.devices.rates import load
-from hydra_engine.planning import OPTIMIZERS
+from hydra_engine.planning.ahead import OPTIMIZERS
 from partitioners.precision import DTYPES
 
 ROOT = Path(__file__).parents[2]

@@ -393,6 +393,6 @@ def test_an_update_on_the_host_is_no_faster_than_dram(file, monkeypatch, dram, e
 def test_layers_that_are_not_timed_are_counted_at_the_stored_rate_of_products(file, monkeypatch):
     save(replace(CPU, matmul_flops={"float32": 123e9}))
     planned = PlannedTask(ModelTask([nn.Linear(8, 4)], F.cross_entropy, [], 0.1), "net")
-    assert planned._kernel_rates() == STATED_RATES["cpu", "float32"]
-    planned._rates(EmulatedDevice("8MiB"))
-    assert planned._kernel_rates().flops_per_s == 123e9
+    assert planned.estimate.kernel_rates() == STATED_RATES["cpu", "float32"]
+    planned.estimate.rates(EmulatedDevice("8MiB"))
+    assert planned.estimate.kernel_rates().flops_per_s == 123e9

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine.planning.ahead import Machine, plan_ahead, resized
+from hydra_engine.planning.ahead import Machine, Sample, plan_ahead, resized
 from partitioners import (
     GPU,
     STATED_RATES,
@@ -47,7 +47,7 @@ def mlp(*, width=64, depth=4):
 
 
 def ahead(sample=None, partitioner=None, options=None, **changes):
-    return plan_ahead(*(sample or mlp()), machine(**changes), partitioner or Balanced(2), **(options or {}))
+    return plan_ahead(Sample(*(sample or mlp())), machine(**changes), partitioner or Balanced(2), **(options or {}))
 
 
 PARAMETERS = 4 * 64 * 65

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.planning.keep import Kept
-from hydra_engine.planning.planner import PlannedTask
+from hydra_engine.planning.planner import Planner
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
@@ -118,11 +118,11 @@ def wide(num_layers=4, num_samples=96):
 def predicted(step_s):
     """Predict such seconds for a step by its number of micro-batches; twice as long a step on any memory: none."""
 
-    def decide(planned, machine):
-        return step_s[planned.state.cut.num_micro_batches]
+    def decide(planner):
+        return step_s[planner.state.cut.num_micro_batches]
 
     least = mock.patch("hydra_engine.planning.planner.least_step_s", return_value=min(step_s.values()))
-    return mock.patch.object(PlannedTask, "_decide", decide), least
+    return mock.patch.object(Planner, "decide", decide), least
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_auto_takes_more_micro_batches_while_a_step_is_predicted_to_be_shorter(s
 def test_auto_takes_no_more_than_fit():
     decide, least = predicted({1: 1.0, 2: 0.8, 4: 0.1})
     orchestra = orchestra_of(wide(), memory="8MiB")
-    cut = PlannedTask._cut
+    cut = Planner.cut
 
-    def limited(planned, number, machine):
+    def limited(planner, number):
         if number == 4:
             raise ShardDoesNotFit("no")
-        cut(planned, number, machine)
+        cut(planner, number)
 
-    with decide, least, mock.patch.object(PlannedTask, "_cut", limited):
+    with decide, least, mock.patch.object(Planner, "cut", limited):
         assert orchestra.generate().tasks["task-0"].accumulation_steps == 2
 
 
