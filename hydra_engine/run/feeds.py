@@ -14,11 +14,10 @@ from hydra_engine.devices import host_memory
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.host import TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
-from hydra_engine.run.common import Common, Job
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import INTERRUPTED_S, Notifier
-from hydra_engine.run.running_task import Asked, Figures, LastCommit, Life, Retries, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
 from hydra_engine.run.workers import Workers

@@ -13,9 +13,8 @@ from hydra_engine.data import Batch
 from hydra_engine.errors import DeviceOutOfMemory, NonFiniteLoss
 from hydra_engine.host import Shard, StepRecord, TaskOptimizer
 from hydra_engine.planning import Misfit, Room, refit, shared_out
-from hydra_engine.run.common import Common
 from hydra_engine.run.ending import EndKind
-from hydra_engine.run.running_task import Life, RunningTask
+from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (

@@ -28,11 +28,10 @@ from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.display import Progress
 from hydra_engine.planning import PlannedTask
-from hydra_engine.run.common import Common, Job
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
-from hydra_engine.run.running_task import Asked, Life, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Job, Life, RunningTask
 from hydra_engine.run.saves import SaverFree, Saves
 from hydra_engine.run.signals import Overdue, Signals
 from hydra_engine.run.workers import Workers

@@ -1,10 +1,12 @@
-"""One task in one run: what is under way of it, beside what was planned, and what has come of it."""
+"""A task in its run: what is under way of it, and what has come of it; and what a run's departments share."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.schedule import Commit, TaskUnits
+from hydra_engine.run.signals import Inbox
+from hydra_engine.schedule import Commit, Event, TaskUnits
+from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
     Evaluation,
     EvaluationMeans,
@@ -32,6 +36,7 @@ from hydra_engine.tasks import (
     batch_size,
     joined,
 )
+from hydra_engine.trace import Trace
 from partitioners.precision import cast
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
@@ -381,3 +386,40 @@ class RunningTask:
                 fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
+
+
+class Job(NamedTuple):
+    """Something that another thread leaves to the one that decides."""
+
+    run: Callable[[], None]
+
+
+class Common:
+    """Touched by the thread that decides; `events`, `trace`, `pool` and `later` by any."""
+
+    def __init__(self, host: HostThreads) -> None:
+        self.host = host
+        self.events: Inbox[Any] = Inbox()
+        self.due: deque[Event] = deque()  # to be decided upon before the event in hand is
+        self.trace = Trace()
+        self.tasks: dict[str, RunningTask] = {}
+        self.pool = ThreadPoolExecutor(
+            host.optimizer_threads,
+            thread_name_prefix="hydra-optimizer",
+            initializer=torch.set_num_threads,
+            initargs=(host.optimizer_intra_op_threads,),
+        )
+        self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
+        self.is_interrupted = False  # nothing new begins
+        self.lost: DeviceLost | None = None  # the first
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Leave a job to the thread that decides."""
+        self.events.put(Job(job))
+
+    def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:
+        """Run a job in the thread that decides, once the task's callbacks have returned; at once if they have."""
+        if task.notifier.is_told:
+            job()
+        else:
+            task.notifier.when_told(lambda: self.later(job))

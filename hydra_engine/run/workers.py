@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec
 from hydra_engine.planning import PlannedTask, arena_bytes
-from hydra_engine.run.common import Common
+from hydra_engine.run.running_task import Common
 from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.worker import Worker
