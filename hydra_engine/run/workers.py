@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec
+from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common
 from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.worker import Worker
+from partitioners import format_bytes
 
 
 class Workers:
@@ -41,6 +43,15 @@ class Workers:
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Return True if each has these bytes for a unit, and for its shard's parameters."""
         return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self.all)
+
+    def check_room(self, planned: PlannedTask) -> None:
+        """Refuse a task for which the devices, whose arenas were made for others, have no room."""
+        if not self.can_hold(planned.work_bytes, planned.largest_slab_bytes):
+            raise ShardDoesNotFit(
+                f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters "
+                f"and {format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that "
+                f"train; cut it smaller, or add it before train_models()"
+            )
 
     def is_resident(self, device: int, task: str, shard: int) -> bool:
         """Return True if a device holds most of a shard."""
