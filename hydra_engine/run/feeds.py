@@ -183,7 +183,7 @@ class Feeds:
                 if error is not None and task is not None:
                     found.append((task, error))
             elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
-                left_s = task.notifier.leave_behind()
+                left_s = task.notifier.leave_behind(fails=not self._common.is_interrupted)
                 if left_s is not None:
                     self.await_(waited, left_s)
         self._common.events.deadline_s = self._deadlines.next_s
@@ -215,13 +215,6 @@ class Arrived(NamedTuple):
     """A task came while others train."""
 
     planned: PlannedTask
-
-
-class _SetUp(NamedTuple):
-    """A task's memory is taken, and its user's factories were called."""
-
-    optimizer: TaskOptimizer | None
-    num_steps: int | None
 
 
 class Joining:
@@ -327,8 +320,7 @@ class Joining:
             draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
         )
         retries = Retries(planned.task.max_retries, planned.report)
-        figures = Figures(planned, notifier)
-        task = RunningTask(planned=planned, notifier=notifier, end=end, retries=retries, figures=figures)
+        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier))
         self._common.tasks[planned.name] = task
         self._saves.began(task)
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
@@ -343,14 +335,14 @@ class Joining:
                     return Job(lambda: None)
                 task.state.open(self._host_memory)
             with task.planned.reader.calling():
-                return Job(partial(self._was_set_up, task, self._call_factories(task)))
+                return Job(partial(self._was_set_up, task, *self._call_factories(task)))
         except BaseException as error:
             return Job(partial(self._fail, task, error))
 
-    def _call_factories(self, task: RunningTask) -> _SetUp:
+    def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
+        """Return its optimizer, and its number of steps."""
         planned, state = task.planned, task.state
         num_batches = _length(planned.task.dataloader)
-        num_steps = None if num_batches is None else num_batches * planned.task.epochs
         optimizer = None
         if planned.task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(planned.task, planned.layout)
@@ -361,7 +353,7 @@ class Joining:
         for worker in self._workers.all:
             worker.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)
-        return _SetUp(optimizer, num_steps)
+        return optimizer, None if num_batches is None else num_batches * planned.task.epochs
 
     def _fail(self, task: RunningTask, error: BaseException) -> None:
         """Its set-up has raised, or is late."""
@@ -375,21 +367,21 @@ class Joining:
         self._feeds.reader_answered(task)
         self._host_work.finish(Finish(task.name))
 
-    def _was_set_up(self, task: RunningTask, found: _SetUp) -> None:
+    def _was_set_up(self, task: RunningTask, optimizer: TaskOptimizer | None, num_steps: int | None) -> None:
         if task.life is not Life.SETTING_UP:
             return
         self._feeds.reader_answered(task)
         task.life = Life.WAITING
         planned, state = task.planned, task.state
-        task.num_steps = found.num_steps
+        task.feed.num_steps = num_steps
         if planned.saved is not None:
             task.last_commit = LastCommit(planned.saved.position, list(state.pool.buffers))
-        if found.optimizer is not None:
-            task.optimizer = found.optimizer
-            found.optimizer.secure = task.secure
-            state.loss_scale = found.optimizer.loss_scale
+        if optimizer is not None:
+            task.optimizer = optimizer
+            optimizer.secure = task.secure
+            state.loss_scale = optimizer.loss_scale
             if state.steps_on_device:
-                state.stepper = found.optimizer
+                state.stepper = optimizer
         if planned.is_stopped:
             task.end.stop()
         self._begin_waiting()
@@ -405,12 +397,12 @@ class Joining:
 
     def _begin(self, task: RunningTask) -> None:
         task.life = Life.TRAINING
-        planned, state = task.planned, task.state
+        planned, state, num_steps = task.planned, task.state, task.feed.num_steps
         self._common.due.append(
             TaskAdded(
                 task=planned.name,
                 units=task.units,
-                num_steps=None if task.num_steps is None else max(0, task.num_steps - task.report.steps),
+                num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
                 reads_ahead=not state.observed.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,

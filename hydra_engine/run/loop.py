@@ -223,8 +223,7 @@ class EngineRun:
 
     def _if_known(self, event: Any) -> Any:
         """Keep from the scheduler what a callback tells of a task that it does not know: its end came before."""
-        is_told = not isinstance(event, (Failed, TaskStopped)) or self._scheduler.knows(event.task)
-        return event if is_told else None
+        return event if not isinstance(event, (Failed, TaskStopped)) or self._scheduler.knows(event.task) else None
 
     def _close(self) -> None:
         self.joining.close()

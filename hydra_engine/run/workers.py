@@ -59,20 +59,20 @@ class Workers:
 
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""
-        return [self._report(worker) for worker in list(self.all)]
-
-    def _report(self, worker: Worker) -> DeviceReport:
-        name, trace, ledger = worker.device.name, self._common.trace, worker.device.ledger
-        return DeviceReport(
-            name=name,
-            busy_s=trace.busy_s(name, COMPUTE),
-            loaded_bytes=trace.bytes_moved(name, LOAD),
-            stored_bytes=trace.bytes_moved(name, STORE),
-            peak_bytes=ledger.peak_bytes,
-            memory_bytes=ledger.memory_bytes,
-            launch_s=worker.timing.launch_s if worker.timing.device_s else None,
-            device_s=worker.timing.device_s or None,
-        )
+        trace = self._common.trace
+        return [
+            DeviceReport(
+                name=worker.device.name,
+                busy_s=trace.busy_s(worker.device.name, COMPUTE),
+                loaded_bytes=trace.bytes_moved(worker.device.name, LOAD),
+                stored_bytes=trace.bytes_moved(worker.device.name, STORE),
+                peak_bytes=worker.device.ledger.peak_bytes,
+                memory_bytes=worker.device.ledger.memory_bytes,
+                launch_s=worker.timing.launch_s if worker.timing.device_s else None,
+                device_s=worker.timing.device_s or None,
+            )
+            for worker in list(self.all)
+        ]
 
     def _load(self, instruction: Load) -> None:
         unit = instruction.unit
