@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from hydra_engine.cli.sample import here_importable, refusal, sample_of
 from hydra_engine.planning import AheadPlan, Machine, Shard, plan_ahead
 from hydra_engine.tasks import table

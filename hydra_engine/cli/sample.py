@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import partitioners
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from partitioners import LayerTooLarge
 
 _OURS = (Path(__file__).parents[1], Path(partitioners.__file__).parent)

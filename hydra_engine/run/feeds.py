@@ -16,7 +16,7 @@ from hydra_engine.host import TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
-from hydra_engine.run.notifier import INTERRUPTED_S, Notifier
+from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
@@ -38,10 +38,10 @@ from hydra_engine.tasks import Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
-# Who is waited for: "loader" or "callbacks", and a task's name.
-Waited: TypeAlias = tuple[str, str]
+# Who is waited for: "loader" or "callbacks", and of which task.
+Waited: TypeAlias = tuple[str, PlannedTask | None]
 LOADER, CALLBACKS = "loader", "callbacks"
-FIRST = ("set-up of all tasks of the run's beginning", "")
+FIRST = ("set-up of all tasks of the run's beginning", None)
 
 T = TypeVar("T", BatchReady, DataEnded, DataFailed)
 
@@ -52,7 +52,6 @@ class Feeds:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._deadlines: Deadlines[Waited] = Deadlines()
-        self._planning: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile, whose loaders are read
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         """Return the method for each instruction that it carries out."""
@@ -73,12 +72,12 @@ class Feeds:
         """A reader has answered."""
         task = self._common.tasks[event.task]
         task.feed.asked = Asked.NOTHING
-        self.reader_answered(task)
+        self.reader_answered(task.planned)
         return event
 
-    def reader_answered(self, task: RunningTask) -> None:
+    def reader_answered(self, planned: PlannedTask) -> None:
         """A reader is waited for no more."""
-        self._deadlines.drop((LOADER, task.name))
+        self._deadlines.drop((LOADER, planned))
 
     def read_again(self, task: RunningTask) -> None:
         """Ask once more for the batch that the loader failed to give."""
@@ -120,7 +119,7 @@ class Feeds:
     def epoch_ahead(self, event: EpochAhead) -> None:
         """An epoch's iterator waits for callbacks."""
         task = self._common.tasks[event.task]
-        self.reader_answered(task)
+        self.reader_answered(task.planned)
         task.feed.epoch_ahead = event.epoch
         self._begin_epoch(task)
 
@@ -151,35 +150,28 @@ class Feeds:
         """Look after a loader in so many seconds; None: as long as it may take, if that is limited."""
         seconds = planned.task.loader_timeout_s if seconds is None else seconds
         if seconds is not None:
-            self.await_((LOADER, planned.name), seconds)
+            self.await_((LOADER, planned), seconds)
 
     def await_callbacks(self, task: RunningTask) -> None:
         """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
         if task.notifier.timeout_s is not None:
-            self.await_((CALLBACKS, task.name), task.notifier.timeout_s)
+            self.await_((CALLBACKS, task.planned), task.notifier.timeout_s)
 
     def hurry_callbacks(self) -> None:
         """The run is to end, and soon: a callback that blocks must not hold it up."""
         for task in self._common.tasks.values():
             if task.planned.task.callbacks:
                 task.notifier.hurry()
-                self.await_((CALLBACKS, task.name), INTERRUPTED_S)
-
-    def planning(self, planned: PlannedTask, *, is_over: bool) -> None:
-        """A task that is to join begins or ends to be planned, in some other thread, which reads its loader."""
-        self._planning.pop(planned.name, None)
-        if not is_over:
-            self._planning[planned.name] = planned
-            self.await_loader(planned)
+                self.await_callbacks(task)
 
     def overdue(self, _: Overdue) -> list[tuple[RunningTask, LoaderTimeout]]:
         """Leave to themselves those whose time is up, and return the tasks whose set-up has not returned."""
         found = []
         for waited in self._deadlines.take_due():
-            who, name = waited
-            task = self._common.tasks.get(name)
-            if who == LOADER:
-                error = self._leave_loader(name, task)
+            who, planned = waited
+            task = None if planned is None else self._common.tasks.get(planned.name)
+            if planned is not None and who == LOADER:
+                error = self._leave_loader(planned, task)
                 if error is not None and task is not None:
                     found.append((task, error))
             elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
@@ -189,11 +181,9 @@ class Feeds:
         self._common.events.deadline_s = self._deadlines.next_s
         return found
 
-    def _leave_loader(self, name: str, task: RunningTask | None) -> LoaderTimeout | None:
-        planned = self._planning.get(name) or (None if task is None else task.planned)
-        if planned is None:
-            return None
-        timeout_s, thread = planned.task.loader_timeout_s, planned.reader.thread_name
+    def _leave_loader(self, planned: PlannedTask, task: RunningTask | None) -> LoaderTimeout | None:
+        """Leave a loader to itself; the task may be planned still, while others train."""
+        name, timeout_s, thread = planned.name, planned.task.loader_timeout_s, planned.reader.thread_name
         assert timeout_s is not None
         left_s = planned.reader.leave_behind()
         if left_s is not None:  # it was asked only later, after others' loaders
@@ -249,11 +239,11 @@ class Joining:
     @contextmanager
     def planning(self, planned: PlannedTask) -> Iterator[None]:
         """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
-        self._common.later(partial(self._feeds.planning, planned, is_over=False))
+        self._common.later(partial(self._feeds.await_loader, planned))
         try:
             yield
         finally:
-            self._common.later(partial(self._feeds.planning, planned, is_over=True))
+            self._common.later(partial(self._feeds.reader_answered, planned))
 
     # -- from the thread that decides
 
@@ -364,13 +354,13 @@ class Joining:
 
     def _end_early(self, task: RunningTask) -> None:
         """End a task that the scheduler will never know; its set-up may still be under way."""
-        self._feeds.reader_answered(task)
+        self._feeds.reader_answered(task.planned)
         self._host_work.finish(Finish(task.name))
 
     def _was_set_up(self, task: RunningTask, optimizer: TaskOptimizer | None, num_steps: int | None) -> None:
         if task.life is not Life.SETTING_UP:
             return
-        self._feeds.reader_answered(task)
+        self._feeds.reader_answered(task.planned)
         task.life = Life.WAITING
         planned, state = task.planned, task.state
         task.feed.num_steps = num_steps

@@ -11,7 +11,7 @@ import torch
 
 from hydra_engine.checkpoints import LOST
 from hydra_engine.errors import DeviceOutOfMemory, NonFiniteLoss
-from hydra_engine.host import Shard, StepRecord, TaskOptimizer
+from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import Misfit, Room, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
@@ -255,43 +255,41 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
             f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
             f"batch was read too early for exact results; let it draw at every step, or none"
         )
-    if training_step and task.planned.task.nonfinite is not None and not math.isfinite(task.loss):
-        return _not_finite(task, task.planned.task.nonfinite)
-    if training_step:
-        assert task.optimizer is not None
-        task.is_torn = True  # until it is through
-        state.num_commits += 1  # what devices hold of trained shards is of no more use
-        try:
-            record = task.record = task.optimizer.commit(staging, state.pool, batch.epoch)
-        except BaseException as error:
-            if task.planned.task.optimizer_scope == "shard":
-                raise  # nothing is updated yet
-            put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
-            return TaskStopped(report.name, uncommitted=True)
-        state.loss_scale = task.optimizer.loss_scale
-        _report_step(task, record)
-    else:
+    if not training_step:
         task.figures.commit(batch)
-    for index, value in staging.buffers.items():
-        state.pool.buffers[index] = value
-    if training_step:
-        if not state.task.read_ahead:  # whose loader may look at the user's modules
-            state.layout.put_buffers(state.pool.buffers)
-        task.note_commit()
-        task.is_torn = False
-        _move_schedule(task, put)
-    return StepCommitted(report.name, training_step)
-
-
-def _move_schedule(task: RunningTask, put: Callable[[Event], None]) -> None:
-    optimizer, record = task.optimizer, task.record
+        _take_buffers(state)
+        return StepCommitted(report.name, training=False)
+    nonfinite, optimizer = task.planned.task.nonfinite, task.optimizer
+    if nonfinite is not None and not math.isfinite(task.loss):
+        return _not_finite(task, nonfinite)
     assert optimizer is not None
-    assert record is not None
+    task.is_torn = True  # until it is through
+    state.num_commits += 1  # what devices hold of trained shards is of no more use
+    try:
+        record = task.record = optimizer.commit(staging, state.pool, batch.epoch)
+    except BaseException as error:
+        if task.planned.task.optimizer_scope == "shard":
+            raise  # nothing is updated yet
+        put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
+        return TaskStopped(report.name, uncommitted=True)
+    state.loss_scale = optimizer.loss_scale
+    _report_step(task, record)
+    _take_buffers(state)
+    if not state.task.read_ahead:  # whose loader may look at the user's modules
+        state.layout.put_buffers(state.pool.buffers)
+    task.note_commit()
+    task.is_torn = False
     try:
         optimizer.end_step(record)
     except BaseException as error:
         task.is_torn = True  # the schedule is of no step: a resume goes on from what was saved before
-        put(Failed(task.report.name, error, f"its lr_scheduler, after step {task.report.steps - 1}"))
+        put(Failed(report.name, error, f"its lr_scheduler, after step {report.steps - 1}"))
+    return StepCommitted(report.name, training=True)
+
+
+def _take_buffers(state: TaskState) -> None:
+    for index, value in state.staging.buffers.items():
+        state.pool.buffers[index] = value
 
 
 def _report_step(task: RunningTask, record: StepRecord) -> None:

@@ -20,11 +20,9 @@ one that calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
-from hydra_engine.devices import DeviceSpec
 from hydra_engine.display import Progress
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
@@ -33,6 +31,7 @@ from hydra_engine.run.recovery import Recovery
 from hydra_engine.run.running_task import Asked, Common, Job, Life, RunningTask
 from hydra_engine.run.saves import SaverFree, Saves
 from hydra_engine.run.signals import Overdue, Signals
+from hydra_engine.run.task_list import Site
 from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -46,18 +45,7 @@ from hydra_engine.schedule import (
     StopRequested,
     TaskStopped,
 )
-from hydra_engine.system import HostThreads
 from hydra_engine.tasks import Evaluation, Report
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of a run."""
-
-    policy: Policy
-    double_buffer: bool
-    verbose: int
-    host: HostThreads
 
 
 class EngineRun:
@@ -66,8 +54,9 @@ class EngineRun:
     def __init__(
         self,
         planned: Sequence[PlannedTask],
-        devices: Sequence[DeviceSpec],
-        settings: RunSettings,
+        site: Site,
+        policy: Policy,
+        verbose: int,
         signals: Signals,
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
@@ -75,19 +64,17 @@ class EngineRun:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._planned = planned
         self._signals = signals
-        self._progress = Progress(settings.verbose)
+        self._progress = Progress(verbose)
         self._makespan_s = 0.0
-        self.host = settings.host
-        self._common = common = Common(settings.host)
-        self.workers = Workers(common, devices)
+        self.site = site
+        self._common = common = Common(site.host)
+        self.workers = Workers(common, site.devices)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
         self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves)
         self._recovery = Recovery(common, self._feeds, self._saves)
-        self._scheduler = Scheduler(
-            settings.policy, double_buffer=settings.double_buffer, is_resident=self.workers.is_resident
-        )
+        self._scheduler = Scheduler(policy, double_buffer=site.double_buffer, is_resident=self.workers.is_resident)
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.
         self._hears: dict[type, tuple[Callable[[Any], Any], ...]] = {
             Job: (lambda job: job.run(),),
@@ -156,7 +143,7 @@ class EngineRun:
             tasks={name: task.report for name, task in self._common.tasks.items()},
             devices=self.workers.reports(),
             spans=self._common.trace.spans(),
-            host=self.host,
+            host=self.site.host,
             checkpoints=self._saves.report,
         )
 

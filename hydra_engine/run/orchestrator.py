@@ -7,9 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,11 @@ from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, active_autocast, resolve_devices
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import PlannedTask, check_nothing_shared, check_sharing
-from hydra_engine.run.loop import EngineRun, RunSettings
+from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList
 from hydra_engine.schedule import Policy, resolve_policy
-from hydra_engine.system import HostThreads, bound, dram, host_threads
+from hydra_engine.system import bound, dram, host_threads
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
 from partitioners import Partitioner
@@ -32,6 +33,7 @@ from partitioners import Partitioner
 EXIT_LOST = 75
 
 
+# Past 300 lines: more than a third of them say what its methods promise.
 class ModelOrchestrator:
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
@@ -156,10 +158,11 @@ class ModelOrchestrator:
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
-        tasks, site = self._tasks, self._site(run.host)
+        tasks, site = self._tasks, replace(run.site, buffer=self.buffer)
+        cores = site.host.bound_cores
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
-            with drawing_as_usual(), run.joining.planning(planned), bound(run.host.bound_cores, with_helpers=False):
+            with drawing_as_usual(), run.joining.planning(planned), bound(cores, with_helpers=False):
                 plan = site.plan_one(planned, beside)
             run.workers.check_room(planned)
         except BaseException:
@@ -227,7 +230,7 @@ class ModelOrchestrator:
             known, name = self._tasks.found(task)
             apart = EvaluationTask.of(known, loader, metrics)
             planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
-            with self._run([planned], site.host, signals) as run:
+            with self._run([planned], site, signals) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -272,9 +275,9 @@ class ModelOrchestrator:
         if planned.reader.is_empty:
             return
         signals = Signals()
-        with self._alone("predict"), self._run([planned], self._host(), signals) as run:
+        with self._alone("predict"), self._run([planned], self._site(), signals) as run:
             outputs = run.outputs()
-            at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
+            at_work = partial(bound, run.site.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
                     with signals, torch.inference_mode(False), at_work():  # not while the caller has the word
@@ -303,24 +306,23 @@ class ModelOrchestrator:
         with self._alone(what), drawing_as_usual():
             yield
 
-    def _host(self) -> HostThreads:
-        return host_threads(
+    def _site(self) -> Site:
+        """Check the settings of the host's threads."""
+        host = host_threads(
             intra_op_threads=torch.get_num_threads(),
             device_nodes=[device.numa_node() for device in self._devices],
             optimizer_threads=self.optimizer_threads,
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in self._devices),
         )
-
-    def _site(self, host: HostThreads) -> Site:
         return Site(self._devices, self._double_buffer, self.buffer, host)
 
     @contextmanager
     def _bound(self) -> Iterator[Site]:
-        """Check the settings of the host's threads, and keep this one to its NUMA node."""
-        host = self._host()
-        with bound(host.bound_cores):
-            yield self._site(host)
+        """Keep this thread to the host's NUMA node."""
+        site = self._site()
+        with bound(site.host.bound_cores):
+            yield site
 
     def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
         self._is_planning = True
@@ -334,23 +336,21 @@ class ModelOrchestrator:
 
     @contextmanager
     def _run(
-        self, planned: Sequence[PlannedTask], host: HostThreads, signals: Signals, *, saves: bool = False
+        self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        settings = RunSettings(
-            policy=self._policy, double_buffer=self._double_buffer, verbose=self.verbose if saves else 0, host=host
-        )
-        saver, rescue = None, None
-        if saves:
-            saver, rescue = self._store.saver(self._about), partial(self._store.rescue, self._about)
+        verbose, saver, rescue = 0, None, None
+        if trains:
+            verbose, saver = self.verbose, self._store.saver(self._about)
+            rescue = partial(self._store.rescue, self._about)
         with signals.deferred():
             try:
-                yield EngineRun(planned, self._devices, settings, signals, saver, rescue)
+                yield EngineRun(planned, site, self._policy, verbose, signals, saver, rescue)
             finally:
-                torch.set_num_threads(host.intra_op_threads)
+                torch.set_num_threads(site.host.intra_op_threads)
 
     def _train(self, site: Site, signals: Signals, resume: bool) -> Report:
-        tasks, host = self._tasks, site.host
+        tasks = self._tasks
         with ExitStack() as stack:
             run, messages = None, []
             with tasks.changing:
@@ -366,7 +366,7 @@ class ModelOrchestrator:
                 if waiting and self.plan is None:
                     self._plan_all(site, waiting)
                 if waiting:
-                    run = self._running = stack.enter_context(self._run(waiting, host, signals, saves=True))
+                    run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
                 for each in waiting:
                     tasks.put(each, Station.TRAINING)
             try:
@@ -374,7 +374,7 @@ class ModelOrchestrator:
                     run.train()
             except DeviceLost as lost:
                 assert run is not None
-                self._end_process(run, lost)
+                _end_process(run, lost, self._store.remedy())
             finally:
                 with tasks.changing:
                     self._running = None
@@ -382,8 +382,11 @@ class ModelOrchestrator:
                     left_over = [] if run is None else run.joining.left_over
                     for each in trained:
                         tasks.put(each, Station.WAITING if each in left_over else Station.OVER)
-                nothing = Report(makespan_s=0.0, tasks={}, devices=[], host=host, checkpoints=self._store.nothing_saved)
-                report = nothing if run is None else run.report()
+                if run is not None:
+                    report = run.report()
+                else:
+                    saved = self._store.nothing_saved
+                    report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
@@ -402,17 +405,18 @@ class ModelOrchestrator:
             "report": None if run is None else run.figures(),
         }
 
-    def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
-        """Exit: in this process, nothing can be done on the device any more. Raises SystemExit.
 
-        What tasks have committed is saved; a resume goes on without the struck task, whose data would strike again.
-        """
-        for task in run.report().tasks.values():
-            if task.status == FAILED:
-                print(task.error, file=sys.stderr)
-        print(f"hydra_engine: {lost}", file=sys.stderr)
-        print(f"hydra_engine: {self._store.remedy()}", file=sys.stderr)
-        raise SystemExit(EXIT_LOST) from lost
+def _end_process(run: EngineRun, lost: DeviceLost, remedy: str) -> NoReturn:
+    """Exit: in this process, nothing can be done on the device any more.
+
+    What tasks have committed is saved; a resume goes on without the struck task, whose data would strike again.
+    """
+    for task in run.report().tasks.values():
+        if task.status == FAILED:
+            print(task.error, file=sys.stderr)
+    print(f"hydra_engine: {lost}", file=sys.stderr)
+    print(f"hydra_engine: {remedy}", file=sys.stderr)
+    raise SystemExit(EXIT_LOST) from lost
 
 
 def _refuse_autocast(what: str) -> None:
