@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
             if mistake is None:
                 raise
             raise mistake from error
-    model = sample.model
+    model = sample[0]
     is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
     print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
 

@@ -11,7 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,13 +27,8 @@ _META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-class Sample(NamedTuple):
-    """What the function returns, as `plan_ahead` takes it."""
-
-    model: Any
-    inputs: Any
-    target: Any
-    loss_fn: Any
+# (model, inputs, target, loss_fn), as `plan_ahead` takes them.
+Sample: TypeAlias = "tuple[nn.Module | list[Any], Any, Any, Callable[..., Any]]"
 
 
 @contextlib.contextmanager
@@ -54,8 +49,7 @@ def sample_of(name: str) -> Sample:
         with torch.device("meta"):  # shapes only: a model of any size
             returned = function()
     except Exception as error:
-        without_values = isinstance(error, (RuntimeError, TypeError)) and re.search(_META, str(error))
-        if without_values:
+        if isinstance(error, (RuntimeError, TypeError)) and _META.search(str(error)):  # it wants values
             raise Mistake(
                 f"{name}: {_said(error)}: the function reads values, limit: it is called under torch.device('meta'), "
                 f"where tensors have shapes but no values; build the model and the batch from shapes alone, and load "
@@ -84,16 +78,13 @@ def _function(name: str) -> Callable[[], Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         found = "not there" if function is None else f"a {type(function).__name__}"
-        known = [key for key, value in vars(module).items() if _is_function_of(value, module_name)]
+        own = [value for value in vars(module).items() if getattr(value[1], "__module__", None) == module_name]
+        known = [key for key, value in own if callable(value) and not isinstance(value, type)]
         raise Mistake(
             f"function: {attribute!r} of module {module_name!r} is {found}, limit: a function; the module defines "
             f"{', '.join(known) or 'none'}"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _is_function_of(value: object, module_name: str) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module_name and not isinstance(value, type)
 
 
 def _unpacked(name: str, returned: Any) -> Sample:
@@ -108,7 +99,7 @@ def _unpacked(name: str, returned: Any) -> Sample:
     if not callable(loss_fn):
         raise Mistake(f"{name}: its loss_fn is {_kind(loss_fn)}, limit: callable with (output, target); return such")
     inputs, target = batch
-    return Sample(model if isinstance(model, nn.Module) else list(model), inputs, target, loss_fn)
+    return model if isinstance(model, nn.Module) else list(model), inputs, target, loss_fn
 
 
 def _kind(value: object) -> str:

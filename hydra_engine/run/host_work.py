@@ -117,7 +117,6 @@ class HostWork:
             task.may_spread = False
             task.figures.revise(f"a part of a step did not fit, so none is spread any more: {error}")
         is_retried = again is not None and again.fits
-        batch_trains = step.batch.training
         if not is_retried:
             step.batch = refit(
                 state,
@@ -131,7 +130,7 @@ class HostWork:
         if is_other:
             state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
-        number = len(step.batch.micro_batches) if batch_trains else planned.num_micro_batches
+        number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
         if is_other or was_part or number != planned.num_micro_batches:
             specs = self._workers.specs
             planned.spread_over(specs if task.may_spread else specs[:1], number)

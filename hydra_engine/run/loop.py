@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
-from hydra_engine.display import Progress
+from hydra_engine.display import ProgressLine
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
@@ -64,7 +64,7 @@ class EngineRun:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._planned = planned
         self._signals = signals
-        self._progress = Progress(verbose)
+        self._progress = ProgressLine(verbose)
         self._makespan_s = 0.0
         self.site = site
         self._common = common = Common(site.host)

@@ -227,11 +227,12 @@ class Notifier:
                         if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                             return
                         getattr(callback, call.hook)(self._report, *call.arguments)
-                who = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                who = f"{name}: its callback {kinds}, in {call.hook},"
                 if watch is not None and not self._is_left:
-                    watch[0].check(f"{name}: its callback {who}, in {call.hook},")
+                    watch[0].check(who)
             if not (call.always or self._is_left):
-                self._draws.check(f"{name}: its callback {who}, in {call.hook},")
+                self._draws.check(who)
         except StopTask:
             self._stop(TaskStopped(name))
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
