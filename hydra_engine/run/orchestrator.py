@@ -93,7 +93,7 @@ class ModelOrchestrator:
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._planning_alone("generate"), self._bound() as site, self._tasks.changing:
+        with self._at_work("generate") as site, self._tasks.changing:
             waiting = self._tasks.at(Station.WAITING)
             return self._plan_all(site, waiting) if waiting or self.plan is None else self.plan
 
@@ -117,7 +117,7 @@ class ModelOrchestrator:
         to; ValueError where a model or loader is another than was saved. A task whose optimizer, schedule or loss scale
         is another fails. A save that fails ends nothing, and is told in `report.messages`.
         """
-        with self._planning_alone("train_models"), Signals() as signals, self._bound() as site:
+        with self._at_work("train_models") as site, Signals() as signals:
             return self._train(site, signals, resume)
 
     def add_task(self, task: ModelTask) -> str:
@@ -226,7 +226,7 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._planning_alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as site:
+        with self._at_work("evaluate") as site, Signals() as signals, torch.inference_mode(False):
             known, name = self._tasks.found(task)
             apart = EvaluationTask.of(known, loader, metrics)
             planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
@@ -264,7 +264,7 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._planning_alone("predict"), Signals(), torch.inference_mode(False), self._bound() as site:
+        with self._at_work("predict") as site, Signals(), torch.inference_mode(False):
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -301,11 +301,6 @@ class ModelOrchestrator:
         finally:
             self._busy.release()
 
-    @contextmanager
-    def _planning_alone(self, what: str) -> Iterator[None]:
-        with self._alone(what), drawing_as_usual():
-            yield
-
     def _site(self) -> Site:
         """Check the settings of the host's threads."""
         host = host_threads(
@@ -318,11 +313,12 @@ class ModelOrchestrator:
         return Site(self._devices, self._double_buffer, self.buffer, host)
 
     @contextmanager
-    def _bound(self) -> Iterator[Site]:
-        """Keep this thread to the host's NUMA node."""
-        site = self._site()
-        with bound(site.host.bound_cores):
-            yield site
+    def _at_work(self, what: str) -> Iterator[Site]:
+        """Be the only call under way, and keep this thread to the host's NUMA node."""
+        with self._alone(what), drawing_as_usual():
+            site = self._site()
+            with bound(site.host.bound_cores):
+                yield site
 
     def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
         self._is_planning = True
