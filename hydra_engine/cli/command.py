@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from hydra_engine.cli.mistake import Mistake
-
 # As `hydra_engine.cli.plan` knows them.
 DEVICES = ("gpu", "cpu")
 PRECISIONS = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+
+
+class Mistake(Exception):
+    """An error that the user can correct, in words of one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from hydra_engine.cli.sample import here_importable, refusal, sample_of
 from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import table
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
             if mistake is None:
                 raise
             raise mistake from error
-    model = sample.model
+    model = sample[0]
     is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
     print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from hydra_engine.devices import Ceilings, DeviceSpec, EmulatedDevice, probe, resolve_devices
 from hydra_engine.devices import rates as ceilings
 from hydra_engine.system import host_threads

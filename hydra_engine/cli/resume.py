@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra_engine.checkpoints import load_newest
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import table
@@ -18,17 +18,13 @@ from hydra_engine.tasks import table
 _OTHERWISE = "start your program with train_models(resume=True), or give a command: resume DIR -- COMMAND..."
 
 
-def run(options: argparse.Namespace) -> None:
-    """Run the command again that made the checkpoints of a directory."""
-    resume(Path(options.directory).absolute(), options.argv)
-
-
-def resume(directory: Path, command: Sequence[str] | None) -> NoReturn:
-    """Print what was saved in `directory`, and become the command that saved it, or `command`; raises Mistake.
+def run(options: argparse.Namespace) -> NoReturn:
+    """Print what was saved in a directory, and become the command that saved it, or the one that was given.
 
     Of the checkpoint's data: "command" as `restart.command` gives it; "tasks", by name: "steps", "loss" (the last one,
     or None) and "over" (how it ended, or None).
     """
+    directory, command = Path(options.directory).absolute(), options.argv
     try:
         found = load_newest(directory)
     except CheckpointError as error:

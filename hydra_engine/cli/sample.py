@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import partitioners
-from hydra_engine.cli.mistake import Mistake
+from hydra_engine.cli.command import Mistake
 from hydra_engine.planning import Sample
 from partitioners import LayerTooLarge
 
@@ -46,8 +46,7 @@ def sample_of(name: str) -> Sample:
         with torch.device("meta"):  # shapes only: a model of any size
             returned = function()
     except Exception as error:
-        without_values = isinstance(error, (RuntimeError, TypeError)) and re.search(_META, str(error))
-        if without_values:
+        if isinstance(error, (RuntimeError, TypeError)) and _META.search(str(error)):  # it wants values
             raise Mistake(
                 f"{name}: {_said(error)}: the function reads values, limit: it is called under torch.device('meta'), "
                 f"where tensors have shapes but no values; build the model and the batch from shapes alone, and load "
@@ -76,16 +75,13 @@ def _function(name: str) -> Callable[[], Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         found = "not there" if function is None else f"a {type(function).__name__}"
-        known = [key for key, value in vars(module).items() if _is_function_of(value, module_name)]
+        own = [value for value in vars(module).items() if getattr(value[1], "__module__", None) == module_name]
+        known = [key for key, value in own if callable(value) and not isinstance(value, type)]
         raise Mistake(
             f"function: {attribute!r} of module {module_name!r} is {found}, limit: a function; the module defines "
             f"{', '.join(known) or 'none'}"
         )
     return function  # type: ignore[no-any-return]
-
-
-def _is_function_of(value: object, module_name: str) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module_name and not isinstance(value, type)
 
 
 def _unpacked(name: str, returned: Any) -> Sample:

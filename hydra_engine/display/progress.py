@@ -25,7 +25,7 @@ class TaskProgress(NamedTuple):
     loss: float | None
 
 
-class Progress:
+class ProgressLine:
     """Prints the progress of every task, no more often than is pleasant to read."""
 
     def __init__(self, verbose: int, stream: TextIO | None = None) -> None:

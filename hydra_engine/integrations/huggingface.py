@@ -61,7 +61,7 @@ class Family(NamedTuple):
 
     embedding: Callable[[Any], nn.Module]  # base model -> the first layer
     blocks: str  # where in the base model
-    attention: Callable[[Any], list[str]]  # config -> kind of attention of each block
+    attention: Callable[[Any], str | list[str]]  # config -> kind of attention: of all blocks, or of each
     norm: str | None  # after the last block
 
 
@@ -73,39 +73,13 @@ class Entry(NamedTuple):
     head: Head | None = None
 
 
-def _full(config: Any) -> list[str]:
-    return [FULL] * config.num_hidden_layers
+def _lm_head(model: Any, base: Any) -> Any:
+    return model.lm_head
 
 
-def _by_window(config: Any) -> list[str]:
-    return [FULL if config.sliding_window is None else SLIDING] * config.num_hidden_layers
-
-
-def _by_layer(config: Any) -> list[str]:
-    return list(config.layer_types)
-
-
-def _bidirectional(config: Any) -> list[str]:
-    return [BIDIRECTIONAL] * config.num_hidden_layers
-
-
-def _rotary_by_kind(base: Any) -> nn.Module:
-    return TokenEmbedding(base, sorted(set(base.config.layer_types)))
-
-
-def _lm_head(model: Any, base: Any) -> nn.Module:
-    head: nn.Module = model.lm_head
-    return head
-
-
-def _capped_lm_head(model: Any, base: Any) -> nn.Module:
+def _capped_lm_head(model: Any, base: Any) -> Any:
     cap = model.config.final_logit_softcapping
-    return _lm_head(model, base) if cap is None else CappedHead(model.lm_head, cap)
-
-
-def _masked_lm_head(model: Any, base: Any) -> nn.Module:
-    head: nn.Module = model.cls
-    return head
+    return model.lm_head if cap is None else CappedHead(model.lm_head, cap)
 
 
 def _pooled_classifier(model: Any, base: Any) -> nn.Module:
@@ -116,17 +90,13 @@ def _token_classifier(model: Any, base: Any) -> nn.Module:
     return ClassifierHead(model.classifier, dropout=model.dropout)
 
 
-def _image_classifier(model: Any, base: Any) -> nn.Module:
-    return ClassifierHead(model.classifier, first=True)
-
-
-GPT2 = Family(GPT2Embedding, "h", _full, "ln_f")
-LLAMA = Family(TokenEmbedding, "layers", _full, "norm")
-MISTRAL = LLAMA._replace(attention=_by_window)
-QWEN = LLAMA._replace(attention=_by_layer)
-GEMMA3 = QWEN._replace(embedding=_rotary_by_kind)
-BERT = Family(BertEmbedding, "encoder.layer", _bidirectional, None)
-VIT = Family(PatchEmbedding, "layers", _bidirectional, "layernorm")
+GPT2 = Family(GPT2Embedding, "h", lambda config: FULL, "ln_f")
+LLAMA = Family(TokenEmbedding, "layers", lambda config: FULL, "norm")
+MISTRAL = LLAMA._replace(attention=lambda config: FULL if config.sliding_window is None else SLIDING)
+QWEN = LLAMA._replace(attention=lambda config: config.layer_types)
+GEMMA3 = QWEN._replace(embedding=lambda base: TokenEmbedding(base, sorted(set(base.config.layer_types))))
+BERT = Family(BertEmbedding, "encoder.layer", lambda config: BIDIRECTIONAL, None)
+VIT = Family(PatchEmbedding, "layers", lambda config: BIDIRECTIONAL, "layernorm")
 
 MODELS = {
     "GPT2Model": Entry(GPT2),
@@ -146,11 +116,11 @@ MODELS = {
     "Gemma3TextModel": Entry(GEMMA3),
     "Gemma3ForCausalLM": Entry(GEMMA3, "model", _capped_lm_head),
     "BertModel": Entry(BERT),
-    "BertForMaskedLM": Entry(BERT, "bert", _masked_lm_head),
+    "BertForMaskedLM": Entry(BERT, "bert", lambda model, base: model.cls),
     "BertForSequenceClassification": Entry(BERT, "bert", _pooled_classifier),
     "BertForTokenClassification": Entry(BERT, "bert", _token_classifier),
     "ViTModel": Entry(VIT),
-    "ViTForImageClassification": Entry(VIT, "vit", _image_classifier),
+    "ViTForImageClassification": Entry(VIT, "vit", lambda model, base: ClassifierHead(model.classifier, first=True)),
 }
 
 
@@ -186,7 +156,9 @@ def sequential(model: PreTrainedModel | nn.Module) -> nn.Sequential:
     for why, remedy in _obstacles(inner, base, len(blocks)):
         raise _refusal(inner, why, remedy)
     layers = [entry.family.embedding(base)]
-    for k, (block, kind) in enumerate(zip(blocks, entry.family.attention(base.config), strict=True), start=1):
+    kinds = entry.family.attention(base.config)
+    each = [kinds] * len(blocks) if isinstance(kinds, str) else kinds
+    for k, (block, kind) in enumerate(zip(blocks, each, strict=True), start=1):
         layers.append(Block(block, base.config, kind, is_last=k == len(blocks)))
     if entry.family.norm is not None:
         layers.append(getattr(base, entry.family.norm))

@@ -14,11 +14,10 @@ from hydra_engine.devices import host_memory
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.host import TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
-from hydra_engine.run.common import Common, Job
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
-from hydra_engine.run.notifier import INTERRUPTED_S, Notifier
-from hydra_engine.run.running_task import Asked, Figures, LastCommit, Life, Retries, RunningTask
+from hydra_engine.run.notifier import Notifier
+from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
 from hydra_engine.run.workers import Workers
@@ -39,10 +38,10 @@ from hydra_engine.tasks import Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
-# Who is waited for: "loader" or "callbacks", and a task's name.
-Waited: TypeAlias = tuple[str, str]
+# Who is waited for: "loader" or "callbacks", and of which task.
+Waited: TypeAlias = tuple[str, PlannedTask | None]
 LOADER, CALLBACKS = "loader", "callbacks"
-FIRST = ("set-up of all tasks of the run's beginning", "")
+FIRST = ("set-up of all tasks of the run's beginning", None)
 
 T = TypeVar("T", BatchReady, DataEnded, DataFailed)
 
@@ -53,7 +52,6 @@ class Feeds:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._deadlines: Deadlines[Waited] = Deadlines()
-        self._planning: dict[str, PlannedTask] = {}  # tasks that are planned meanwhile, whose loaders are read
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         """Return the method for each instruction that it carries out."""
@@ -74,12 +72,12 @@ class Feeds:
         """A reader has answered."""
         task = self._common.tasks[event.task]
         task.feed.asked = Asked.NOTHING
-        self.reader_answered(task)
+        self.reader_answered(task.planned)
         return event
 
-    def reader_answered(self, task: RunningTask) -> None:
+    def reader_answered(self, planned: PlannedTask) -> None:
         """A reader is waited for no more."""
-        self._deadlines.drop((LOADER, task.name))
+        self._deadlines.drop((LOADER, planned))
 
     def read_again(self, task: RunningTask) -> None:
         """Ask once more for the batch that the loader failed to give."""
@@ -121,7 +119,7 @@ class Feeds:
     def epoch_ahead(self, event: EpochAhead) -> None:
         """An epoch's iterator waits for callbacks."""
         task = self._common.tasks[event.task]
-        self.reader_answered(task)
+        self.reader_answered(task.planned)
         task.feed.epoch_ahead = event.epoch
         self._begin_epoch(task)
 
@@ -152,49 +150,40 @@ class Feeds:
         """Look after a loader in so many seconds; None: as long as it may take, if that is limited."""
         seconds = planned.task.loader_timeout_s if seconds is None else seconds
         if seconds is not None:
-            self.await_((LOADER, planned.name), seconds)
+            self.await_((LOADER, planned), seconds)
 
     def await_callbacks(self, task: RunningTask) -> None:
         """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
         if task.notifier.timeout_s is not None:
-            self.await_((CALLBACKS, task.name), task.notifier.timeout_s)
+            self.await_((CALLBACKS, task.planned), task.notifier.timeout_s)
 
     def hurry_callbacks(self) -> None:
         """The run is to end, and soon: a callback that blocks must not hold it up."""
         for task in self._common.tasks.values():
             if task.planned.task.callbacks:
                 task.notifier.hurry()
-                self.await_((CALLBACKS, task.name), INTERRUPTED_S)
-
-    def planning(self, planned: PlannedTask, *, is_over: bool) -> None:
-        """A task that is to join begins or ends to be planned, in some other thread, which reads its loader."""
-        self._planning.pop(planned.name, None)
-        if not is_over:
-            self._planning[planned.name] = planned
-            self.await_loader(planned)
+                self.await_callbacks(task)
 
     def overdue(self, _: Overdue) -> list[tuple[RunningTask, LoaderTimeout]]:
         """Leave to themselves those whose time is up, and return the tasks whose set-up has not returned."""
         found = []
         for waited in self._deadlines.take_due():
-            who, name = waited
-            task = self._common.tasks.get(name)
-            if who == LOADER:
-                error = self._leave_loader(name, task)
+            who, planned = waited
+            task = None if planned is None else self._common.tasks.get(planned.name)
+            if planned is not None and who == LOADER:
+                error = self._leave_loader(planned, task)
                 if error is not None and task is not None:
                     found.append((task, error))
             elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
-                left_s = task.notifier.leave_behind()
+                left_s = task.notifier.leave_behind(fails=not self._common.is_interrupted)
                 if left_s is not None:
                     self.await_(waited, left_s)
         self._common.events.deadline_s = self._deadlines.next_s
         return found
 
-    def _leave_loader(self, name: str, task: RunningTask | None) -> LoaderTimeout | None:
-        planned = self._planning.get(name) or (None if task is None else task.planned)
-        if planned is None:
-            return None
-        timeout_s, thread = planned.task.loader_timeout_s, planned.reader.thread_name
+    def _leave_loader(self, planned: PlannedTask, task: RunningTask | None) -> LoaderTimeout | None:
+        """Leave a loader to itself; the task may be planned still, while others train."""
+        name, timeout_s, thread = planned.name, planned.task.loader_timeout_s, planned.reader.thread_name
         assert timeout_s is not None
         left_s = planned.reader.leave_behind()
         if left_s is not None:  # it was asked only later, after others' loaders
@@ -216,13 +205,6 @@ class Arrived(NamedTuple):
     """A task came while others train."""
 
     planned: PlannedTask
-
-
-class _SetUp(NamedTuple):
-    """A task's memory is taken, and its user's factories were called."""
-
-    optimizer: TaskOptimizer | None
-    num_steps: int | None
 
 
 class Joining:
@@ -257,11 +239,11 @@ class Joining:
     @contextmanager
     def planning(self, planned: PlannedTask) -> Iterator[None]:
         """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
-        self._common.later(partial(self._feeds.planning, planned, is_over=False))
+        self._common.later(partial(self._feeds.await_loader, planned))
         try:
             yield
         finally:
-            self._common.later(partial(self._feeds.planning, planned, is_over=True))
+            self._common.later(partial(self._feeds.reader_answered, planned))
 
     # -- from the thread that decides
 
@@ -328,8 +310,7 @@ class Joining:
             draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
         )
         retries = Retries(planned.task.max_retries, planned.report)
-        figures = Figures(planned, notifier)
-        task = RunningTask(planned=planned, notifier=notifier, end=end, retries=retries, figures=figures)
+        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier))
         self._common.tasks[planned.name] = task
         self._saves.began(task)
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
@@ -344,14 +325,14 @@ class Joining:
                     return Job(lambda: None)
                 task.state.open(self._host_memory)
             with task.planned.reader.calling():
-                return Job(partial(self._was_set_up, task, self._call_factories(task)))
+                return Job(partial(self._was_set_up, task, *self._call_factories(task)))
         except BaseException as error:
             return Job(partial(self._fail, task, error))
 
-    def _call_factories(self, task: RunningTask) -> _SetUp:
+    def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
+        """Return its optimizer, and its number of steps."""
         planned, state = task.planned, task.state
         num_batches = _length(planned.task.dataloader)
-        num_steps = None if num_batches is None else num_batches * planned.task.epochs
         optimizer = None
         if planned.task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(planned.task, planned.layout)
@@ -362,7 +343,7 @@ class Joining:
         for worker in self._workers.all:
             worker.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)
-        return _SetUp(optimizer, num_steps)
+        return optimizer, None if num_batches is None else num_batches * planned.task.epochs
 
     def _fail(self, task: RunningTask, error: BaseException) -> None:
         """Its set-up has raised, or is late."""
@@ -373,24 +354,24 @@ class Joining:
 
     def _end_early(self, task: RunningTask) -> None:
         """End a task that the scheduler will never know; its set-up may still be under way."""
-        self._feeds.reader_answered(task)
+        self._feeds.reader_answered(task.planned)
         self._host_work.finish(Finish(task.name))
 
-    def _was_set_up(self, task: RunningTask, found: _SetUp) -> None:
+    def _was_set_up(self, task: RunningTask, optimizer: TaskOptimizer | None, num_steps: int | None) -> None:
         if task.life is not Life.SETTING_UP:
             return
-        self._feeds.reader_answered(task)
+        self._feeds.reader_answered(task.planned)
         task.life = Life.WAITING
         planned, state = task.planned, task.state
-        task.num_steps = found.num_steps
+        task.feed.num_steps = num_steps
         if planned.saved is not None:
             task.last_commit = LastCommit(planned.saved.position, list(state.pool.buffers))
-        if found.optimizer is not None:
-            task.optimizer = found.optimizer
-            found.optimizer.secure = task.secure
-            state.loss_scale = found.optimizer.loss_scale
+        if optimizer is not None:
+            task.optimizer = optimizer
+            optimizer.secure = task.secure
+            state.loss_scale = optimizer.loss_scale
             if state.steps_on_device:
-                state.stepper = found.optimizer
+                state.stepper = optimizer
         if planned.is_stopped:
             task.end.stop()
         self._begin_waiting()
@@ -406,12 +387,12 @@ class Joining:
 
     def _begin(self, task: RunningTask) -> None:
         task.life = Life.TRAINING
-        planned, state = task.planned, task.state
+        planned, state, num_steps = task.planned, task.state, task.feed.num_steps
         self._common.due.append(
             TaskAdded(
                 task=planned.name,
                 units=task.units,
-                num_steps=None if task.num_steps is None else max(0, task.num_steps - task.report.steps),
+                num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
                 reads_ahead=not state.observed.draws,
                 early_release=state.pool.early_release,
                 priority=planned.task.priority,

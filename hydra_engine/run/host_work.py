@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -9,13 +10,11 @@ from functools import partial
 import torch
 
 from hydra_engine.checkpoints import LOST
-from hydra_engine.data import Batch
 from hydra_engine.errors import DeviceOutOfMemory, NonFiniteLoss
-from hydra_engine.host import Shard, StepRecord, TaskOptimizer
+from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import Misfit, Room, refit, shared_out
-from hydra_engine.run.common import Common
 from hydra_engine.run.ending import EndKind
-from hydra_engine.run.running_task import Life, RunningTask
+from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
@@ -116,26 +115,22 @@ class HostWork:
         is_short = isinstance(error, DeviceOutOfMemory)
         if was_part and is_short:
             task.may_spread = False
-            task.revise(f"a part of a step did not fit, so none is spread any more: {error}")
+            task.figures.revise(f"a part of a step did not fit, so none is spread any more: {error}")
         is_retried = again is not None and again.fits
-        batch_trains = step.batch.training
         if not is_retried:
-            misfit = None
-            if unit is not None and not was_part and isinstance(error, DeviceOutOfMemory):
-                misfit = Misfit(unit.shard, error)
             step.batch = refit(
                 state,
                 planned.reader,
                 step.batch,
                 Room(self._workers.can_hold, min(each.device.ledger.memory_bytes for each in self._workers.all)),
-                misfit=misfit,
+                misfit=Misfit(unit.shard, error) if unit is not None and not was_part and is_short else None,
                 may_split=not step.layers_moved_reader,
             )
         is_other = (state.cut.boundaries, state.cut.num_micro_batches) != (old.boundaries, old.num_micro_batches)
         if is_other:
             state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
-            task.revise(str(error) if unit is not None else "a batch of a larger shape came")
-        number = len(step.batch.micro_batches) if batch_trains else planned.num_micro_batches
+            task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
+        number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
         if is_other or was_part or number != planned.num_micro_batches:
             specs = self._workers.specs
             planned.spread_over(specs if task.may_spread else specs[:1], number)
@@ -158,16 +153,12 @@ class HostWork:
 
     def _committed(self, task: RunningTask, instruction: Commit) -> Event:
         event = commit(task, self._common.events.put, training_step=instruction.training)
-        if instruction.training:
-            self._return_memory()
-        return event
-
-    def _return_memory(self) -> None:
-        """Give back what the C library keeps of freed memory, now and then: tens of MB for each thread."""
         now_s = self._common.trace.now_s()
-        if now_s >= self._next_trim_s:
+        # Give back what the C library keeps of freed memory: tens of MB for each thread.
+        if instruction.training and now_s >= self._next_trim_s:
             self._next_trim_s = now_s + TRIM_INTERVAL_S
             return_free_memory()
+        return event
 
     def _update(self, instruction: Update) -> None:
         task = self._common.tasks[instruction.task]
@@ -263,69 +254,67 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
             f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "
             f"batch was read too early for exact results; let it draw at every step, or none"
         )
-    if training_step and (loss := task.nonfinite_loss()) is not None:
-        return _not_finite(task, batch, loss)
-    if training_step:
-        assert task.optimizer is not None
-        task.is_torn = True  # until it is through
-        state.num_commits += 1  # what devices hold of trained shards is of no more use
-        try:
-            record = task.record = task.optimizer.commit(staging, state.pool, batch.epoch)
-        except BaseException as error:
-            if task.planned.task.optimizer_scope == "shard":
-                raise  # nothing is updated yet
-            put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
-            return TaskStopped(report.name, uncommitted=True)
-        state.loss_scale = task.optimizer.loss_scale
-        if record.loss_scale is not None:
-            report.loss_scales.append(record.loss_scale)
-        if record.is_skipped:
-            report.skipped_steps.append(report.steps)
-        report.losses.append(task.loss)
-        report.steps += 1
-    else:
+    if not training_step:
         task.figures.commit(batch)
-    for index, value in staging.buffers.items():
-        state.pool.buffers[index] = value
-    if training_step:
-        if not state.task.read_ahead:  # whose loader may look at the user's modules
-            state.layout.put_buffers(state.pool.buffers)
-        task.note_commit()
-        task.is_torn = False
-        _move_schedule(task, put)
-    return StepCommitted(report.name, training_step)
-
-
-def _move_schedule(task: RunningTask, put: Callable[[Event], None]) -> None:
-    optimizer, record = task.optimizer, task.record
+        _take_buffers(state)
+        return StepCommitted(report.name, training=False)
+    nonfinite, optimizer = task.planned.task.nonfinite, task.optimizer
+    if nonfinite is not None and not math.isfinite(task.loss):
+        return _not_finite(task, nonfinite)
     assert optimizer is not None
-    assert record is not None
+    task.is_torn = True  # until it is through
+    state.num_commits += 1  # what devices hold of trained shards is of no more use
+    try:
+        record = task.record = optimizer.commit(staging, state.pool, batch.epoch)
+    except BaseException as error:
+        if task.planned.task.optimizer_scope == "shard":
+            raise  # nothing is updated yet
+        put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
+        return TaskStopped(report.name, uncommitted=True)
+    state.loss_scale = optimizer.loss_scale
+    _report_step(task, record)
+    _take_buffers(state)
+    if not state.task.read_ahead:  # whose loader may look at the user's modules
+        state.layout.put_buffers(state.pool.buffers)
+    task.note_commit()
+    task.is_torn = False
     try:
         optimizer.end_step(record)
     except BaseException as error:
         task.is_torn = True  # the schedule is of no step: a resume goes on from what was saved before
-        put(Failed(task.report.name, error, f"its lr_scheduler, after step {task.report.steps - 1}"))
+        put(Failed(report.name, error, f"its lr_scheduler, after step {report.steps - 1}"))
+    return StepCommitted(report.name, training=True)
 
 
-def _not_finite(task: RunningTask, batch: Batch, loss: float) -> Event:
+def _take_buffers(state: TaskState) -> None:
+    for index, value in state.staging.buffers.items():
+        state.pool.buffers[index] = value
+
+
+def _report_step(task: RunningTask, record: StepRecord) -> None:
+    report = task.report
+    if record.loss_scale is not None:
+        report.loss_scales.append(record.loss_scale)
+    if record.is_skipped:
+        report.skipped_steps.append(report.steps)
+    report.losses.append(task.loss)
+    report.steps += 1
+
+
+def _not_finite(task: RunningTask, nonfinite: str) -> Event:
     """Do with a step as the task asks for: nothing of it is in the task's state, and nothing gets there."""
-    report, nonfinite = task.report, task.planned.task.nonfinite
-    error = NonFiniteLoss(report.name, batch.step, loss)
+    name, number, loss = task.name, task.batch.step, task.loss
     if nonfinite == "raise":
-        raise error
+        raise NonFiniteLoss(name, number, loss)
     if nonfinite == "stop":
         # Its callbacks have been told all that was before.
-        task.end.stop(f"{report.name} stopped before step {batch.step}, whose loss is {loss}\n")
-        return TaskStopped(report.name, uncommitted=True)
+        task.end.stop(f"{name} stopped before step {number}, whose loss is {loss}\n")
+        return TaskStopped(name, uncommitted=True)
     assert task.optimizer is not None
     task.record = task.optimizer.skipped()
-    if task.record.loss_scale is not None:
-        report.loss_scales.append(task.record.loss_scale)
-    report.skipped_steps.append(report.steps)
-    report.losses.append(loss)
-    report.steps += 1
+    _report_step(task, task.record)
     task.note_commit()
-    return StepCommitted(report.name, training=True)
+    return StepCommitted(name, training=True)
 
 
 def update(task: RunningTask, index: int, put: Callable[[Event], None]) -> Event:
@@ -351,7 +340,7 @@ def update(task: RunningTask, index: int, put: Callable[[Event], None]) -> Event
 def _updated(task: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: StepRecord) -> bool:
     """Update a shard; False where that raised and may be tried again, and the shard is as it was."""
     pool = task.state.pool
-    before = optimizer.before(shard, pool, record) if task.retries.are_asked_for else None
+    before = optimizer.before(shard, pool, record) if task.retries.most else None
     try:
         optimizer.update(shard, pool, record)
     except BaseException as error:

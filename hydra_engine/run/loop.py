@@ -20,21 +20,18 @@ one that calls them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
-from hydra_engine.devices import DeviceSpec
-from hydra_engine.display import Progress
+from hydra_engine.display import ProgressLine
 from hydra_engine.planning import PlannedTask
-from hydra_engine.run.common import Common, Job
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
-from hydra_engine.run.running_task import Asked, Life, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Job, Life, RunningTask
 from hydra_engine.run.saves import SaverFree, Saves
 from hydra_engine.run.signals import Overdue, Signals
+from hydra_engine.run.task_list import Site
 from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -48,18 +45,7 @@ from hydra_engine.schedule import (
     StopRequested,
     TaskStopped,
 )
-from hydra_engine.system import HostThreads
 from hydra_engine.tasks import Evaluation, Report
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of a run."""
-
-    policy: Policy
-    double_buffer: bool
-    verbose: int
-    host: HostThreads
 
 
 class EngineRun:
@@ -68,8 +54,9 @@ class EngineRun:
     def __init__(
         self,
         planned: Sequence[PlannedTask],
-        devices: Sequence[DeviceSpec],
-        settings: RunSettings,
+        site: Site,
+        policy: Policy,
+        verbose: int,
         signals: Signals,
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
@@ -77,24 +64,23 @@ class EngineRun:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._planned = planned
         self._signals = signals
-        self._progress = Progress(settings.verbose)
+        self._progress = ProgressLine(verbose)
         self._makespan_s = 0.0
-        self._common = common = Common(settings.host)
-        self._workers = Workers(common, devices)
+        self.site = site
+        self._common = common = Common(site.host)
+        self.workers = Workers(common, site.devices)
         self._saves = Saves(common, saver, rescue)
-        self._host_work = HostWork(common, self._workers, self._saves)
+        self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
-        self._joining = Joining(common, self._workers, self._feeds, self._host_work, self._saves)
+        self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves)
         self._recovery = Recovery(common, self._feeds, self._saves)
-        self._scheduler = Scheduler(
-            settings.policy, double_buffer=settings.double_buffer, is_resident=self._workers.is_resident
-        )
+        self._scheduler = Scheduler(policy, double_buffer=site.double_buffer, is_resident=self.workers.is_resident)
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.
         self._hears: dict[type, tuple[Callable[[Any], Any], ...]] = {
             Job: (lambda job: job.run(),),
-            Overdue: (self._joining.overdue,),
-            Arrived: (self._joining.arrived,),
-            StopRequested: (self._joining.stop_requested,),
+            Overdue: (self.joining.overdue,),
+            Arrived: (self.joining.arrived,),
+            StopRequested: (self.joining.stop_requested,),
             EpochAhead: (self._feeds.epoch_ahead,),
             BatchReady: (self._feeds.batch_ready,),
             DataEnded: (self._feeds.has_answered,),
@@ -105,21 +91,11 @@ class EngineRun:
             SaverFree: (self._saves.free,),
         }
         self._actions: dict[type, Callable[..., None]] = {
-            **self._workers.instructions(),
+            **self.workers.instructions(),
             **self._saves.instructions(),
             **self._host_work.instructions(),
             **self._feeds.instructions(),
         }
-
-    @property
-    def host(self) -> HostThreads:
-        """Its threads and cores."""
-        return self._common.host
-
-    @property
-    def left_over(self) -> list[PlannedTask]:
-        """Tasks that came too late to be begun."""
-        return self._joining.left_over
 
     def train(self) -> Report:
         """Run to the end. Also after an interrupt every thread is joined and every model holds its last commit."""
@@ -135,9 +111,9 @@ class EngineRun:
         """
         try:
             self._signals.tell(self._common.events)
-            self._workers.open(self._planned)
+            self.workers.open(self._planned)
             self._decide_due()
-            self._joining.begin(self._planned)
+            self.joining.begin(self._planned)
             while not self._has_ended():
                 predicted = self._work()
                 if predicted is not None and self._common.is_interrupted:
@@ -165,35 +141,23 @@ class EngineRun:
         return Report(
             makespan_s=self._makespan_s,
             tasks={name: task.report for name, task in self._common.tasks.items()},
-            devices=self._workers.reports(),
+            devices=self.workers.reports(),
             spans=self._common.trace.spans(),
-            host=self.host,
+            host=self.site.host,
             checkpoints=self._saves.report,
         )
 
     def figures(self) -> dict[str, Any]:
         """Return seconds and bytes so far, as JSON; from any thread."""
-        devices = [vars(report) for report in self._workers.reports()]
+        devices = [vars(report) for report in self.workers.reports()]
         return {"elapsed_s": self._common.trace.now_s(), "devices": devices}
-
-    def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
-        """Return True if every device has these bytes for a unit and its shard's parameters."""
-        return self._workers.can_hold(work_bytes, slab_bytes)
-
-    def add(self, planned: PlannedTask) -> bool:
-        """Train one more task from now on; False where the run is over already. From any thread."""
-        return self._joining.add(planned)
-
-    def planning(self, planned: PlannedTask) -> AbstractContextManager[None]:
-        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
-        return self._joining.planning(planned)
 
     def stop(self, task: str) -> None:
         """End a task at its last committed step. From any thread."""
         self._common.later(lambda: self._stop(task))
 
     def _stop(self, name: str) -> None:
-        self._joining.forget(name)
+        self.joining.forget(name)
         task = self._common.tasks.get(name)
         # Else it is over, of an earlier run, or was never begun.
         if task is not None and not task.is_ending and task.end.ending is None:
@@ -202,7 +166,7 @@ class EngineRun:
 
     def _has_ended(self) -> bool:
         """Return True if all tasks have ended and nothing more can come."""
-        return self._scheduler.finished and self._joining.has_ended()
+        return self._scheduler.finished and self.joining.has_ended()
 
     def _work(self) -> RunningTask | None:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
@@ -246,11 +210,10 @@ class EngineRun:
 
     def _if_known(self, event: Any) -> Any:
         """Keep from the scheduler what a callback tells of a task that it does not know: its end came before."""
-        is_told = not isinstance(event, (Failed, TaskStopped)) or self._scheduler.knows(event.task)
-        return event if is_told else None
+        return event if not isinstance(event, (Failed, TaskStopped)) or self._scheduler.knows(event.task) else None
 
     def _close(self) -> None:
-        self._joining.close()
+        self.joining.close()
         self._saves.give_up()  # or an update might wait for a task that is not to be had
         self._host_work.close()
         self._saves.close()  # it may be writing from memory that is given back below
@@ -261,8 +224,8 @@ class EngineRun:
                 if isinstance(event, (Failed, DataFailed)):
                     self._recovery.note(event)
                 elif isinstance(event, Arrived):
-                    self._joining.left_over.append(event.planned)
-        self._workers.close()
+                    self.joining.left_over.append(event.planned)
+        self.workers.close()
         for name, task in tasks.items():
             task.end.write(task.report)
             if not task.planned.reader.close():

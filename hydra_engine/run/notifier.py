@@ -51,22 +51,21 @@ class Notifier:
 
         draws: watches the calls' random draws; None: beside a loader and layers that draw nothing.
         """
+        self.timeout_s = timeout_s if callbacks else None  # of a call; None also where there is nobody to call
         self._callbacks = callbacks
         self._report = report
         self._end = end
         self._draws = draws or CallbackDraws(report.name, report.seed, set(), set)
         self._put = put
-        self._timeout_s = timeout_s
         self._num_threads = num_threads
         self._lock = threading.Lock()  # of all below
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._held: list[_Call] | None = None  # calls that wait for `let_go`; None: none has to wait
-        self._num_asked = self._num_told = 0
-        self._jobs: list[tuple[int, Callable[[], None]]] = []  # to be run once so many calls were told
+        # Calls, and jobs to be run once the calls before them were told.
+        self._queue: SimpleQueue[_Call | Callable[[], None] | None] = SimpleQueue()
+        self._held: list[_Call | Callable[[], None]] | None = None  # for `let_go`; None: none has to wait
+        self._num_untold = 0  # calls, the one in progress too
         self._thread: threading.Thread | None = None
         self._now: tuple[str, float] | None = None  # what is being called, and since when, by time.monotonic()
         self._is_left = False  # the thread, to itself
-        self._is_hurried = False
         self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
 
     def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
@@ -88,10 +87,7 @@ class Notifier:
 
         So is what happens meanwhile.
         """
-        with self._lock:
-            if self._callbacks and self._held is None and not is_updated:
-                self._held = []
-        self._submit(_Call("on_step"))
+        self._submit(_Call("on_step"), holds=not is_updated)
 
     def validation(self) -> None:
         """A validation is over."""
@@ -109,8 +105,8 @@ class Notifier:
         """The updates of the last step are through: tell what waited for them."""
         with self._lock:
             held, self._held = self._held or [], None
-            for call in held:
-                self._enter(call)
+            for each in held:
+                self._enter(each)
 
     @property
     def messages(self) -> list[str]:
@@ -121,50 +117,49 @@ class Notifier:
     def is_told(self) -> bool:
         """True once the callbacks have seen everything so far, or if they never will."""
         with self._lock:
-            return self._is_left or self._num_told == self._num_asked
+            return self._is_left or not self._num_untold
 
     def when_told(self, job: Callable[[], None]) -> None:
         """Run `job`, short, once the callbacks have seen everything so far: until then the report stays as it is."""
         with self._lock:
-            if not self._is_left and self._num_told < self._num_asked:
-                self._jobs.append((self._num_asked, job))
+            if not self._is_left and self._num_untold:
+                self._enter(job)
                 return
         job()
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds in which a call has to return; None: for ever, or there is nobody to call."""
-        return self._timeout_s if self._callbacks else None
 
     def hurry(self) -> None:
         """The run is interrupted: from now on a call has no more than `INTERRUPTED_S`."""
         with self._lock:
-            self._is_hurried, self._timeout_s = True, INTERRUPTED_S
+            self.timeout_s = INTERRUPTED_S
             if self._now is not None:
                 self._now = (self._now[0], time.monotonic())
 
-    def leave_behind(self) -> float | None:
+    def leave_behind(self, *, fails: bool = True) -> float | None:
         """Leave the thread to itself if a call is late; else seconds until one could be.
 
-        The task then fails, but for a run that is interrupted. What waits for its callbacks goes on. A lock on the
-        process-wide generators that the thread holds, planning another task, is taken away from it.
+        `fails`: so does the task then. What waits for its callbacks goes on. A lock on the process-wide generators that
+        the thread holds, planning another task, is taken away from it.
         """
         with self._lock:
-            assert self._timeout_s is not None
+            assert self.timeout_s is not None
             late_s = 0.0 if self._now is None else time.monotonic() - self._now[1]
-            if self._now is None or late_s < self._timeout_s:
-                return self._timeout_s - late_s
+            if self._now is None or late_s < self.timeout_s:
+                return self.timeout_s - late_s
             self._leave()
-            name, failed = self._report.name, None
-            if not self._is_hurried:
-                error = CallbackTimeout(name, self._now[0], self._timeout_s, self.thread_name)
-                failed = Failed(name, error, "its callback")
+            failed = None
+            if fails:
+                error = CallbackTimeout(self._report.name, self._now[0], self.timeout_s, self.thread_name)
+                failed = Failed(self._report.name, error, "its callback")
                 self._end.fail(failed, commits=False)
-            jobs, self._jobs = self._jobs, []
+            waiting = []
+            while not self._queue.empty():
+                waiting.append(self._queue.get())
+            waiting += self._held or ()
         if failed is not None:
             self._put(failed)
-        for _, job in jobs:
-            job()
+        for each in waiting:
+            if each is not None and not isinstance(each, _Call):
+                each()
         return None
 
     def _leave(self) -> None:
@@ -179,7 +174,7 @@ class Notifier:
 
     def close(self) -> str | None:
         """End the thread; where a callback does not return, its name: the thread is left behind."""
-        self._calls.put(None)
+        self._queue.put(None)
         if self._thread is None:
             return None
         self._thread.join(0.0 if self._is_left else INTERRUPTED_S)  # who is late already is not waited for again
@@ -189,34 +184,35 @@ class Notifier:
             self._leave()
             return self._now[0]
 
-    def _submit(self, call: _Call) -> None:
+    def _submit(self, call: _Call, *, holds: bool = False) -> None:
         with self._lock:
             if not self._callbacks or self._is_left:
                 return
-            self._num_asked += 1
-            if self._held is None:
-                self._enter(call)
-            else:
-                self._held.append(call)
+            if holds and self._held is None:
+                self._held = []
+            self._num_untold += 1
+            self._enter(call)
 
-    def _enter(self, call: _Call) -> None:
+    def _enter(self, each: _Call | Callable[[], None]) -> None:
+        if self._held is not None:
+            self._held.append(each)
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self.thread_name, daemon=True)
             self._thread.start()
-        self._calls.put(call)
+        self._queue.put(each)
 
     def _serve(self) -> None:
         torch.set_num_threads(self._num_threads)
-        while (call := self._calls.get()) is not None:
-            self._tell(call)
+        while (each := self._queue.get()) is not None:
+            if not isinstance(each, _Call):
+                each()
+                continue
+            self._tell(each)
             with self._lock:
                 if self._is_left:
                     return
-                self._num_told += 1
-                due = [job for number, job in self._jobs if number <= self._num_told]
-                self._jobs = [each for each in self._jobs if each[0] > self._num_told]
-            for job in due:
-                job()
+                self._num_untold -= 1
 
     def _tell(self, call: _Call) -> None:
         if self._end.is_stopped and not call.always:
@@ -231,11 +227,12 @@ class Notifier:
                         if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                             return
                         getattr(callback, call.hook)(self._report, *call.arguments)
-                who = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
+                who = f"{name}: its callback {kinds}, in {call.hook},"
                 if watch is not None and not self._is_left:
-                    watch[0].check(f"{name}: its callback {who}, in {call.hook},")
+                    watch[0].check(who)
             if not (call.always or self._is_left):
-                self._draws.check(f"{name}: its callback {who}, in {call.hook},")
+                self._draws.check(who)
         except StopTask:
             self._stop(TaskStopped(name))
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's

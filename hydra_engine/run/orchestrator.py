@@ -10,48 +10,30 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, Saver, never_committed
+from hydra_engine.checkpoints import CheckpointStore
 from hydra_engine.data import drawing_as_usual
-from hydra_engine.devices import DeviceSpec, EmulatedDevice, active_autocast, resolve_devices
-from hydra_engine.errors import DeviceLost, ShardDoesNotFit
-from hydra_engine.host import FrozenBlocks
-from hydra_engine.planning import (
-    PlannedTask,
-    check_apart,
-    check_arena,
-    check_dram,
-    check_nothing_shared,
-    check_shared_buffers,
-    check_sharing,
-    fits_arena,
-)
-from hydra_engine.run.loop import EngineRun, RunSettings
+from hydra_engine.devices import DeviceSpec, active_autocast, resolve_devices
+from hydra_engine.errors import DeviceLost
+from hydra_engine.planning import PlannedTask, check_nothing_shared, check_sharing
+from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
+from hydra_engine.run.task_list import Site, Station, TaskList
 from hydra_engine.schedule import Policy, resolve_policy
-from hydra_engine.system import HostThreads, bound, dram, host_threads
+from hydra_engine.system import bound, dram, host_threads
 from hydra_engine.system import process as restart
-from hydra_engine.tasks import (
-    FAILED,
-    Evaluation,
-    EvaluationTask,
-    ModelTask,
-    Plan,
-    Purpose,
-    Report,
-    TaskPlan,
-    TaskReport,
-)
-from partitioners import Budget, Partitioner, format_bytes, parse_bytes
+from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
+from partitioners import Partitioner
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
 
 
+# Past 300 lines: more than a third of them say what its methods promise.
 class ModelOrchestrator:
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
@@ -94,18 +76,10 @@ class ModelOrchestrator:
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
         self._devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
-        self._frozen = FrozenBlocks()
-        self._alignment_bytes = max(device.alignment_bytes for device in self._devices)
-        self._planned = [self._as_planned(task, name) for task, name in _named(tasks)]
-        check_sharing(self._planned)
-        self._pending = list(self._planned)  # not begun to train
+        self._tasks = TaskList(tasks, self._devices, self._store)
         self._busy = threading.Lock()
-        self._changing = threading.RLock()  # of which tasks there are, and whether they train
-        self._is_planning = False  # all of them, which the thread that holds it now does
+        self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
-        self._over: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
-        self._training: list[PlannedTask] = []  # in that run
-        self._joining: list[PlannedTask] = []  # being planned, to join it
         self.verbose = 1
         self.buffer: int | str | None = None
         self.optimizer_threads: int | None = None
@@ -113,26 +87,15 @@ class ModelOrchestrator:
         self.plan: Plan | None = None
         self.report: Report | None = None
 
-    def _as_planned(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
-        # A device that is lost takes the process with it, and what was committed is saved.
-        may_be_saved = self._store.may_save or not all(isinstance(device, EmulatedDevice) for device in self._devices)
-        return PlannedTask(
-            task,
-            name,
-            self._frozen,
-            alignment_bytes=self._alignment_bytes,
-            keeps_positions=may_be_saved or task.max_retries > 0,
-            saved=saved,
-        )
-
     def generate(self) -> Plan:
         """Profile, partition, rehearse one step of each task on a device, and check that everything fits.
 
         Reads each task's first batch, which training then goes on with. Changes no weight, buffer or generator. Raises
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
-        with self._planning_alone("generate"), self._bound() as host, self._changing:
-            return self._generate(host) if self._pending or self.plan is None else self.plan
+        with self._at_work("generate") as site, self._tasks.changing:
+            waiting = self._tasks.at(Station.WAITING)
+            return self._plan_all(site, waiting) if waiting or self.plan is None else self.plan
 
     def train_models(self, *, resume: bool = False) -> Report:
         """Train every task that was not trained yet to its end, and return what became of them.
@@ -154,8 +117,8 @@ class ModelOrchestrator:
         to; ValueError where a model or loader is another than was saved. A task whose optimizer, schedule or loss scale
         is another fails. A save that fails ends nothing, and is told in `report.messages`.
         """
-        with self._planning_alone("train_models"), Signals() as signals, self._bound() as host:
-            return self._train(host, signals, resume)
+        with self._at_work("train_models") as site, Signals() as signals:
+            return self._train(site, signals, resume)
 
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
@@ -171,55 +134,47 @@ class ModelOrchestrator:
         Raises what the constructor raises of a task, and what `generate()` raises.
         """
         _refuse_autocast("add_task")
-        with self._changing:
+        tasks = self._tasks
+        with tasks.changing:
             self._check_outside("add_task")
-            [(task, name)] = _named([task], len(self._planned))
-            if name in (each.name for each in self._planned):
-                raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
-            planned = self._as_planned(task, name)
-            run = self._running
+            planned, run = tasks.made(task), self._running
             if run is not None and any(not device.has_room_for_planning for device in self._devices):
                 raise RuntimeError(
-                    f"add_task: {name!r} while others train: planning runs a step on a device, whose memory they have; "
-                    f"add it before train_models(), or train it in another call"
+                    f"add_task: {planned.name!r} while others train: planning runs a step on a device, whose memory "
+                    f"they have; add it before train_models(), or train it in another call"
                 )
-            beside = [*self._training, *self._joining] if run is not None else self._pending
+            beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
             check_sharing([*beside, planned])
             if run is None:
                 self.plan = None  # it would lack the new one
-                self._planned.append(planned)
-                self._pending.append(planned)
-                return name
+                tasks.put(planned, Station.WAITING)
+                return planned.name
             check_nothing_shared(planned, beside)
-            again = self._put_back(planned, while_training=True)
-            self._planned.append(again or planned)
-            if again is None:
-                return name
-            self._joining.append(again)
-        self._join(run, again, [*beside, again])
-        return name
+            again = tasks.put_back(planned, while_training=True)
+            tasks.put(again or planned, Station.OVER if again is None else Station.JOINING)
+        if again is not None:
+            self._join(run, again, [*beside, again])
+        return planned.name
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
+        tasks, site = self._tasks, replace(run.site, buffer=self.buffer)
+        cores = site.host.bound_cores
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
-            with drawing_as_usual(), run.planning(planned), bound(run.host.bound_cores, with_helpers=False):
-                plan = self._plan_one(beside, planned)
-            self._check_arenas(run, planned)
+            with drawing_as_usual(), run.joining.planning(planned), bound(cores, with_helpers=False):
+                plan = site.plan_one(planned, beside)
+            run.workers.check_room(planned)
         except BaseException:
-            with self._changing:
-                self._planned.remove(planned)
-            self._drop(planned)
+            tasks.remove(planned)
             raise
-        with self._changing:
-            is_wanted = planned in self._joining  # and not stopped meanwhile
+        with tasks.changing:
+            is_wanted = tasks.station(planned) is Station.JOINING  # it was not stopped meanwhile
             if is_wanted:
-                self._joining.remove(planned)
-                plans = [*(self.plan.tasks.values() if self.plan is not None else ()), plan]
-                self.plan = self._as_plan(plans, run.host)
-                (self._training if run.add(planned) else self._pending).append(planned)
+                self.plan = site.plan_of([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
+                tasks.put(planned, Station.TRAINING if run.joining.add(planned) else Station.WAITING)
         if not is_wanted:
-            self._drop(planned)
+            tasks.drop(planned)
 
     def _check_outside(self, what: str) -> None:
         if self._is_planning:
@@ -228,30 +183,21 @@ class ModelOrchestrator:
                 f"tasks; call it before generate(), or once training has begun; StopTask ends a callback's own task"
             )
 
-    def _drop(self, planned: PlannedTask) -> None:
-        """Nobody will train it."""
-        with self._changing:
-            if planned in self._joining:
-                self._joining.remove(planned)
-        planned.leave()
-        planned.reader.close()
-
     def stop_task(self, name: str) -> None:
         """End a task at its last committed step; the others train on. One that waits for training is not begun.
 
         From any thread, a callback's too; returns at once. The report says "stopped". Nothing happens to a task that is
         over. Raises ValueError for an unknown name.
         """
-        with self._changing:
+        tasks = self._tasks
+        with tasks.changing:
             self._check_outside("stop_task")
-            planned = self._named(name, "stop_task")
-            if planned in self._pending:
-                self._pending.remove(planned)
-                planned.leave()
-                planned.reader.close()
+            planned = tasks.named(name, "stop_task")
+            if tasks.station(planned) is Station.WAITING:
+                tasks.drop(planned)
                 self.plan = None
-            elif planned in self._joining:
-                self._joining.remove(planned)  # who plans it finds out
+            elif tasks.station(planned) is Station.JOINING:
+                tasks.put(planned, Station.OVER)  # who plans it finds out
             elif self._running is not None:
                 self._running.stop(name)
 
@@ -280,10 +226,11 @@ class ModelOrchestrator:
 
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
-        with self._planning_alone("evaluate"), Signals() as signals, torch.inference_mode(False), self._bound() as host:
-            known, name = self._found(task)
-            planned = self._plan_apart(EvaluationTask.of(known, loader, metrics), name, "evaluate")
-            with self._run([planned], host, signals, verbose=0) as run:
+        with self._at_work("evaluate") as site, Signals() as signals, torch.inference_mode(False):
+            known, name = self._tasks.found(task)
+            apart = EvaluationTask.of(known, loader, metrics)
+            planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
+            with self._run([planned], site, signals) as run:
                 run.train().raise_failures()
             return run.evaluation(name)
 
@@ -317,20 +264,20 @@ class ModelOrchestrator:
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         and ShardDoesNotFit for a later batch that is too large for one layer alone.
         """
-        with self._planning_alone("predict"), Signals(), torch.inference_mode(False), self._bound():
+        with self._at_work("predict") as site, Signals(), torch.inference_mode(False):
             task = EvaluationTask.predicting(
                 model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
-            planned = self._plan_apart(task, "predict", "predict")
+            planned = site.plan_apart(self._tasks.apart(task, "predict", "predict"))
         return self._predictions(planned)
 
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
         signals = Signals()
-        with self._alone("predict"), self._run([planned], self._host(), signals, verbose=0) as run:
+        with self._alone("predict"), self._run([planned], self._site(), signals) as run:
             outputs = run.outputs()
-            at_work = partial(bound, run.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
+            at_work = partial(bound, run.site.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
                     with signals, torch.inference_mode(False), at_work():  # not while the caller has the word
@@ -343,205 +290,107 @@ class ModelOrchestrator:
                     outputs.close()
             run.report().raise_failures()
 
-    def _found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
-        """A task, and its name here or else its own."""
-        if isinstance(task, ModelTask):
-            names = [each.name for each in self._planned if each.task is task]
-            return task, names[0] if names else task.name or "evaluate"
-        return self._named(task, "evaluate", "; give one of these names, or a ModelTask").task, task
-
-    def _named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
-        for each in self._planned:
-            if each.name == name:
-                return each
-        known = ", ".join(repr(each.name) for each in self._planned)
-        raise ValueError(f"{what}: task {name!r}, known: {known}{remedy}")
-
-    def _plan_apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
-        """Plan a task that is not one of those to train; it must not read what they have yet to read."""
-        check_apart(what, task.validation, self._pending)
-        planned = PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
-        try:
-            for device in self._devices:
-                device.check_free()
-            if not (task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
-                planned.make_plan(self._smallest, self._budget(), torch.get_num_threads())
-        except BaseException:
-            planned.reader.close()
-            raise
-        return planned
-
-    def _alone(self, what: str) -> _Alone:
-        return _Alone(self._busy, what)
-
     @contextmanager
-    def _planning_alone(self, what: str) -> Iterator[None]:
-        with self._alone(what), drawing_as_usual():
+    def _alone(self, what: str) -> Iterator[None]:
+        """Refuse a second call while one is under way, and an active autocast."""
+        _refuse_autocast(what)
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"{what}: this orchestrator is working already; wait for its call to return")
+        try:
             yield
+        finally:
+            self._busy.release()
 
-    @property
-    def _smallest(self) -> DeviceSpec:
-        """The device that a plan is made for."""
-        return min(self._devices, key=lambda device: device.memory_bytes)
-
-    def _budget(self) -> Budget:
-        return Budget(
-            memory_bytes=self._smallest.memory_bytes,
-            buffer_bytes=None if self.buffer is None else parse_bytes(self.buffer, "buffer"),
-            double_buffer=self._double_buffer,
-        )
-
-    def _host(self) -> HostThreads:
-        return host_threads(
+    def _site(self) -> Site:
+        """Check the settings of the host's threads."""
+        host = host_threads(
             intra_op_threads=torch.get_num_threads(),
             device_nodes=[device.numa_node() for device in self._devices],
             optimizer_threads=self.optimizer_threads,
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in self._devices),
         )
+        return Site(self._devices, self._double_buffer, self.buffer, host)
 
     @contextmanager
-    def _bound(self) -> Iterator[HostThreads]:
-        """Check the settings of the host's threads, and keep this one to its NUMA node."""
-        host = self._host()
-        with bound(host.bound_cores):
-            yield host
+    def _at_work(self, what: str) -> Iterator[Site]:
+        """Be the only call under way, and keep this thread to the host's NUMA node."""
+        with self._alone(what), drawing_as_usual():
+            site = self._site()
+            with bound(site.host.bound_cores):
+                yield site
 
-    def _generate(self, host: HostThreads) -> Plan:
+    def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
         self._is_planning = True
         try:
-            return self._plan_all(host)
+            self.plan = site.plan_all(waiting)
+            if self.verbose:
+                print(self.plan)
+            return self.plan
         finally:
             self._is_planning = False
 
-    def _plan_all(self, host: HostThreads) -> Plan:
-        for device in self._devices:
-            device.check_free()
-        check_dram(self._pending)
-        budget, num_threads = self._budget(), host.intra_op_threads
-        pending, smallest, number = self._pending, self._smallest, len(self._pending)
-        plans = [each.make_plan(smallest, budget, num_threads, self._devices, number) for each in pending]
-        if any(device.has_arena for device in self._devices):
-            # What fits alone may leave too little to another one's work, since memory does not go from slabs to that.
-            for k, each in enumerate(pending):
-                if not fits_arena(each, pending, smallest.memory_bytes):
-                    most = smallest.memory_bytes - max(other.work_bytes for other in pending)
-                    plans[k] = each.make_plan(smallest, budget, num_threads, self._devices, number, most)
-            check_arena(pending, smallest.memory_bytes)
-        check_shared_buffers(pending)
-        self.plan = self._as_plan(plans, host)
-        if self.verbose:
-            print(self.plan)
-        return self.plan
-
-    def _as_plan(self, plans: Iterable[TaskPlan], host: HostThreads) -> Plan:
-        devices = [repr(device) for device in self._devices]
-        return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=host)
-
-    def _plan_one(self, beside: Sequence[PlannedTask], planned: PlannedTask) -> TaskPlan:
-        """Plan a task while others train."""
-        check_dram([planned])
-        number = 1 + len(beside)
-        plan = planned.make_plan(self._smallest, self._budget(), torch.get_num_threads(), self._devices, number)
-        check_shared_buffers(beside)
-        return plan
-
     @contextmanager
     def _run(
-        self,
-        planned: Sequence[PlannedTask],
-        host: HostThreads,
-        signals: Signals,
-        *,
-        verbose: int,
-        saver: Saver | None = None,
-        rescue: Callable[[], Saver] | None = None,
+        self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
+        verbose, saver, rescue = 0, None, None
+        if trains:
+            verbose, saver = self.verbose, self._store.saver(self._about)
+            rescue = partial(self._store.rescue, self._about)
         with signals.deferred():
             try:
-                settings = RunSettings(
-                    policy=self._policy, double_buffer=self._double_buffer, verbose=verbose, host=host
-                )
-                yield EngineRun(planned, self._devices, settings, signals, saver, rescue)
+                yield EngineRun(planned, site, self._policy, verbose, signals, saver, rescue)
             finally:
-                torch.set_num_threads(host.intra_op_threads)
+                torch.set_num_threads(site.host.intra_op_threads)
 
-    def _train(self, host: HostThreads, signals: Signals, resume: bool) -> Report:
+    def _train(self, site: Site, signals: Signals, resume: bool) -> Report:
+        tasks = self._tasks
         with ExitStack() as stack:
-            run = None
-            with self._changing:
-                if not self._pending:
+            run, messages = None, []
+            with tasks.changing:
+                if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
-                    messages = self._go_on(self._store.open(resume=resume))
-                if self._pending and self.plan is None:
-                    self._generate(host)
-                if self._pending:
-                    saver, rescue = self._store.saver(self._about), partial(self._store.rescue, self._about)
-                    run = self._running = stack.enter_context(
-                        self._run(list(self._pending), host, signals, verbose=self.verbose, saver=saver, rescue=rescue)
-                    )
-                self._training, self._pending = self._pending, []
+                    found = self._store.open(resume=resume)
+                    if found is not None:
+                        self.plan = None
+                        messages = tasks.go_on(found)
+                waiting = tasks.at(Station.WAITING)
+                if waiting and self.plan is None:
+                    self._plan_all(site, waiting)
+                if waiting:
+                    run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
+                for each in waiting:
+                    tasks.put(each, Station.TRAINING)
             try:
                 if run is not None:
                     run.train()
             except DeviceLost as lost:
                 assert run is not None
-                self._end_process(run, lost)
+                _end_process(run, lost, self._store.remedy())
             finally:
-                with self._changing:
+                with tasks.changing:
                     self._running = None
-                    self._pending += [] if run is None else run.left_over
-                nothing = Report(makespan_s=0.0, tasks={}, devices=[], host=host, checkpoints=self._store.nothing_saved)
-                report = nothing if run is None else run.report()
-                messages += [text for each in self._training for text in (*each.reader.messages, *each.doubts)]
-                self.report = self._joined(report, messages)
+                    trained = tasks.at(Station.TRAINING)
+                    left_over = [] if run is None else run.joining.left_over
+                    for each in trained:
+                        tasks.put(each, Station.WAITING if each in left_over else Station.OVER)
+                if run is not None:
+                    report = run.report()
+                else:
+                    saved = self._store.nothing_saved
+                    report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
+                messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
+                self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
-
-    def _go_on(self, found: Checkpoint | None) -> list[str]:
-        """Put back what was saved of the tasks that wait; what there is to say of it."""
-        if found is None:
-            return []
-        self.plan = None
-        for each in list(self._pending):
-            again, place = self._put_back(each, while_training=False), self._pending.index(each)
-            if again is None:
-                del self._pending[place]
-            else:
-                self._planned[self._planned.index(each)] = self._pending[place] = again
-        return [*found.messages, f"resumed from {found.path}"]
-
-    def _put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
-        """A task as it goes on from what was saved of it, if something was; None where it is over."""
-        name, task = planned.name, planned.task
-        saved = self._store.saved(
-            name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
-        )
-        over = self._store.over(name)
-        if saved is None and over is None:
-            return planned
-        planned.leave()
-        planned.reader.close()
-        if saved is not None and saved.goes_on(task):
-            task.seed = saved.seed
-            return self._as_planned(task, name, saved)
-        self._over[name] = report = never_committed(task, name) if saved is None else saved.report()
-        report.ema_state = None if saved is None else saved.ema_state(task, planned.layout)
-        return None
-
-    def _joined(self, report: Report, messages: Sequence[str]) -> Report:
-        """A run's report with those of tasks that were over before, in the order of the tasks."""
-        found, self._over = {**self._over, **report.tasks}, {}
-        tasks = {each.name: found[each.name] for each in self._planned if each.name in found}
-        told = () if report.checkpoints is None else report.checkpoints.messages
-        return replace(report, tasks=tasks, messages=(*messages, *told))
 
     def _about(self) -> dict[str, Any]:
         """Return the run's figures for a checkpoint."""
@@ -552,27 +401,18 @@ class ModelOrchestrator:
             "report": None if run is None else run.figures(),
         }
 
-    def _check_arenas(self, run: EngineRun, planned: PlannedTask) -> None:
-        """Refuse a task for which the devices of a run, whose arenas were made for others, have no room."""
-        if run.can_hold(planned.work_bytes, planned.largest_slab_bytes):
-            return
-        raise ShardDoesNotFit(
-            f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters and "
-            f"{format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that train; "
-            f"cut it smaller, or add it before train_models()"
-        )
 
-    def _end_process(self, run: EngineRun, lost: DeviceLost) -> None:
-        """Exit: in this process, nothing can be done on the device any more. Raises SystemExit.
+def _end_process(run: EngineRun, lost: DeviceLost, remedy: str) -> NoReturn:
+    """Exit: in this process, nothing can be done on the device any more.
 
-        What tasks have committed is saved; a resume goes on without the struck task, whose data would strike again.
-        """
-        for task in run.report().tasks.values():
-            if task.status == FAILED:
-                print(task.error, file=sys.stderr)
-        print(f"hydra_engine: {lost}", file=sys.stderr)
-        print(f"hydra_engine: {self._store.remedy()}", file=sys.stderr)
-        raise SystemExit(EXIT_LOST) from lost
+    What tasks have committed is saved; a resume goes on without the struck task, whose data would strike again.
+    """
+    for task in run.report().tasks.values():
+        if task.status == FAILED:
+            print(task.error, file=sys.stderr)
+    print(f"hydra_engine: {lost}", file=sys.stderr)
+    print(f"hydra_engine: {remedy}", file=sys.stderr)
+    raise SystemExit(EXIT_LOST) from lost
 
 
 def _refuse_autocast(what: str) -> None:
@@ -582,35 +422,3 @@ def _refuse_autocast(what: str) -> None:
             f"{what}: autocast is active for {kind}, and would not reach the threads that compute; leave it, and set "
             f"precision= on the task"
         )
-
-
-class _Alone:
-    """Refuses a second call while one is under way, and an active autocast."""
-
-    def __init__(self, busy: threading.Lock, what: str) -> None:
-        self._busy = busy
-        self._what = what
-
-    def __enter__(self) -> None:
-        _refuse_autocast(self._what)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(f"{self._what}: this orchestrator is working already; wait for its call to return")
-
-    def __exit__(self, *exc: object) -> None:
-        self._busy.release()
-
-
-def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
-    if not isinstance(tasks, Sequence):
-        raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
-    if not tasks:
-        raise ValueError("tasks: empty list; give at least one ModelTask")
-    named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
-    for task, _ in named:
-        if not isinstance(task, ModelTask):
-            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
-    names = [name for _, name in named]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"tasks: {names.count(name)} tasks are named {name!r}; give each a name of its own")
-    return named

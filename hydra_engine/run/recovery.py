@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
 from hydra_engine.host import BuffersChanged
-from hydra_engine.run.common import Common
 from hydra_engine.run.feeds import Feeds
-from hydra_engine.run.running_task import FINAL, Again, RunningTask
+from hydra_engine.run.running_task import FINAL, Again, Common, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, StopRequested, Unit
 

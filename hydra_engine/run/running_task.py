@@ -1,12 +1,14 @@
-"""One task in one run: what is under way of it, beside what was planned, and what has come of it."""
+"""A task in its run: what is under way of it, and what has come of it; and what a run's departments share."""
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,9 @@ from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.schedule import Commit, TaskUnits
+from hydra_engine.run.signals import Inbox
+from hydra_engine.schedule import Commit, Event, TaskUnits
+from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
     Evaluation,
     EvaluationMeans,
@@ -32,6 +36,7 @@ from hydra_engine.tasks import (
     batch_size,
     joined,
 )
+from hydra_engine.trace import Trace
 from partitioners.precision import cast
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
@@ -42,22 +47,17 @@ class Retries:
     """Counts a task's retries in one run, and reports each. From any thread: shards are updated side by side."""
 
     def __init__(self, most: int, report: TaskReport) -> None:
-        self._most = most
+        self.most = most
         self._num_before = len(report.retries)  # of a run that is resumed
         self._report = report
         self._lock = threading.Lock()
-
-    @property
-    def are_asked_for(self) -> bool:
-        """True if the task may be tried again, so that something has to be kept for it."""
-        return self._most > 0
 
     def allow(self, error: BaseException, where: str, step: int) -> bool:
         """Return True if this error may be tried again; then count and report the retry."""
         if not isinstance(error, Exception) or isinstance(error, FINAL):
             return False
         with self._lock:
-            if len(self._report.retries) - self._num_before >= self._most:
+            if len(self._report.retries) - self._num_before >= self.most:
                 return False
             first_line = (str(error).strip() or "no message").splitlines()[0]
             text = f"{type(error).__name__}: {first_line}"
@@ -85,8 +85,9 @@ class Asked(Enum):
 
 @dataclass(eq=False)
 class Feed:
-    """The batch that a task computes next."""
+    """The batches that a task has yet to compute, first of all the next one."""
 
+    num_steps: int | None = None  # of the whole task, where its loader has a length
     asked: Asked = Asked.NOTHING
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
@@ -117,18 +118,6 @@ class LastCommit(NamedTuple):
 
     position: TaskPosition
     buffers: list[Tensor]
-
-
-def revise(state: TaskState, report: TaskReport, reason: str) -> None:
-    """Report that a task goes on otherwise than planned."""
-    report.revisions.append(
-        Revision(
-            step=report.steps,
-            boundaries=list(state.cut.boundaries),
-            accumulation_steps=state.cut.num_micro_batches,
-            reason=reason,
-        )
-    )
 
 
 class Figures:
@@ -184,7 +173,19 @@ class Figures:
                 f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
                 f"or the loss does not treat each sample by itself, by more"
             )
-            revise(state, self._report, reason)
+            self.revise(reason)
+
+    def revise(self, reason: str) -> None:
+        """Report that the task goes on otherwise than planned."""
+        cut = self._planned.state.cut
+        self._report.revisions.append(
+            Revision(
+                step=self._report.steps,
+                boundaries=list(cut.boundaries),
+                accumulation_steps=cut.num_micro_batches,
+                reason=reason,
+            )
+        )
 
     def end_evaluation(self) -> None:
         """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
@@ -212,23 +213,16 @@ class Figures:
             self._notifier.epoch(batch.epoch)
 
 
-class _ShownBuffers:
-    """The buffers that a user's model has now, for its callbacks; its weights are there."""
-
-    def __init__(self, state: TaskState) -> None:
-        self._state = state
-        self._shown: list[Tensor] = []
-
-    def show(self) -> None:
-        """Give the model the buffers that the last step left."""
-        values, shown = self._state.pool.buffers, self._shown
-        changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
-        if changed:
-            self._state.layout.put_buffers(values, changed)
-            self._shown = list(values)
+def _show_buffers(state: TaskState, shown: list[Tensor]) -> None:
+    """Give a user's model the buffers that the last step left, for its callbacks; `shown`: those that it has."""
+    values = state.pool.buffers
+    changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
+    if changed:
+        state.layout.put_buffers(values, changed)
+        shown[:] = values
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class RunningTask:
     """Touched by the thread that decides, or by the one job of the task's that commits, fits or ends it."""
 
@@ -238,7 +232,6 @@ class RunningTask:
     retries: Retries
     figures: Figures
     life: Life = Life.SETTING_UP
-    num_steps: int | None = None
     optimizer: TaskOptimizer | None = None
     feed: Feed = field(default_factory=Feed)
     step: StepInProgress | None = None  # replaced as the next batch begins
@@ -284,7 +277,7 @@ class RunningTask:
             stays = is_steady or self.state.steps_on_device or (optimizer is not None and optimizer.steps_in_place)
             weights = [slot.parameter for slot in self.state.layout.trainable_slots()]
             watch.follow(weights, is_steady=is_steady, stays=stays)
-            self.notifier.watch(watch, _ShownBuffers(self.state).show)
+            self.notifier.watch(watch, partial(_show_buffers, self.state, []))
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
@@ -310,12 +303,6 @@ class RunningTask:
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
         return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
 
-    def nonfinite_loss(self) -> float | None:
-        """The step's loss, where that is not finite and the task does not take any."""
-        if self.planned.task.nonfinite is None:
-            return None
-        return None if math.isfinite(loss := self.loss) else loss
-
     @property
     def updates(self) -> tuple[int, ...]:
         """The shards that have an update of their own; none where the whole task is stepped at its commit."""
@@ -340,11 +327,7 @@ class RunningTask:
     def progress(self) -> TaskProgress:
         """Steps and loss so far."""
         losses = self.report.losses
-        return TaskProgress(self.report.name, self.report.steps, self.num_steps, losses[-1] if losses else None)
-
-    def revise(self, reason: str) -> None:
-        """Report that the task goes on otherwise than planned."""
-        revise(self.state, self.report, reason)
+        return TaskProgress(self.report.name, self.report.steps, self.feed.num_steps, losses[-1] if losses else None)
 
     def take(self, *, is_new_shape: bool = False, is_spread: bool = False) -> None:
         """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
@@ -381,3 +364,40 @@ class RunningTask:
                 fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
+
+
+class Job(NamedTuple):
+    """Something that another thread leaves to the one that decides."""
+
+    run: Callable[[], None]
+
+
+class Common:
+    """Touched by the thread that decides; `events`, `trace`, `pool` and `later` by any."""
+
+    def __init__(self, host: HostThreads) -> None:
+        self.host = host
+        self.events: Inbox[Any] = Inbox()
+        self.due: deque[Event] = deque()  # to be decided upon before the event in hand is
+        self.trace = Trace()
+        self.tasks: dict[str, RunningTask] = {}
+        self.pool = ThreadPoolExecutor(
+            host.optimizer_threads,
+            thread_name_prefix="hydra-optimizer",
+            initializer=torch.set_num_threads,
+            initargs=(host.optimizer_intra_op_threads,),
+        )
+        self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
+        self.is_interrupted = False  # nothing new begins
+        self.lost: DeviceLost | None = None  # the first
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Leave a job to the thread that decides."""
+        self.events.put(Job(job))
+
+    def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:
+        """Run a job in the thread that decides, once the task's callbacks have returned; at once if they have."""
+        if task.notifier.is_told:
+            job()
+        else:
+            task.notifier.when_told(lambda: self.later(job))

@@ -8,8 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hydra_engine.checkpoints import Saver, Snapshot
-from hydra_engine.run.common import Common
-from hydra_engine.run.running_task import Life, RunningTask
+from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted
 from hydra_engine.tasks import CheckpointReport
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hydra_engine.schedule import StopRequested
 from hydra_engine.system import is_interactive
@@ -187,7 +187,8 @@ class Signals:
             if self._inbox is not None:
                 self._inbox.put(StopRequested())
         elif number != signal.SIGINT or not is_interactive():
-            _exit(number)
+            _say(number, "the second signal, so nothing more is finished or saved")
+            os._exit(128 + number)
         elif self._inbox is not None:
             self._inbox.interrupt()
         else:
@@ -230,11 +231,6 @@ def _children_unheard(for_good: Callable[[], bool]) -> Iterator[None]:
         is_main = threading.current_thread() is threading.main_thread()  # a generator may be closed by another one
         if is_main and signal.getsignal(signal.SIGCHLD) is handle and not for_good():
             signal.signal(signal.SIGCHLD, usual)
-
-
-def _exit(number: int) -> NoReturn:
-    _say(number, "the second signal, so nothing more is finished or saved")
-    os._exit(128 + number)
 
 
 def _say(number: int, text: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec
+from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.planning import PlannedTask, arena_bytes
-from hydra_engine.run.common import Common
+from hydra_engine.run.running_task import Common
 from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.worker import Worker
+from partitioners import format_bytes
 
 
 class Workers:
@@ -42,26 +44,35 @@ class Workers:
         """Return True if each has these bytes for a unit, and for its shard's parameters."""
         return all(worker.device.ledger.can_hold(work_bytes, slab_bytes) for worker in self.all)
 
+    def check_room(self, planned: PlannedTask) -> None:
+        """Refuse a task for which the devices, whose arenas were made for others, have no room."""
+        if not self.can_hold(planned.work_bytes, planned.largest_slab_bytes):
+            raise ShardDoesNotFit(
+                f"add_task: {planned.name!r} needs {format_bytes(planned.largest_slab_bytes)} for a shard's parameters "
+                f"and {format_bytes(planned.work_bytes)} beside them; the devices' arenas were made for the tasks that "
+                f"train; cut it smaller, or add it before train_models()"
+            )
+
     def is_resident(self, device: int, task: str, shard: int) -> bool:
         """Return True if a device holds most of a shard."""
         return self.all[device].holds(self._common.tasks[task].state, shard)
 
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""
-        return [self._report(worker) for worker in list(self.all)]
-
-    def _report(self, worker: Worker) -> DeviceReport:
-        name, trace, ledger = worker.device.name, self._common.trace, worker.device.ledger
-        return DeviceReport(
-            name=name,
-            busy_s=trace.busy_s(name, COMPUTE),
-            loaded_bytes=trace.bytes_moved(name, LOAD),
-            stored_bytes=trace.bytes_moved(name, STORE),
-            peak_bytes=ledger.peak_bytes,
-            memory_bytes=ledger.memory_bytes,
-            launch_s=worker.timing.launch_s if worker.timing.device_s else None,
-            device_s=worker.timing.device_s or None,
-        )
+        trace = self._common.trace
+        return [
+            DeviceReport(
+                name=worker.device.name,
+                busy_s=trace.busy_s(worker.device.name, COMPUTE),
+                loaded_bytes=trace.bytes_moved(worker.device.name, LOAD),
+                stored_bytes=trace.bytes_moved(worker.device.name, STORE),
+                peak_bytes=worker.device.ledger.peak_bytes,
+                memory_bytes=worker.device.ledger.memory_bytes,
+                launch_s=worker.timing.launch_s if worker.timing.device_s else None,
+                device_s=worker.timing.device_s or None,
+            )
+            for worker in list(self.all)
+        ]
 
     def _load(self, instruction: Load) -> None:
         unit = instruction.unit

@@ -157,9 +157,9 @@ def test_slabs_get_all_they_need_and_the_rest_is_for_work():
     orchestra = orchestra_of([task_of("a", 4, [4, 8, 12]), task_of("b", 4, [12])], "8MiB")
     orchestra.generate()
     layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    assert arena_bytes(orchestra._planned, 2**23) == 2 * NUM_LAYERS * layer_bytes
-    work = max(each.work_bytes for each in orchestra._planned)
-    assert arena_bytes(orchestra._planned, work + 1000) == 1000
+    assert arena_bytes(orchestra._tasks.all, 2**23) == 2 * NUM_LAYERS * layer_bytes
+    work = max(each.work_bytes for each in orchestra._tasks.all)
+    assert arena_bytes(orchestra._tasks.all, work + 1000) == 1000
 
 
 @pytest.mark.parametrize("chaos", [None, 3])

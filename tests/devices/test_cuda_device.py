@@ -556,7 +556,7 @@ def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices):
     orchestra = orchestra_of(given, devices_of(cuda))
     plan = orchestra.generate()
     needed = max(max(each.shard_bytes) for each in plan.tasks.values())
-    slabs = max(each.largest_slab_bytes for each in orchestra._planned)
+    slabs = max(each.largest_slab_bytes for each in orchestra._tasks.all)
     tight = -(-(needed + slabs) // PAGE_BYTES) * PAGE_BYTES
     loaded = {}
     for budget_bytes in (MIB, tight):
@@ -751,7 +751,7 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
     )
     orchestra = orchestra_of([task], devices_of(cuda))
     orchestra.generate()
-    [planned] = orchestra._planned
+    [planned] = orchestra._tasks.all
     assert len(planned.state.cut.drawing) == num_watched
     entered.clear()
     orchestra.train_models().raise_failures()

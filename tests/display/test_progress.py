@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from hydra_engine.display.progress import Progress, TaskProgress, cut
+from hydra_engine.display.progress import ProgressLine, TaskProgress, cut
 
 TASKS = [TaskProgress("a", 3, 10, 1.25), TaskProgress("b", 0, None, None)]
 
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 def test_silent_when_not_verbose():
     stream = io.StringIO()
-    progress = Progress(0, stream)
+    progress = ProgressLine(0, stream)
     progress.show(TASKS, 0.0)
     progress.close(TASKS, 1.0)
     assert stream.getvalue() == ""
@@ -27,7 +27,7 @@ def test_silent_when_not_verbose():
 
 def test_log_has_a_line_every_five_seconds_and_one_at_the_end():
     stream = io.StringIO()
-    progress = Progress(1, stream)
+    progress = ProgressLine(1, stream)
     for now_s in (0.0, 4.9, 5.0, 9.9):
         progress.show(TASKS, now_s)
     progress.close(TASKS, 9.95)
@@ -37,7 +37,7 @@ def test_log_has_a_line_every_five_seconds_and_one_at_the_end():
 
 def test_terminal_line_is_written_over():
     stream = Terminal()
-    progress = Progress(1, stream)
+    progress = ProgressLine(1, stream)
     progress.show(TASKS, 0.0)
     progress.show(TASKS, 0.1)
     progress.close(TASKS, 2.0)
@@ -81,7 +81,7 @@ ACCENTS = [TaskProgress("e\u0301\u0302" * 9, 3, None, 0.5)] * 3
 def test_a_terminal_has_one_row_of_it_however_narrow_it_is(monkeypatch, tasks, columns):
     resize(monkeypatch, columns)
     stream = Terminal()
-    progress = Progress(1, stream)
+    progress = ProgressLine(1, stream)
     for k in range(20):
         progress.show(tasks, float(k))
     progress.close(tasks, 20.0)
@@ -92,7 +92,7 @@ def test_a_terminal_has_one_row_of_it_however_narrow_it_is(monkeypatch, tasks, c
 
 def test_the_width_is_asked_for_at_each_line(monkeypatch):
     stream = Terminal()
-    progress = Progress(1, stream)
+    progress = ProgressLine(1, stream)
     lengths = []
     for k, columns in enumerate((80, 20, 50)):
         resize(monkeypatch, columns)
@@ -106,7 +106,7 @@ def test_the_streams_own_terminal_comes_first(monkeypatch):
     with open(terminal, "w", closefd=False) as stream:
         monkeypatch.setenv("COLUMNS", "500")
         monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((30 if fd == terminal else 70, 24)))
-        Progress(1, stream).show(MANY, 0.0)
+        ProgressLine(1, stream).show(MANY, 0.0)
     shown = os.read(controller, 1000).decode()
     os.close(controller)
     os.close(terminal)
@@ -116,7 +116,7 @@ def test_the_streams_own_terminal_comes_first(monkeypatch):
 def test_without_a_terminal_lines_are_whole(monkeypatch):
     resize(monkeypatch, 20)
     stream = io.StringIO()
-    Progress(1, stream).show(MANY, 0.0)
+    ProgressLine(1, stream).show(MANY, 0.0)
     assert all(task.name in stream.getvalue() for task in MANY)
 
 

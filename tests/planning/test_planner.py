@@ -138,7 +138,7 @@ def test_auto_takes_more_micro_batches_while_a_step_is_predicted_to_be_shorter(s
     orchestra = orchestra_of(wide(), memory="8MiB")
     with decide, least:
         plan = orchestra.generate()
-    [planned] = orchestra._planned
+    [planned] = orchestra._tasks.all
     assert plan.tasks["task-0"].accumulation_steps == planned.state.cut.num_micro_batches == number
     assert planned.state.measured.staging_bytes > 0
 

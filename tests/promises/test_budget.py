@@ -56,7 +56,7 @@ class Trained:
         with audited() as audit, contextlib.suppress(ShardDoesNotFit):
             orchestra.train_models()
         self.report, self.metered = orchestra.report.tasks["a"], audit.metered
-        self.state = orchestra._planned[0].state
+        self.state = orchestra._tasks.all[0].state
         self.num_known = max((len(table) for table in self.state.measured.known._units.values()), default=0)
         self.num_batches = len(self.state.measured.known._batches)
         assert audit.num_units

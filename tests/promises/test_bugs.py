@@ -344,7 +344,7 @@ def test_reads_run_ahead_of_micro_batches_with_dropout():
     task = task_for(model_with(nn.Dropout(0.2)), accumulation_steps=2)
     orchestra = orchestrator(task)
     orchestra.generate()
-    assert not orchestra._planned[0].state.observed.draws
+    assert not orchestra._tasks.all[0].state.observed.draws
 
 
 class Split(nn.Module):
@@ -490,7 +490,7 @@ def test_own_forwards_and_norms_by_keyword_in_a_narrow_precision():
     task = task_for(model_with(PreNorm()), precision="bfloat16")
     orchestra = orchestrator(task)
     orchestra.train_models().raise_failures()
-    narrow = {slot.name: slot.link_dtype for slot in orchestra._planned[0].layout.slots}
+    narrow = {slot.name: slot.link_dtype for slot in orchestra._tasks.all[0].layout.slots}
     assert narrow["1.inner.weight"] == torch.bfloat16
     assert narrow["1.norm.weight"] == torch.float32
 

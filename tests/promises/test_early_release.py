@@ -106,7 +106,7 @@ def test_the_pool_takes_what_the_plan_says_to_the_byte(precision, early_release)
 
     class Look(torch.optim.SGD):
         def step(self, *args, **kwargs):
-            pool = orchestra._planned[0].state.pool if "trained" in seen else None
+            pool = orchestra._tasks.all[0].state.pool if "trained" in seen else None
             if pool is not None and pool.is_open:
                 seen["pool"] = pool.num_bytes
             return super().step(*args, **kwargs)

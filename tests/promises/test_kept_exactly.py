@@ -42,7 +42,7 @@ def trained(tasks, memory="16MiB", keeps_from=None):
         kept = mock.patch("hydra_engine.planning.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
     with kept:
         report = orchestra.train_models()
-    return report, [planned.state for planned in orchestra._planned]
+    return report, [planned.state for planned in orchestra._tasks.all]
 
 
 def assert_as_plain(build, memory="16MiB", keeps_from=None, **options):
@@ -154,7 +154,7 @@ def test_a_task_without_room_leaves_nothing_behind():
     with mock.patch("hydra_engine.system.dram.new_storage", new_storage):
         report = orchestra.train_models()
     assert [task.status for task in report.tasks.values()] == ["failed", "finished"]
-    assert not orchestra._frozen._blocks
+    assert not orchestra._tasks._frozen._blocks
     assert base.weight.untyped_storage().nbytes() == base.weight.nbytes
 
 
@@ -367,7 +367,7 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("4MiB", bandwidth="1MiB", meter_every_unit=True)])
     orchestra.verbose = 0
     orchestra.generate()
-    [planned] = orchestra._planned
+    [planned] = orchestra._tasks.all
     known = dict(planned.state.measured.known.items())
     orchestra.train_models()
     after = dict(planned.state.measured.known.items())

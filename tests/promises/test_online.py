@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.display.drawing import draw_text
+from hydra_engine.run.task_list import Site
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from partitioners import Presharded
@@ -436,7 +437,7 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch)
     orchestra = orchestra_of(first, victim)
     orchestra.generate()
     first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)
-    plan = orchestra._plan_one
+    plan = Site.plan_one
 
     def then_hang(*args):
         planned = plan(*args)
@@ -444,7 +445,7 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch)
         assert hanging.hangs.wait(30)
         return planned
 
-    monkeypatch.setattr(orchestra, "_plan_one", then_hang)
+    monkeypatch.setattr(Site, "plan_one", then_hang)
     thread, errors = in_background(lambda: orchestra.add_task(second), after=begun)
     report = orchestra.train_models()
     hanging.go_on.set()

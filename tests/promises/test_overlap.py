@@ -165,7 +165,7 @@ def test_a_unit_whose_input_failed_on_its_way_down_begins_again_with_it():
     def hears_late(self, event):
         if isinstance(event, Computed) and (event.unit.kind, event.unit.shard) == ("f", 1) and not heard.is_set():
             heard.set()
-            passage = self._workers.all[0]._passages["a", 0]
+            passage = self.workers.all[0]._passages["a", 0]
             with suppress(DeviceOutOfMemory):
                 passage.stored.result()  # given up by now
         handle(self, event)

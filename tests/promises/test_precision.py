@@ -239,7 +239,7 @@ def test_a_narrow_shard_crosses_the_link_in_half_the_bytes(name):
         orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("16MiB")])
         orchestra.verbose = 0
         plan = orchestra.generate().tasks["task-0"]
-        state = orchestra._planned[0].state
+        state = orchestra._tasks.all[0].state
         loaded[precision] = state.cut.shards[0].slab_bytes
         assert plan.shard_bytes[0] > 0
     norms = sum(p.nbytes for m in network.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters())

@@ -345,7 +345,6 @@ def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, option
 @pytest.mark.parametrize("timeout_s", [None, 1800])
 def test_ctrl_c_does_not_wait_for_it_for_ever(monkeypatch, blocks, timeout_s):
     monkeypatch.setattr("hydra_engine.run.notifier.INTERRUPTED_S", SHORT_S)
-    monkeypatch.setattr("hydra_engine.run.feeds.INTERRUPTED_S", SHORT_S)
     blocked = blocks(3)
     mine = task("a", blocked, callback_timeout_s=timeout_s)
 

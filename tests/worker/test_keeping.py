@@ -85,7 +85,7 @@ def planned_state(num_layers=8):
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("16MiB")])
     orchestra.verbose = 0
     orchestra.generate()
-    [planned] = orchestra._planned
+    [planned] = orchestra._tasks.all
     return planned.state
 
 

@@ -197,7 +197,7 @@ def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **optio
     for k, model in enumerate(models):
         exact.assert_as_expected(report, f"t{k}", model, exact.Expected(losses, [], zoo.state(expected_model)))
     exact.assert_within_budget(report)
-    return report, {each.name: each.state for each in orchestra._planned}
+    return report, {each.name: each.state for each in orchestra._tasks.all}
 
 
 def uses_of(unit, state):

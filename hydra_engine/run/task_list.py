@@ -1,0 +1,235 @@
+"""The tasks of an orchestrator: named, planned, put back as they were saved, each as far as it has come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+
+from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, never_committed
+from hydra_engine.devices import DeviceSpec, EmulatedDevice
+from hydra_engine.host import FrozenBlocks
+from hydra_engine.planning import (
+    PlannedTask,
+    check_apart,
+    check_arena,
+    check_dram,
+    check_shared_buffers,
+    check_sharing,
+    fits_arena,
+)
+from hydra_engine.system import HostThreads
+from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
+from partitioners import Budget, parse_bytes
+
+
+class Station(Enum):
+    """Stations of a task with its orchestrator."""
+
+    WAITING = auto()  # not begun to train
+    JOINING = auto()  # it is planned, while others train, to join them
+    TRAINING = auto()  # in the run
+    OVER = auto()  # it was trained, or is not to be
+
+
+class TaskList:
+    """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
+
+    def __init__(self, tasks: Sequence[ModelTask], devices: Sequence[DeviceSpec], store: CheckpointStore) -> None:
+        self.changing = threading.RLock()
+        self._store = store
+        self._frozen = FrozenBlocks()
+        self._alignment_bytes = max(device.alignment_bytes for device in devices)
+        # A device that is lost takes the process with it, and what was committed is saved.
+        self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
+        self._planned: dict[str, PlannedTask] = {}
+        self._stations: dict[str, Station] = {}
+        self._reports: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
+        for task, name in _named(tasks):
+            self.put(self._made(task, name), Station.WAITING)
+        check_sharing(self.all)
+
+    @property
+    def all(self) -> list[PlannedTask]:
+        """Every task, in the order in which they came."""
+        return list(self._planned.values())
+
+    def at(self, *stations: Station) -> list[PlannedTask]:
+        """Tasks at one of these stations."""
+        return [each for each in self.all if self._stations[each.name] in stations]
+
+    def station(self, planned: PlannedTask) -> Station:
+        """Return a task's station."""
+        return self._stations[planned.name]
+
+    def put(self, planned: PlannedTask, station: Station) -> None:
+        """Add a task, replace it, or let it come to another station."""
+        self._planned[planned.name], self._stations[planned.name] = planned, station
+
+    def drop(self, planned: PlannedTask) -> None:
+        """Nobody will train a task."""
+        with self.changing:
+            if planned.name in self._planned:
+                self._stations[planned.name] = Station.OVER
+        planned.leave()
+        planned.reader.close()
+
+    def remove(self, planned: PlannedTask) -> None:
+        """Drop a task, and forget it."""
+        with self.changing:
+            del self._planned[planned.name], self._stations[planned.name]
+        self.drop(planned)
+
+    def made(self, task: ModelTask) -> PlannedTask:
+        """Check one more task, which is not put here yet."""
+        [(task, name)] = _named([task], len(self._planned))
+        if name in self._planned:
+            raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
+        return self._made(task, name)
+
+    def _made(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
+        return PlannedTask(
+            task,
+            name,
+            self._frozen,
+            alignment_bytes=self._alignment_bytes,
+            keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
+            saved=saved,
+        )
+
+    def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
+        """Return the task of a name that `what` was called with."""
+        if name not in self._planned:
+            known = ", ".join(map(repr, self._planned))
+            raise ValueError(f"{what}: task {name!r}, known: {known}{remedy}")
+        return self._planned[name]
+
+    def found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
+        """Return a task that is to be evaluated, and its name here or else its own."""
+        if isinstance(task, ModelTask):
+            names = [each.name for each in self.all if each.task is task]
+            return task, names[0] if names else task.name or "evaluate"
+        return self.named(task, "evaluate", "; give one of these names, or a ModelTask").task, task
+
+    def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
+        """Check a task that is not one of those to train; it must not read what they have yet to read."""
+        check_apart(what, task.validation, self.at(Station.WAITING))
+        return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
+
+    def go_on(self, found: Checkpoint) -> list[str]:
+        """Put back what was saved of the tasks that wait; what there is to say of it."""
+        for each in self.at(Station.WAITING):
+            again = self.put_back(each, while_training=False)
+            self.put(again or each, Station.OVER if again is None else Station.WAITING)
+        return [*found.messages, f"resumed from {found.path}"]
+
+    def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
+        """A task as it goes on from what was saved of it, if something was; None where it is over."""
+        name, task = planned.name, planned.task
+        saved = self._store.saved(
+            name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
+        )
+        if saved is None and self._store.over(name) is None:
+            return planned
+        self.drop(planned)
+        if saved is not None and saved.goes_on(task):
+            task.seed = saved.seed
+            return self._made(task, name, saved)
+        self._reports[name] = report = never_committed(task, name) if saved is None else saved.report()
+        report.ema_state = None if saved is None else saved.ema_state(task, planned.layout)
+        return None
+
+    def joined(self, report: Report, messages: Iterable[str]) -> Report:
+        """A run's report with those of tasks that were over before, in the order of the tasks."""
+        found, self._reports = {**self._reports, **report.tasks}, {}
+        tasks = {name: found[name] for name in self._planned if name in found}
+        told = () if report.checkpoints is None else report.checkpoints.messages
+        return replace(report, tasks=tasks, messages=(*messages, *told))
+
+
+@dataclass(frozen=True)
+class Site:
+    """The devices and the host, as the settings are in one call: plans are made for them."""
+
+    devices: Sequence[DeviceSpec]
+    double_buffer: bool
+    buffer: int | str | None
+    host: HostThreads
+
+    @property
+    def _smallest(self) -> DeviceSpec:
+        """The device that a plan is made for."""
+        return min(self.devices, key=lambda device: device.memory_bytes)
+
+    @property
+    def _budget(self) -> Budget:
+        return Budget(
+            memory_bytes=self._smallest.memory_bytes,
+            buffer_bytes=None if self.buffer is None else parse_bytes(self.buffer, "buffer"),
+            double_buffer=self.double_buffer,
+        )
+
+    def plan_all(self, tasks: list[PlannedTask]) -> Plan:
+        """Plan tasks that train together."""
+        self._check_free()
+        check_dram(tasks)
+        memory_bytes = self._smallest.memory_bytes
+        plans = [self._plan(each, len(tasks)) for each in tasks]
+        if any(device.has_arena for device in self.devices):
+            # What fits alone may leave too little to another one's work, since memory does not go from slabs to that.
+            for k, each in enumerate(tasks):
+                if not fits_arena(each, tasks, memory_bytes):
+                    plans[k] = self._plan(each, len(tasks), memory_bytes - max(other.work_bytes for other in tasks))
+            check_arena(tasks, memory_bytes)
+        check_shared_buffers(tasks)
+        return self.plan_of(plans)
+
+    def plan_one(self, planned: PlannedTask, beside: Sequence[PlannedTask]) -> TaskPlan:
+        """Plan a task while others train, itself being one of `beside`."""
+        check_dram([planned])
+        plan = self._plan(planned, 1 + len(beside))
+        check_shared_buffers(beside)
+        return plan
+
+    def plan_apart(self, planned: PlannedTask) -> PlannedTask:
+        """Plan a task that is evaluated or predicts, by itself."""
+        try:
+            self._check_free()
+            if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
+                planned.make_plan(self._smallest, self._budget, torch.get_num_threads())
+        except BaseException:
+            planned.reader.close()
+            raise
+        return planned
+
+    def plan_of(self, plans: Iterable[TaskPlan]) -> Plan:
+        """Return the plans as one."""
+        devices = [repr(device) for device in self.devices]
+        return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=self.host)
+
+    def _plan(self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None) -> TaskPlan:
+        smallest, threads = self._smallest, torch.get_num_threads()
+        return planned.make_plan(smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes)
+
+    def _check_free(self) -> None:
+        for device in self.devices:
+            device.check_free()
+
+
+def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
+    if not isinstance(tasks, Sequence):
+        raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
+    if not tasks:
+        raise ValueError("tasks: empty list; give at least one ModelTask")
+    named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
+    for task, _ in named:
+        if not isinstance(task, ModelTask):
+            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+    names = [name for _, name in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"tasks: {names.count(name)} tasks are named {name!r}; give each a name of its own")
+    return named
