@@ -90,17 +90,14 @@ class ModelWatch:
     def _held(self) -> list[Tensor]:
         return [each for holder in self._holders for each in holder.values() if each is not None]
 
+    def _watched(self, with_weights: bool) -> list[Tensor]:
+        return self._tensors if with_weights else [each for each in self._tensors if not each.requires_grad]
+
     def _versions(self) -> list[int]:
-        return list(map(_VERSION, self._watched()))
-
-    def _watched(self) -> list[Tensor]:
-        return self._tensors if self._is_steady else [each for each in self._tensors if not each.requires_grad]
-
-    def _placed(self) -> list[Tensor]:
-        return self._tensors if self._stays else [each for each in self._tensors if not each.requires_grad]
+        return list(map(_VERSION, self._watched(self._is_steady)))
 
     def _places(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._placed()))
+        return list(map(Tensor.data_ptr, self._watched(self._stays)))
 
     def _change(self) -> str | None:
         try:
@@ -129,12 +126,11 @@ class ModelWatch:
         if self._writes.first is not None:
             tensor, operation = self._writes.first
             return f"wrote to {self._name(tensor)} ({operation})"
-        now = self._versions()
-        if now != versions:
-            triples = zip(self._watched(), versions, now, strict=True)
-            return f"wrote to {self._name(next(each for each, old, new in triples if old != new))}"
+        if self._versions() != versions:
+            pairs = zip(self._watched(self._is_steady), versions, strict=True)
+            return f"wrote to {self._name(next(each for each, version in pairs if each._version != version))}"
         if self._places() != places:
-            pairs = zip(self._placed(), places, strict=True)
+            pairs = zip(self._watched(self._stays), places, strict=True)
             moved = next(each for each, place in pairs if each.data_ptr() != place)
             return f"gave {self._name(moved)} other memory (.data)"
         written = None if elements is None or self._elements is None else self._elements.changed(elements)
