@@ -51,7 +51,6 @@ class Checkpoint:
 
     @property
     def data(self) -> Any:
-        """The caller's data."""
         return self.manifest.data
 
     @property
@@ -169,7 +168,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def place(path: Path, stored: StoredFile) -> Path:
-    """Return the path of a file that the manifest of this path names."""
     return path.parent / FILES / stored.file
 
 

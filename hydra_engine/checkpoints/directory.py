@@ -33,7 +33,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _OURS = re.compile(r"\d{8,}-[0-9a-f]{8}([.-].*)?")  # a user may keep other files beside ours
 
 
-class Saved(NamedTuple):
+class Committed(NamedTuple):
     """A checkpoint that is on the medium."""
 
     path: Path
@@ -92,7 +92,7 @@ class NewCheckpoint:
             raise ValueError(f"task {task!r} is in no checkpoint that was saved here or loaded; add its files")
         self.add(task, {}, sorted(self._base.files(task)))
 
-    def commit(self, data: Any = None) -> Saved:
+    def commit(self, data: Any = None) -> Committed:
         """Make it the newest checkpoint, with the caller's JSON data, and remove those that are not kept.
 
         Raises TypeError if the data cannot be saved.
@@ -104,10 +104,9 @@ class NewCheckpoint:
         with self._disk_errors():
             self._write(self.draft.name, manifest.encode())
             self._disk.sync_folder(self.draft.parent)
-        return Saved(self.path, self._publish(self.path, manifest), self._num_bytes)
+        return Committed(self.path, self._publish(self.path, manifest), self._num_bytes)
 
     def close(self) -> None:
-        """Refuse further files."""
         self._is_open = False
 
     def _disk_errors(self, what: str = "") -> AbstractContextManager[None]:
@@ -183,7 +182,6 @@ def _num_bytes(content: Content) -> int:
 
 
 def _cleaned(task: str) -> str:
-    """Return a task's name as far as every file system takes it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
 
 
@@ -211,7 +209,7 @@ class CheckpointDirectory:
         self._disk = disk or Disk()
         self._run = secrets.token_hex(4)
         self._damaged: set[Path] = set()
-        self._newest: Checkpoint | None = None
+        self.newest: Checkpoint | None = None  # saved or loaded here; a later save may remove it while it is read
         self._saving = threading.Lock()
         with disk_errors(self.directory, "cannot be used for checkpoints"):
             new = [each for each in (self._files, self.directory, *self.directory.parents) if not each.exists()]
@@ -244,7 +242,6 @@ class CheckpointDirectory:
         self.close()
 
     def close(self) -> None:
-        """Let other runs write here."""
         self._lock.release()
 
     def load_newest(self) -> Checkpoint | None:
@@ -254,19 +251,13 @@ class CheckpointDirectory:
         """
         found = checkpoint.load_newest(self.directory)
         if found is not None:
-            newer = takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory))
-            self._damaged.update(newer)
-            self._newest = found
+            self._damaged.update(takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory)))
+            self.newest = found
         return found
-
-    @property
-    def newest(self) -> Checkpoint | None:
-        """The newest that was saved or loaded here; a later save may remove it while it is read."""
-        return self._newest
 
     def newest_files(self, task: str) -> frozenset[str]:
         """Return the files of a task that a new checkpoint could take over from the newest that was saved or loaded."""
-        base = self._newest
+        base = self.newest
         if base is None or task not in base.task_names:
             return frozenset()
         return frozenset(name for name, each in base.manifest.tasks[task].items() if _has_size(base.path, each))
@@ -285,7 +276,7 @@ class CheckpointDirectory:
                 )
             self._number += 1
             stem = self._stem(self._number)
-            new = NewCheckpoint(self.directory, stem, self._newest, self._disk, behind, self._publish)
+            new = NewCheckpoint(self.directory, stem, self.newest, self._disk, behind, self._publish)
             try:
                 yield new
             finally:
@@ -302,7 +293,7 @@ class CheckpointDirectory:
         with disk_errors(self.directory, f"did not take {path.name}"):
             self._disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
             self._disk.sync_folder(self.directory)
-        self._newest = Checkpoint(path=path, manifest=manifest)
+        self.newest = Checkpoint(path=path, manifest=manifest)
         with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
             return tuple(self._remove_old())
 

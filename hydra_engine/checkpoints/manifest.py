@@ -37,7 +37,6 @@ class StoredFile(NamedTuple):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Size and digest."""
         return Fingerprint(self.num_bytes, self.digest)
 
 
@@ -55,7 +54,6 @@ class Manifest:
 
     @property
     def files(self) -> list[StoredFile]:
-        """The files of all tasks."""
         return [each for files in self.tasks.values() for each in files.values()]
 
     def encode(self) -> bytes:

@@ -46,7 +46,6 @@ def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tens
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the nested state that `flatten` took apart."""
     return _Unflattener(tensors).decode(tree)
 
 

@@ -101,7 +101,6 @@ class MovingTensor:
 
     @property
     def is_done(self) -> bool:
-        """True once its values are gone."""
         return self._values is None
 
     def _secure(self) -> int:

@@ -172,7 +172,6 @@ def _own(boundary: Boundary) -> Boundary:
 
 
 def pair_bytes(task: str, inputs: Any, target: Any) -> int:
-    """Bytes of a batch's tensors."""
     return Boundary.of(inputs, f"{task}: a batch").num_bytes + Boundary.of(target, f"{task}: a target").num_bytes
 
 

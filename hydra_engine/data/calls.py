@@ -19,7 +19,6 @@ class UserCalls:
     """
 
     def __init__(self, name: str, timeout_s: float | None) -> None:
-        """`name`: the task's."""
         self._name = name
         self._timeout_s = timeout_s
         self._mutex = threading.Lock()

@@ -53,7 +53,7 @@ _REMEDY = (
 )
 
 
-class _Turn(Enum):
+class _Company(Enum):
     """The company in which a loader is read."""
 
     WATCHED = "watched"  # alone, and looked at: its first reads, and all reads since it came into doubt
@@ -75,7 +75,7 @@ class LoaderDraws:
         name: the task's. alone: its user says that it draws where nobody would expect it. what: the code that draws.
         """
         self._name = f"{name}: {what}"
-        self._turn = _Turn.ALONE if alone else _Turn.WATCHED
+        self._turn = _Company.ALONE if alone else _Company.WATCHED
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
@@ -93,13 +93,13 @@ class LoaderDraws:
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
-        if self._turn is _Turn.ALONE:
+        if self._turn is _Company.ALONE:
             before = stream.state
             with installed(stream):
                 yield
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
-        elif self._turn is _Turn.WATCHED:
+        elif self._turn is _Company.WATCHED:
             with self._watched(stream):
                 yield
         else:
@@ -116,10 +116,10 @@ class LoaderDraws:
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
             if watch.is_passed_by or self.drawn:
-                self._turn = _Turn.ALONE
+                self._turn = _Company.ALONE
             elif self._num_watched >= NUM_WATCHED and self._doubt is None:
-                self._turn = _Turn.BESIDE
-        if self._turn is _Turn.ALONE and self._doubt is not None:
+                self._turn = _Company.BESIDE
+        if self._turn is _Company.ALONE and self._doubt is not None:
             raise RuntimeError(
                 f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
                 f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
@@ -139,13 +139,13 @@ class LoaderDraws:
         if moved is None and not turn.is_in_doubt:
             return
         if moved is not None and not turn.had_company:
-            self._turn = _Turn.ALONE  # if it is read again
+            self._turn = _Company.ALONE  # if it is read again
             raise RuntimeError(
                 f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
                 f"batches, so that it is not read alone; {_REMEDY}"
             )
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
-        self._turn = _Turn.WATCHED
+        self._turn = _Company.WATCHED
 
 
 @contextmanager
@@ -289,13 +289,11 @@ class _Own:
             self.generator.set_state(state.torch)
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Draw as the operation does."""
         if is_elsewhere((*args, *kwargs.values())):
             return op(*args, **kwargs)
         return draw_from(self.generator, op, args, kwargs)
 
     def attribute(self, name: str) -> Any:
-        """Get what one of torch's functions asks the global generator for."""
         return getattr(self.generator, name)
 
     def install_in_child(self) -> None:
@@ -316,11 +314,9 @@ class _Watch:
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Draw as the operation does."""
         return self._seen(partial(op, *args, **kwargs))
 
     def attribute(self, name: str) -> Any:
-        """Get what one of torch's functions asks the global generator for."""
         method = getattr(_GLOBAL, name)
         return (lambda *args: self._seen(partial(method, *args))) if callable(method) else method
 
@@ -359,7 +355,6 @@ class _Readers:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """Count `number` threads more."""
         with self._mutex:
             self._number += number
             _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL

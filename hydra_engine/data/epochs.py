@@ -36,12 +36,10 @@ class _Loader:
         self._calls = calls
 
     def opened(self, stream: Stream) -> Iterator[Any]:
-        """Open its iterator."""
         with self._asking(stream):
             return iter(self.loader)
 
     def pairs(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
-        """Give (inputs, target) of each batch that its iterator gives."""
         while True:
             with self._asking(stream):
                 batch = next(iterator, _END)
@@ -89,7 +87,6 @@ class Epochs:
 
     @property
     def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
-        """The draws of its two loaders."""
         return self._training.draws, self._validation.draws
 
     def next(self) -> Item | EpochAhead | None:

@@ -23,7 +23,6 @@ from hydra_engine.data.streams import (
     install,
     installed,
     random_from_state,
-    random_to_state,
 )
 
 _MISSING = object()
@@ -60,13 +59,11 @@ class LoaderPosition:
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
-        start = {**self.start._asdict(), "random": random_to_state(self.start.random)}
-        own = {name: getattr(self, name) for name in ("num_batches", "generators", "own")}
-        return {**own, "start": start, "random": random_to_state(self.random)}
+        start = {**self.start._asdict(), "random": self.start.random._asdict()}
+        return {**vars(self), "start": start, "random": self.random._asdict()}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> LoaderPosition:
-        """Make it of such a state."""
         start = {**saved["start"], "random": random_from_state(saved["start"]["random"])}
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
 
@@ -175,12 +172,7 @@ class _Advanced:
             install(position.start.random)
             set_states(loader, position.start.generators)
             self._indices = iter(self._sampler.sampler)
-        after_first = None
-        for k in range(position.num_batches):
-            if next(self._indices, _MISSING) is _MISSING:
-                raise _too_short(k, position)
-            after_first = after_first or capture()
-        self._sampler.drew_later = after_first is not None and not capture().same_as(after_first)
+        self._sampler.drew_later = _passed(self._indices, position)
 
 
 class _AdvancedOnce:
@@ -262,19 +254,20 @@ def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
 def _skipped(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
     """Return the iterator, and True if it draws at every batch."""
     iterator = iter(loader)
+    return iterator, _passed(iterator, position)
+
+
+def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
+    """Drop what lies before a position. Return True if this draws at every batch, and not only at the first."""
     after_first = None
     for k in range(position.num_batches):
         if next(iterator, _MISSING) is _MISSING:
-            raise _too_short(k, position)
+            raise ValueError(
+                f"the loader ended after {k} batches, and was saved after {position.num_batches}; resume with the "
+                f"data set and the loader that were saved"
+            )
         after_first = after_first or capture()
-    return iterator, after_first is not None and not capture().same_as(after_first)
-
-
-def _too_short(num_batches: int, position: LoaderPosition) -> ValueError:
-    return ValueError(
-        f"the loader ended after {num_batches} batches, and was saved after {position.num_batches}; resume with the "
-        f"data set and the loader that were saved"
-    )
+    return after_first is not None and not capture().same_as(after_first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,5 +299,4 @@ class TaskPosition:
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
-        """Make it of such a state."""
         return cls(**{**saved, "loader": LoaderPosition.from_state(saved["loader"])})

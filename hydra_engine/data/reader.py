@@ -86,7 +86,6 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to read at all."""
         return self._peek() is None
 
     @property
@@ -162,7 +161,6 @@ class Reader:
 
     @property
     def thread_name(self) -> str:
-        """Name of the thread that reads."""
         return f"{self._name}-reader"
 
     @contextmanager
@@ -185,7 +183,6 @@ class Reader:
             self._epochs.restart()
 
     def take(self) -> Batch:
-        """The batch that was reported ready."""
         return self._ready.get_nowait()
 
     def leave_behind(self) -> float | None:

@@ -38,16 +38,10 @@ class Signature(NamedTuple):
 
     def part(self, first: int, end: int, role: tuple[Any, ...]) -> Signature:
         """Its micro-batches `[first, end)`, in a role."""
-        return Signature(
-            self.forms[first:end],
-            self.sizes[first:end],
-            self.numbers[first:end],
-            self.values[first:end],
-            (*self.role, *role),
-        )
+        parts = {name: getattr(self, name)[first:end] for name in ("forms", "sizes", "numbers", "values")}
+        return Signature(**parts, role=(*self.role, *role))
 
     def in_role(self, role: str) -> Signature:
-        """The same in a role."""
         return self._replace(role=(*self.role, role))
 
     @property

@@ -25,11 +25,6 @@ from hydra_engine.system import Hold, RevocableLock
 from partitioners.measure import draws_random, given_generators
 
 
-def random_to_state(random: RandomState) -> dict[str, Any]:
-    """Return a random stream's states by name, as they are."""
-    return random._asdict()
-
-
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     """Make a random stream's states of such a dict; raises ValueError where one is missing, or there is one more."""
     if saved.keys() != set(RandomState._fields):
@@ -40,27 +35,24 @@ def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     return RandomState(**saved)
 
 
-def copied(state: Any) -> Any:
+def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
     """Copy state that goes on changing: its tensors go to DRAM of their own, strides kept, one for each object.
 
-    Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept.
+    Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept. made: copies by object.
     """
-    return _copied(state, {})
-
-
-def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in made:
-            made[id(value)] = value.detach().to("cpu", copy=True)
-        return made[id(value)]
-    if isinstance(value, dict):
-        rebuilt = value.copy()  # an OrderedDict stays one, a defaultdict keeps its default
-        for key, each in value.items():  # one by one: a Counter's update adds
-            rebuilt[key] = _copied(each, made)
+    made = {} if made is None else made
+    if isinstance(state, Tensor):
+        if id(state) not in made:
+            made[id(state)] = state.detach().to("cpu", copy=True)
+        return made[id(state)]
+    if isinstance(state, dict):
+        rebuilt = state.copy()  # an OrderedDict stays one, a defaultdict keeps its default
+        for key, each in state.items():  # one by one: a Counter's update adds
+            rebuilt[key] = copied(each, made)
         return rebuilt
-    if type(value) in (list, tuple):
-        return type(value)(_copied(each, made) for each in value)
-    return value.copy() if isinstance(value, (np.ndarray, set)) else value
+    if type(state) in (list, tuple):
+        return type(state)(copied(each, made) for each in state)
+    return state.copy() if isinstance(state, (np.ndarray, set)) else state
 
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
@@ -106,7 +98,6 @@ class RandomState(NamedTuple):
 
 
 def capture() -> RandomState:
-    """Return the process-wide states as they are."""
     return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
@@ -243,7 +234,6 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator that ops draw from."""
         if isinstance(self._start, Tensor):
             generator = torch.Generator()
             generator.set_state(self._start)

@@ -98,7 +98,6 @@ class Arena:
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
     def holds(self, slab: Slab) -> bool:
-        """Return True if it lies here, and not elsewhere."""
         return slab.storage is self._storage
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class Arena:
                 self._elsewhere_bytes -= slab.num_bytes
 
 
-class Places:
+class HostRegions:
     """DRAM for what units leave: cut from few regions that are made once, and used again as soon as it is free.
 
     As page-locked memory has to be, which is slow to make. Torch has such memory, too, but frees it by asking the
@@ -173,7 +172,7 @@ class Places:
             self._freed.clear()
 
 
-def _give_back(places: weakref.ref[Places], region: Arena, slab: Slab) -> None:
+def _give_back(places: weakref.ref[HostRegions], region: Arena, slab: Slab) -> None:
     there = places()
     if there is not None:
         there.give_back(region, slab)

@@ -73,7 +73,6 @@ class Ledger:
         return self._used[SLABS] + self._used[WORK]
 
     def limit_bytes(self, kind: str = WORK) -> int:
-        """The most bytes that a kind can have."""
         return self._limits[kind]
 
     def free_bytes(self, kind: str = WORK) -> int:
@@ -174,12 +173,11 @@ class Ledger:
         while self._waiting:
             ticket = self._waiting[0]
             wanted = self._wanted(ticket)
-            if wanted is None:
-                if self._num_active == 0:
-                    self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
-                    wanted = self.free_bytes(ticket.kind)
-            else:
+            if wanted is not None:
                 wanted = self._made_room(ticket, wanted)
+            elif self._num_active == 0:
+                self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
+                wanted = self.free_bytes(ticket.kind)
             if wanted is not None and wanted <= self.free_bytes(ticket.kind):
                 self._waiting.popleft()
                 self._used[ticket.kind] += wanted
@@ -246,13 +244,7 @@ class Residents:
         return key in self._found
 
     def add(
-        self,
-        key: Hashable,
-        value: Any,
-        num_bytes: int,
-        user: str,
-        next_use_s: NextUse,
-        dispose: Callable[[], None],
+        self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Callable[[], None]
     ) -> None:
         """Take in a slab, pinned once, with bytes that are granted already.
 
@@ -307,13 +299,8 @@ class Residents:
             if key in self._found or own_s == math.inf or self._ledger.has_waiting:
                 return False
             missing = num_bytes - self._ledger.free_bytes()
-            if missing > 0:
-                later = [
-                    r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)
-                ]
-                if sum(later) < missing:
-                    return False
-            if not self._ledger.take(num_bytes):
+            later = (r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK))
+            if (missing > 0 and sum(later) < missing) or not self._ledger.take(num_bytes):
                 return False
             self._found[key] = _Resident(value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s})
             return True
@@ -368,7 +355,6 @@ class Residents:
         self._ledger.release(resident.num_bytes, kind=resident.kind)
 
     def _serves(self, resident: _Resident, kind: str) -> bool:
-        """Return True if giving it up makes room for that kind."""
         return resident.kind == kind or not self._ledger.is_split
 
     def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:

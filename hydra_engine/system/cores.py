@@ -69,21 +69,22 @@ def host_threads(
     """
     allowed = allowed_cores()
     nodes = numa_nodes(allowed, root)
-    _check_optimizer_threads(optimizer_threads)
-    _check_numa_node(numa_node, nodes)
+    if optimizer_threads is not None:
+        _check_optimizer_threads(optimizer_threads)
+    if numa_node is not None:
+        _check_numa_node(numa_node, nodes)
     bound_cores = None if numa_node is None else nodes[numa_node]
     cores = num_cores(allowed if bound_cores is None else bound_cores, root)
     spare = cores - len(device_nodes) - DATA_CORES
     if optimizer_threads is None:
         optimizer_threads = max(1, min(MOST_OPTIMIZER_THREADS, spare // intra_op_threads))
+    own_threads = intra_op_threads if computes_here else max(1, min(intra_op_threads, spare // optimizer_threads))
     return HostThreads(
         cores=cores,
         num_nodes=len(nodes),
         optimizer_threads=optimizer_threads,
         intra_op_threads=intra_op_threads,
-        optimizer_intra_op_threads=(
-            intra_op_threads if computes_here else max(1, min(intra_op_threads, spare // optimizer_threads))
-        ),
+        optimizer_intra_op_threads=own_threads,
         launch_cores=len(device_nodes),
         data_cores=DATA_CORES,
         numa_node=numa_node,
@@ -94,8 +95,6 @@ def host_threads(
 
 def _check_optimizer_threads(number: object) -> None:
     remedy = "give the threads that commit and update, or None to leave cores to devices and loaders"
-    if number is None:
-        return
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"optimizer_threads: {number!r}, limit: an int of at least 1; {remedy}")
     if number < 1:
@@ -105,8 +104,6 @@ def _check_optimizer_threads(number: object) -> None:
 def _check_numa_node(node: object, nodes: dict[int, frozenset[int]]) -> None:
     known = ", ".join(map(str, nodes))
     remedy = "give one of these, or None to leave the threads to the system"
-    if node is None:
-        return
     if not hasattr(os, "sched_setaffinity"):
         raise RuntimeError(f"numa_node: {node!r}, limit: None, since this system cannot bind threads; leave it None")
     if not isinstance(node, int) or isinstance(node, bool):

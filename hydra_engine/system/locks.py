@@ -82,7 +82,6 @@ class RevocableLock:
 
     @property
     def is_free(self) -> bool:
-        """True while nobody holds it."""
         return not self._lock.locked()
 
     @contextmanager
@@ -136,7 +135,8 @@ class RevocableLock:
             with self._changed:
                 self._wait_beside()
                 turn.append(Beside(bool(self._beside), is_call=is_call))
-                self._note_company()
+                for each in self._beside:
+                    each.had_company = True
                 self._beside += turn
                 if self._hold is not None and self._hold.is_apart and self._hold.has_begun:
                     self._hold.is_passed = True
@@ -159,10 +159,6 @@ class RevocableLock:
         hold = self._hold
         is_first = hold is not None and not hold.has_begun and number < hold.number
         return hold is None or not hold.is_apart or hold.is_passed or is_first
-
-    def _note_company(self) -> None:
-        for each in self._beside:
-            each.had_company = True
 
     def look(self, job: Callable[[Hold | None], None]) -> None:
         """Run `job`, which is short and ours, with the present hold, which cannot begin or end a change meanwhile."""

@@ -238,11 +238,9 @@ class _Elements:
         self._places, self._owners = torch.cat(places), torch.cat(owners)  # the tensor of each byte
 
     def take(self) -> Tensor:
-        """The bytes as they are."""
         return self._bytes.index_select(0, self._places)
 
     def changed(self, before: Tensor) -> Tensor | None:
-        """A tensor whose bytes are others than before."""
         now = self.take()
         if torch.equal(now, before):
             return None
