@@ -40,10 +40,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was whole when it was opened.
-
-    path: its manifest's. messages: the reasons why newer checkpoints are not used.
-    """
+    """A checkpoint that was whole when it was opened; messages: the reasons why newer ones are not used."""
 
     path: Path
     manifest: Manifest

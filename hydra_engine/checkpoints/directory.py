@@ -44,9 +44,8 @@ class Committed(NamedTuple):
 class NewCheckpoint:
     """The checkpoint that `CheckpointDirectory.begin` gives; for one thread, within the block.
 
-    stem: the beginning of its files' names. base: the newest checkpoint, whose files may be named again.
-
-    Raises CheckpointError if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
+    stem: the beginning of its files' names. base: the newest checkpoint, whose files may be named again. Raises
+    CheckpointError if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
     """
 
     def __init__(
@@ -93,10 +92,7 @@ class NewCheckpoint:
         self.add(task, {}, sorted(self._base.files(task)))
 
     def commit(self, data: Any = None) -> Committed:
-        """Make it the newest checkpoint, with the caller's JSON data, and remove those that are not kept.
-
-        Raises TypeError if the data cannot be saved.
-        """
+        """Make it the newest checkpoint, with the caller's JSON data (else TypeError), and remove those not kept."""
         self._check_open()
         check_data(data)
         self._is_open = False
@@ -245,10 +241,7 @@ class CheckpointDirectory:
         self._lock.release()
 
     def load_newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, as the function of that name. New checkpoints may take its files over.
-
-        Checkpoints that it finds damaged do not count among those to keep.
-        """
+        """Return the newest whole checkpoint, whose files new ones may name again; newer ones do not count as kept."""
         found = checkpoint.load_newest(self.directory)
         if found is not None:
             self._damaged.update(takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory)))

@@ -44,10 +44,7 @@ class SavedTask:
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Put the saved weights and buffers into the user's model, for a layout that is made anew.
-
-        Raises ValueError if it is another model.
-        """
+        """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another."""
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's

@@ -150,20 +150,14 @@ class Saver:
         self._submit(self._write_round, self._round)
 
     def give(self, name: str, snapshot: Snapshot | None) -> Callable[[], None]:
-        """Give one of the round's tasks; None passes it over.
-
-        Returns a function to call once the task is captured: only then does the writing thread begin with it.
-        """
+        """Give one of the round's tasks, or None to pass it over. Returns a function to call once it is captured."""
         self._round.wanted.discard(name)
         if snapshot is not None:
             self._turns[name] = _LastSave(snapshot.steps, is_saved=True)
         return partial(self._round.put, snapshot)
 
     def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
-        """Save that a task has ended, and how, unless that is saved already; then call `then`. From any thread.
-
-        `then` is called whether that could be saved or not.
-        """
+        """Save that a task has ended, and how; then call `then`, saved or not. For any thread."""
         self._submit(self._write_end, task, over, snapshot, then)
 
     @property
@@ -244,10 +238,7 @@ class Saver:
         return snapshot.error is None
 
     def _save(self, it: _Round, ended: Mapping[str, dict[str, Any]] | None = None) -> bool:
-        """Save a round's tasks as they come, and others as they were; returns True once the checkpoint is there.
-
-        ended: entries of tasks whose end alone is saved.
-        """
+        """Save a round's tasks as they come, others as they were, and ends alone; returns True once that is there."""
         start_s = time.perf_counter()
         try:
             with self._directory.begin() as new:

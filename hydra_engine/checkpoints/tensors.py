@@ -72,10 +72,7 @@ class MovingTensor:
         self._is_own = False  # the values lie in memory that nobody else changes
 
     def copy_to(self, target: memoryview, start_byte: int) -> None:
-        """Fill the target with the values' bytes in C order, from `start_byte` on.
-
-        A tensor that is not contiguous is secured first. Raises ValueError after `done`.
-        """
+        """Fill the target with the values' bytes in C order, from `start_byte` on; raises ValueError after `done`."""
         with self._lock:
             if self._values is None:
                 raise ValueError("a tensor was given up before all of it was written; save what is there now")
@@ -85,10 +82,7 @@ class MovingTensor:
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def secure(self) -> int:
-        """Copy the values before the tensor is changed, if they are still needed; returns the bytes copied.
-
-        Raises torch's error if there is no memory for them: leave the tensor as it is, or give up with `done`.
-        """
+        """Copy the values before they change, if still needed; returns the bytes. Raises torch's error for no DRAM."""
         with self._lock:
             if self._values is None or self._is_own:
                 return 0

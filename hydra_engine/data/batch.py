@@ -95,10 +95,7 @@ class Splitter:
         return found
 
     def split(self, item: Item, stream: Stream, number: int, *, for_plan: bool) -> Batch:
-        """A batch of `number` micro-batches; what the user's functions draw moves the stream.
-
-        for_plan: nothing is trained on it, and it will be split once more, for training.
-        """
+        """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
         inputs, target, step, epoch, training, evaluation, position = item
         read, reduction = stream.state, self._task.loss_reduction
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]

@@ -68,10 +68,7 @@ class UserCalls:
             return None
 
     def leave(self) -> None:
-        """Leave the thread to itself.
-
-        Its lock on the process-wide generators is taken away, and they are as they were: others go on.
-        """
+        """Leave the thread to itself, without its lock on the process-wide generators: others go on."""
         with self._mutex:
             self._leave()
 

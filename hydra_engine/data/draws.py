@@ -70,10 +70,7 @@ class LoaderDraws:
     """
 
     def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
-        """Watch the loader's first reads, or none with `alone`.
-
-        name: the task's. alone: its user says that it draws where nobody would expect it. what: the code that draws.
-        """
+        """`what`: the code that draws. alone: its user says that it draws where nobody would expect it."""
         self._name = f"{name}: {what}"
         self._turn = _Company.ALONE if alone else _Company.WATCHED
         self._num_watched = 0
@@ -225,10 +222,7 @@ class CallbackDraws:
 
 @contextmanager
 def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
-    """Add what the body draws from, of `random` and `numpy.random`; in company, what it may have drawn from.
-
-    Gives all that somebody has drawn from, at its end.
-    """
+    """Add what the body draws from, of `random` and `numpy.random`, or in company may have; gives what was drawn."""
     before, moved = _outside(), set[str]()
     try:
         yield moved

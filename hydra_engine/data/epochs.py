@@ -60,9 +60,7 @@ class _Loader:
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 
-    Attributes:
-        stream: the task's main random stream.
-        messages: reasons why batches may differ from those of the run that was saved.
+    messages: reasons why batches may differ from those of the run that was saved.
     """
 
     def __init__(
@@ -94,11 +92,7 @@ class Epochs:
         return next(self._items, None)
 
     def apart(self) -> Generator[Any, None, None]:
-        """Give (inputs, target) of an epoch that is read apart, from where the stream stands; for a plan.
-
-        On a copy of the stream; generators of the loader's own are put back, so that training reads what it would have
-        read.
-        """
+        """Give (inputs, target) of an epoch for a plan, read on a copy of the stream: training reads the same."""
         stream = Stream(self.stream.state)
         put_back = putting_back(self._training.loader)
         try:
@@ -123,10 +117,7 @@ class Epochs:
             self._goal = _Goal(self._last, self._num_evaluated - self._last.num_evaluated, self._asked_at)
 
     def go_to(self, main: RandomState | None) -> None:
-        """Set the stream to where the next item begins, and go back where that was asked for.
-
-        main: where the layers have left the stream; None: they draw nothing from it.
-        """
+        """Set the stream to where the layers have left it, if they draw, and go back where that was asked for."""
         if self._goal is not None:
             self._go_back(self._goal)
             self._goal = None

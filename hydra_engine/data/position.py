@@ -42,14 +42,7 @@ class EpochStart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPosition:
-    """A loader's position in an epoch.
-
-    Attributes:
-        num_batches: batches of the epoch that were read.
-        random: the task's stream after them.
-        generators: states of the generators that the loader holds, after them.
-        own: the loader's state dict, if it has one.
-    """
+    """A loader's position in an epoch, and there the task's stream, the loader's generators, its own state dict."""
 
     num_batches: int
     start: EpochStart
@@ -176,10 +169,7 @@ class _Advanced:
 
 
 class _AdvancedOnce:
-    """A sampler whose first iterator that is used begins at a position, and every other one at the beginning.
-
-    torch's loaders with workers open two, and use the second.
-    """
+    """A sampler whose first iterator that is used begins at a position: torch's workers open two, use the second."""
 
     def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
         self.loader: Any = loader  # until the position was reached

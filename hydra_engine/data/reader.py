@@ -175,10 +175,7 @@ class Reader:
         self._requests.put((main,))
 
     def restart(self) -> None:
-        """With the next request, go back to where the batch that failed was asked for, and ask again.
-
-        For a reader that keeps positions.
-        """
+        """With the next request, go back to where the batch that failed was asked for; where positions are kept."""
         if self._pending is None:  # else it was read, and splitting it failed
             self._epochs.restart()
 

@@ -122,10 +122,7 @@ class Stream:
 
 @contextmanager
 def installed(stream: Stream) -> Iterator[None]:
-    """Run the body with the stream as the process-wide generators, and leave those as they were.
-
-    Raises TakenAway where the body came back too late: then the stream is where it was.
-    """
+    """Run the body with the stream as the process-wide generators. Raises TakenAway, and drops draws, if it is late."""
     with GLOBAL_GENERATORS.held(apart=True) as hold:
 
         def enter() -> None:
@@ -194,10 +191,9 @@ def is_elsewhere(values: Iterable[Any]) -> bool:
 
 
 class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where `who` draws from the process's torch generator, which may be another task's now.
+    """Raises RuntimeError where `who` draws from the process's torch generator, maybe another task's now.
 
-    Attributes:
-        own: the generators that ops were given instead, as `given_generators` has them.
+    own: the generators that ops were given instead, as `given_generators` has them.
     """
 
     def __init__(self, who: str) -> None:

@@ -76,10 +76,7 @@ class Arena:
         return -(-num_bytes // self._alignment) * self._alignment
 
     def find(self, num_bytes: int) -> Slab | None:
-        """A gap that is large enough; None if there is none although so much is free.
-
-        Raises DeviceOutOfMemory where less is free.
-        """
+        """A gap that is large enough; None if free room is in pieces. Raises DeviceOutOfMemory where less is free."""
         size = self._size(num_bytes)
         with self._lock:
             end = len(self._storage) // self._alignment * self._alignment

@@ -213,7 +213,7 @@ def _nothing() -> None:
     """Do nothing: values are freed by letting go of them."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Resident:
     value: Any
     num_bytes: int
@@ -246,15 +246,10 @@ class Residents:
     def add(
         self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Callable[[], None]
     ) -> None:
-        """Take in a slab, pinned once, with bytes that are granted already.
-
-        next_use_s: how far away the user's next use is, as of when it is asked. dispose: frees it.
-        """
+        """Take in a slab, pinned once; next_use_s: how far away the next use is when it is asked; dispose: frees it."""
         with self._ledger.lock:
             assert key not in self._found, key
-            self._found[key] = _Resident(
-                value=value, num_bytes=num_bytes, kind=SLABS, users={user: next_use_s}, dispose=dispose, num_pins=1
-            )
+            self._found[key] = _Resident(value, num_bytes, SLABS, {user: next_use_s}, dispose, num_pins=1)
 
     def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
         """Return the value, which stays until it is unpinned; None if it is not there."""
@@ -287,9 +282,7 @@ class Residents:
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            self._found[key] = _Resident(
-                value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s}, dispose=dispose
-            )
+            self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s}, dispose)
             return True
 
     def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
@@ -302,7 +295,7 @@ class Residents:
             later = (r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK))
             if (missing > 0 and sum(later) < missing) or not self._ledger.take(num_bytes):
                 return False
-            self._found[key] = _Resident(value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s})
+            self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s})
             return True
 
     def take(self, key: Hashable) -> Any | None:

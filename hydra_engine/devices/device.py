@@ -99,10 +99,7 @@ class OpenDevice(ABC):
         self._trace = trace
 
     def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
-        """Queue a job in a lane, or do it `at_once` in the caller's thread.
-
-        It is traced as a span named `label`; what computes traces itself, since it waits.
-        """
+        """Queue a job in a lane, or do it `at_once` in the caller's thread; traced as `label`, unless it computes."""
         if at_once:
             self._run(lane, label, job)
             return

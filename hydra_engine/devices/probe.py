@@ -74,10 +74,8 @@ def measure(
 ) -> Ceilings:
     """Measure everything, in a second or two. Nothing else may be at work, there or on the host.
 
-    Args:
-        name: by which it is to be stored.
-        num_workers: threads that update weights on the host. num_threads: intra-op, of each of them and of a lane.
-        new_host_bytes: makes DRAM as a run copies it from and to: a tensor of so many uint8.
+    num_workers: threads that update weights on the host. num_threads: intra-op, of each of them and of a lane.
+    new_host_bytes: makes DRAM as a run copies it from and to: a tensor of so many uint8.
     """
     link: dict[str, Any] = dict(zip(LINK_RATES, _link_rates(opened, new_host_bytes), strict=True))
     most_bytes = opened.ledger.memory_bytes // SHARE

@@ -125,10 +125,9 @@ def stored(name: str) -> Ceilings | None:
 
 
 def save(*measured: Ceilings) -> Path:
-    """Store ceilings beside those of other kinds of devices; returns where. Readers see the old file or the new one.
+    """Store ceilings beside those of other devices; returns where. Readers see the old file or the new one.
 
-    Raises ValueError for a file there that is none of ours, which stays as it is, and OSError where none can be
-    written.
+    Raises ValueError for a file there that is none of ours, and OSError where none can be written.
     """
     file = path()
     if str(file).startswith("~"):

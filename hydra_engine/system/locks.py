@@ -126,10 +126,7 @@ class RevocableLock:
 
     @contextmanager
     def beside(self, *, is_call: bool = False) -> Iterator[Beside]:
-        """Take a turn beside others, and wait for a thread that holds the lock apart.
-
-        is_call: a turn of a callback, which may take long.
-        """
+        """Take a turn beside others, once nobody holds the lock apart; is_call: of a callback, which may take long."""
         turn: list[Beside] = []
         try:
             with self._changed:

@@ -46,10 +46,7 @@ def forget() -> None:
 
 
 def start_again(argv: Sequence[str], cwd: str | os.PathLike[str], directory: Path) -> NoReturn:
-    """Become the program `argv`, in `cwd`, to go on from this directory of checkpoints.
-
-    Raises OSError if the program or `cwd` is not there.
-    """
+    """Become the program `argv`, in `cwd`, to go on from these checkpoints; raises OSError if one is not there."""
     directory = directory.absolute()
     os.chdir(cwd)
     sys.stdout.flush()

@@ -66,10 +66,7 @@ class ModelWatch:
         self._writes = _Writes(())
 
     def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
-        """Watch these as well: the weights that updates change, which lie in one piece of memory.
-
-        is_steady: no update changes them during a call. stays: none gives them other memory meanwhile.
-        """
+        """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`)."""
         self._is_steady, self._stays = is_steady, stays
         self._elements = _Elements(weights) if weights and is_steady else None
 
@@ -164,11 +161,7 @@ class ModelWatch:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees the first write to one of some tensors, or to a part of one, under whatever name.
-
-    Attributes:
-        first: the tensor and the operation that wrote to it; None: none did.
-    """
+    """Sees the `first` write to one of some tensors, or to a part of one, under whatever name."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -252,10 +245,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes; its containers anew, but for those that are looked at otherwise: empty ones and tensors'.
-
-    Large ones as they are: comparing what is in a vocabulary would take longer than a step.
-    """
+    """A module's attributes; containers anew but for tensors', empty ones and large ones, slow to compare."""
     found = dict(attributes)
     for name, value in attributes.items():
         if type(value) in _CONTAINERS and 0 < len(value) <= MOST_COMPARED:
