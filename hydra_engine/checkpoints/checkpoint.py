@@ -1,15 +1,8 @@
 """Checkpoints on disk. Each is whole or not there at all, whatever ends the process, and no byte is used unchecked.
 
-    directory/
-        LOCK                                            held by the run that writes here
-        checkpoint-00000012-4f1c9a2e.json               a manifest: number of the checkpoint, run that wrote it
-        files/
-            00000012-4f1c9a2e-0-bert-weights.safetensors    content, named after the checkpoint that wrote it first
-            00000009-4f1c9a2e-0-bert-frozen.safetensors     unchanged since checkpoint 9, and named by both manifests
-
 A save writes new files and a manifest into files/, and then renames the manifest into its place. Only then are older
 manifests removed, and then the files that no manifest names. Each of these is on the medium before the next begins. No
-name is ever used twice. `checkpoint.md` has the format.
+name is ever used twice. `checkpoint.md` has the format, and draws the directory.
 """
 
 from __future__ import annotations
@@ -119,8 +112,7 @@ class _Removed(Exception):
 def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest checkpoint that is whole, with every byte checked; None if nothing was saved yet.
 
-    Raises CheckpointError if there are checkpoints and none is whole, or the newest is of a newer format. A run may
-    save there meanwhile.
+    Raises CheckpointError if none is whole, or the newest is of a newer format. A run may save there meanwhile.
     """
     directory = Path(directory).absolute()
     for _ in range(_NUM_TRIES):

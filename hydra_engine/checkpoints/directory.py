@@ -1,4 +1,4 @@
-"""Saving checkpoints as `checkpoint.py` draws them: a kill at any moment leaves the newest whole one.
+"""Saving checkpoints as `checkpoint.md` draws them: a kill at any moment leaves the newest whole one.
 
 Files are written one after the other. A file that has not changed since the newest checkpoint is only named again.
 """
@@ -70,8 +70,7 @@ class NewCheckpoint:
     def add(self, task: str, files: Mapping[str, Content], unchanged: Iterable[str] = ()) -> None:
         """Write a task's files by name: bytes, or tensors by name, which stay as they are until it returns, or move.
 
-        unchanged: files that the newest checkpoint has, of `CheckpointDirectory.newest_files`. Raises TypeError and
-        ValueError, before anything of the task is written, if the content cannot be saved.
+        unchanged: of `newest_files`. Raises TypeError or ValueError, before a byte is written, if it cannot be saved.
         """
         self._check_open()
         unchanged = tuple(unchanged)
@@ -257,10 +256,9 @@ class CheckpointDirectory:
 
     @contextmanager
     def begin(self) -> Iterator[NewCheckpoint]:
-        """Begin a new checkpoint. It is there once it is committed, and nothing stays of it otherwise.
+        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed.
 
-        One at a time: a second thread waits until the first has left the block. Raises CheckpointError if the disk
-        does not take it. No earlier checkpoint has changed then, and the next save may succeed.
+        Raises CheckpointError if the disk does not take it; earlier ones have not changed then.
         """
         with self._saving, WriteBehind() as behind:
             if not self._lock.is_held:

@@ -22,8 +22,7 @@ _REMEDY = "resume with the model and the loss_fn that were saved"
 class SavedTask:
     """One task in a checkpoint. Weights and optimizer are read straight into their places, all else at once.
 
-    over: None, or how the task ended, which may have been noted after it was saved: "finished", "failed", "stopped" or
-    "lost". Raises CheckpointError if the checkpoint has changed.
+    over: None, or how it ended, maybe noted later. Raises CheckpointError if the checkpoint has changed.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, over: str | None) -> None:

@@ -85,8 +85,7 @@ class _Round:
 class Saver:
     """Saves of one run. For the thread that decides; `save_end`, `count`, `report` and `tell` for any thread.
 
-    about: returns what a checkpoint says of the run; called as one is written. tasks: what the newest checkpoint in the
-    directory says of its tasks: {name: {"steps", "over", "loss"}}.
+    about: what a checkpoint says of the run, as one is written. tasks: what the newest says of its tasks, by name.
     """
 
     def __init__(

@@ -62,10 +62,7 @@ class CheckpointStore:
         return None if self._open is None else CheckpointReport()
 
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Lock the directory, and return the checkpoint to go on from, also if `hydra-engine resume` asks for it.
-
-        Raises CheckpointError if it holds checkpoints of another run that is not to be resumed.
-        """
+        """Lock the directory, and return the checkpoint to resume, if asked to; CheckpointError: another run's."""
         asked_for = restart.directory_asked_for()
         if asked_for is not None and self._is_for_this(asked_for):
             self.directory, resume = asked_for, True
@@ -90,8 +87,7 @@ class CheckpointStore:
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        while_training: saves go on, and may remove the checkpoint that is being read. Then the task is read from the
-        next one, and its optimizer at once.
+        while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
         while (found := self._newest) is not None and name in found.task_names:
             try:

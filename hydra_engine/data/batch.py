@@ -134,10 +134,7 @@ class Splitter:
     def _micro_batches(
         self, item: Item, read: RandomState, number: int, for_plan: bool
     ) -> tuple[list[MicroBatch], RandomState]:
-        """Split a batch as the plain loop does, after the read: what that draws is of the same stream.
-
-        A plan and the training that follows it split the first batch once, since a function may count its calls.
-        """
+        """Split a batch on the read's stream; once for a plan and its training, since functions may count calls."""
         planned, self._planned = self._planned, None
         is_known = planned is not None and planned.inputs is item.inputs and planned.read is read
         if planned is None or not is_known or planned.number != number:

@@ -147,10 +147,7 @@ class LoaderDraws:
 
 @contextmanager
 def beside_loaders(drawn: set[str] | None = None) -> Iterator[Beside]:
-    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost.
-
-    drawn: to which `random` and `numpy.random` are added where the body draws from them.
-    """
+    """Run user code of no stream while loaders are read; drawn: gets which of `random`, `numpy.random` it used."""
     with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())), ExitStack() as stack:
         if drawn is not None:
             stack.enter_context(_noting(drawn, set(), turn))

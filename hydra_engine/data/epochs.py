@@ -203,10 +203,7 @@ class Epochs:
         )
 
     def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
-        """The batches of one evaluation, which may lie between two of an epoch, whose iterator stays open meanwhile.
-
-        As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
-        """
+        """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""
         if self._task.validation is None:
             return
         outside = self.stream.state

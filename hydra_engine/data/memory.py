@@ -63,8 +63,7 @@ def flat(tensor: Tensor) -> Tensor:
 def memory_of(tensor: Tensor) -> Tensor:
     """The tensor's numbers as they lie in memory, without its graph.
 
-    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
-    and give other bits than for the numbers written out: so it travels as a bit.
+    A bit may say that it is the conjugate or negative of these; kernels read it, so it travels as a bit.
     """
     tensor = tensor.detach()
     if tensor.is_conj():

@@ -44,11 +44,11 @@ class EpochStart(NamedTuple):
 class LoaderPosition:
     """A loader's position in an epoch, and there the task's stream, the loader's generators, its own state dict."""
 
-    num_batches: int
+    num_batches: int  # of the epoch that were read
     start: EpochStart
     random: RandomState
     generators: tuple[Any, ...]
-    own: Any = None
+    own: Any = None  # its state dict, if it has one
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
@@ -82,10 +82,7 @@ def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int
 
 
 def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
-    """Bring a loader to a position, and the task's stream with it.
-
-    Raises ValueError where the loader is of another kind than the one that was saved, or ends before.
-    """
+    """Bring a loader and the task's stream to a position; ValueError for a loader of another kind, or a shorter one."""
     start = position.start
     if (position.own is not None) != _is_stateful(loader):
         kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
@@ -216,10 +213,7 @@ class _DrawsProbe(Dataset[bool]):
 
 
 def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
-    """Return True if workers make samples with random numbers: they would have to draw all those before as well.
-
-    Asked in a worker: here, a data set might open what a fork must not inherit.
-    """
+    """Return True if samples draw in workers. Asked in one: a data set may open here what a fork must not inherit."""
     with installed(Stream(stream.state)):
         first = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), None)
         index = first if loader.batch_sampler is None else next(iter(first or ()), None)
@@ -262,22 +256,15 @@ def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPosition:
-    """A task's position in its data, right after a training batch was read or an epoch has begun.
+    """A task's position in its data, right after a training batch was read or an epoch has begun."""
 
-    Attributes:
-        num_steps: training batches that were read.
-        validation: states of the generators that the validation loader holds.
-        num_evaluations, num_evaluated: evaluations that ended, and the batches of all of them.
-        is_evaluated: an evaluation that is due after `num_steps` steps comes before this position.
-    """
-
-    num_steps: int
+    num_steps: int  # training batches that were read
     epoch: int
     loader: LoaderPosition
-    validation: tuple[Any, ...]
-    num_evaluations: int
-    num_evaluated: int
-    is_evaluated: bool = False
+    validation: tuple[Any, ...]  # states of the generators that the validation loader holds
+    num_evaluations: int  # that ended
+    num_evaluated: int  # batches of all evaluations
+    is_evaluated: bool = False  # an evaluation that is due after `num_steps` steps comes before this position
 
     def with_random(self, random: RandomState) -> TaskPosition:
         """The same position, for a stream that others drew from since."""

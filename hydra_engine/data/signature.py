@@ -54,10 +54,7 @@ class Signature(NamedTuple):
         return len(self.sizes)
 
     def no_larger(self, known: Signature, *, numbers: bool = True) -> bool:
-        """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
-
-        numbers: whole numbers among the values are sizes, too.
-        """
+        """Return True if no micro-batch is more or larger, in the same forms and role; numbers: these are sizes, too."""
         if self.role != known.role or self.num_micro_batches > known.num_micro_batches:
             return False
         for m, form in enumerate(self.forms):
@@ -106,10 +103,7 @@ def rounded_up(size: int) -> int:
 
 
 def resized(value: Any, sizes: Sequence[int], numbers: Sequence[int]) -> Any:
-    """A value with tensors of these sizes, whose memory nobody has touched, and these whole numbers among its values.
-
-    The sizes of its tensors and its whole numbers are in the order of `Boundary.signature`.
-    """
+    """A value with untouched tensors of these sizes, and these numbers, in the order of `Boundary.signature`."""
     boundary = Boundary.of(value, "a batch")
     dims, tensors = iter(sizes), []
     for tensor in boundary.tensors:

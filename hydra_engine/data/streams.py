@@ -216,10 +216,9 @@ class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its _
 
 
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sends what seeded ops draw to a task's own generator.
+    """Sends what seeded ops draw to a task's own generator, unless they were given one.
 
-    Ops tagged `nondeterministic_seeded` get the generator as an argument; one that takes none runs with the state
-    installed in the global generator, under the lock. An op that was given a generator keeps it.
+    An op that takes none runs with the state installed in the global generator, under the lock.
     """
 
     def __init__(self, start: torch.Generator | Tensor) -> None:

@@ -54,10 +54,9 @@ class Arena:
         make_room: Callable[[], bool] = lambda: False,
         beside: Callable[[int], bool] = lambda _: True,
     ) -> Slab:
-        """A free region; the ledger has granted its bytes already.
+        """A free region, whose bytes are granted.
 
-        make_room: asked where the room that is left is in pieces; gives another slab back, or says that it cannot.
-        beside: asked then whether there is so much memory beside the storage, which it takes.
+        make_room: gives another slab back where room is in pieces, or cannot. beside: then takes memory elsewhere.
         """
         while (slab := self.find(num_bytes)) is None:
             if make_room():

@@ -7,14 +7,8 @@ of one stream for another is needed. The compute lane alone runs ahead: kernels 
 stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
 stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
-    slabs         one allocation, the arena, made when the device is opened
-    activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what
-    and inputs    that stream is told to do later. Inputs are copied there by other lanes, once it is through with what
-                  it did before the room for them was made
-    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
-                  units leave lies in few such regions, which are used again
-
-None of it has been run on a GPU yet: see benchmarks/gpu_day/README.md.
+`cuda.md` has the places of all memory, and what is relied on. None of it has been run on a GPU yet: see
+benchmarks/gpu_day/README.md.
 """
 
 from __future__ import annotations

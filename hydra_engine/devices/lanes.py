@@ -124,10 +124,7 @@ def open_lanes(
 
 
 class EmulatedLink:
-    """One direction of an emulated link: one copy at a time, urgent ones between the pieces of others.
-
-    What a unit starts from holds the device up; the shard of the unit after it does not.
-    """
+    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, between pieces."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -163,10 +163,7 @@ class RevocableLock:
             job(self._hold)
 
     def take_from(self, thread: int | None) -> bool:
-        """Take the lock away from this thread and undo its changes; returns False if the thread does not hold it.
-
-        The thread may still be at work, and nothing prevents its changes outside of `settle`.
-        """
+        """Take the lock from this thread, which may still be at work, and undo its changes; False: not its holder."""
         with self._changed:
             self._beside = [each for each in self._beside if each.thread != thread]
             self._changed.notify_all()

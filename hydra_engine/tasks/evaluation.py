@@ -61,10 +61,7 @@ def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]
 
 
 class EvaluationTask(ModelTask):
-    """Reads one loader once, as a task's validation, from a fresh random stream of the task's seed.
-
-    Its weights are borrowed: nothing that the run leaves is kept. A model without a trainable parameter will do.
-    """
+    """Reads one loader once, with a fresh random stream and borrowed weights, of which none needs to be trainable."""
 
     def __init__(
         self,
