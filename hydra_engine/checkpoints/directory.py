@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -44,25 +44,17 @@ class Committed(NamedTuple):
 class NewCheckpoint:
     """The checkpoint that `CheckpointDirectory.begin` gives; for one thread, within the block.
 
-    stem: the beginning of its files' names. base: the newest checkpoint, whose files may be named again. Raises
-    CheckpointError if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
+    stem: the beginning of its files' names. Files of the newest checkpoint may be named again. Raises CheckpointError
+    if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        stem: str,
-        base: Checkpoint | None,
-        disk: Disk,
-        behind: WriteBehind,
-        publish: Callable[[Path, Manifest], tuple[str, ...]],
-    ) -> None:
-        self.path = directory / f"checkpoint-{stem}.json"
-        self.draft = directory / FILES / f"{stem}.json"  # the manifest before it has its place
-        self._base = base
-        self._disk = disk
+    def __init__(self, directory: CheckpointDirectory, stem: str, behind: WriteBehind) -> None:
+        self.path = directory.directory / f"checkpoint-{stem}.json"
+        self.draft = directory.directory / FILES / f"{stem}.json"  # the manifest before it has its place
+        self._base = directory.newest
+        self._disk = directory.disk
+        self._publish = directory.publish
         self._behind = behind
-        self._publish = publish
         self._tasks: dict[str, dict[str, StoredFile]] = {}
         self._num_bytes = 0
         self._is_open = True
@@ -201,7 +193,7 @@ class CheckpointDirectory:
         self.directory = Path(directory).absolute()
         self._files = self.directory / FILES
         self._keep = keep
-        self._disk = disk or Disk()
+        self.disk = disk or Disk()
         self._run = secrets.token_hex(4)
         self._damaged: set[Path] = set()
         self.newest: Checkpoint | None = None  # saved or loaded here; a later save may remove it while it is read
@@ -220,13 +212,13 @@ class CheckpointDirectory:
     def _open(self, new: list[Path]) -> None:
         """Put folders that are new on the medium, try to write, and remove the leavings of other runs."""
         if not self._files.exists():
-            self._disk.make_folder(self._files)
+            self.disk.make_folder(self._files)
         for each in new or [self.directory]:  # or another run made it, a moment ago
             with suppress(PermissionError):  # a user who may not list it still may write below it
-                self._disk.sync_folder(each.parent)
+                self.disk.sync_folder(each.parent)
         attempt = self._files / self._stem(0)  # so that it fails now, and not after a day's work
-        self._disk.close(self._disk.create(attempt))
-        self._disk.remove_file(attempt)
+        self.disk.close(self.disk.create(attempt))
+        self.disk.remove_file(attempt)
         self._remove_unnamed()
         self._number = max((checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0)
 
@@ -267,7 +259,7 @@ class CheckpointDirectory:
                 )
             self._number += 1
             stem = self._stem(self._number)
-            new = NewCheckpoint(self.directory, stem, self.newest, self._disk, behind, self._publish)
+            new = NewCheckpoint(self, stem, behind)
             try:
                 yield new
             finally:
@@ -279,11 +271,11 @@ class CheckpointDirectory:
     def _stem(self, number: int) -> str:
         return f"{number:08d}-{self._run}"
 
-    def _publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
+    def publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
         """Make a checkpoint the newest one; returns, in words, which older ones could not be removed."""
         with disk_errors(self.directory, f"did not take {path.name}"):
-            self._disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
-            self._disk.sync_folder(self.directory)
+            self.disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
+            self.disk.sync_folder(self.directory)
         self.newest = Checkpoint(path=path, manifest=manifest)
         with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
             return tuple(self._remove_old())
@@ -299,7 +291,7 @@ class CheckpointDirectory:
         messages = self._remove(old)
         if old:
             try:  # a manifest that came back after a loss of power would name files that are gone
-                self._disk.sync_folder(self.directory)
+                self.disk.sync_folder(self.directory)
             except OSError as error:
                 return [*messages, f"{self.directory}: files that are not needed could not be removed: {error}"]
         return messages + self._remove_unnamed()
@@ -319,7 +311,7 @@ class CheckpointDirectory:
         messages = []
         for path in list(paths):
             try:
-                self._disk.remove_file(path)
+                self.disk.remove_file(path)
             except OSError as error:
                 messages.append(f"{path} is not needed and could not be removed: {error}")
         return messages

@@ -231,32 +231,23 @@ def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[se
 @contextmanager
 def drawing_as_usual() -> Iterator[None]:
     """Run the body, which is the engine's, where a callback has called it: it keeps streams apart by itself."""
-    outer = _HERE.stand_in
-    if outer is None:
+    if _HERE.stand_in is None:
         yield
         return
-    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _registered()
-    _HERE.stand_in = None
-    include(key, False)
-    try:
-        with _disable_current_modes():  # of who watches the callback
-            yield
-    finally:
-        include(key, True)
-        _HERE.stand_in = outer
+    with _standing_in(None), _disable_current_modes():  # of who watches the callback
+        yield
 
 
 def _outside() -> RandomState:
     """Return the process-wide states as they are while nobody has replaced them; torch's is empty if unknown."""
-    found: list[RandomState] = []
 
-    def look(hold: Hold | None) -> None:
-        state = capture() if hold is None or hold.outside is None else hold.outside
-        is_known = hold is None or hold.outside is not None
-        found.append(state if is_known else state._replace(torch=torch.empty(0)))
+    def look(hold: Hold | None) -> RandomState:
+        if hold is None:
+            return capture()
+        found: RandomState | None = hold.outside
+        return capture()._replace(torch=torch.empty(0)) if found is None else found
 
-    GLOBAL_GENERATORS.look(look)
-    return found[0]
+    return GLOBAL_GENERATORS.look(look)
 
 
 def _moved(before: RandomState, after: RandomState) -> str | None:
@@ -355,13 +346,13 @@ _READERS = _Readers()
 
 
 @contextmanager
-def _standing_in(stand_in: _Own | _Watch) -> Iterator[None]:
-    """Send the body's draws from torch's global generator, in this thread, to another one."""
+def _standing_in(stand_in: _Own | _Watch | None) -> Iterator[None]:
+    """Send the body's draws from torch's global generator, in this thread, to another one; None: to itself."""
     key = _registered()
     outer, was_included = _HERE.stand_in, torch._C._dispatch_tls_is_dispatch_key_included(key)
     _READERS.add(1)
     _HERE.stand_in = stand_in
-    torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+    torch._C._dispatch_tls_set_dispatch_key_included(key, stand_in is not None)
     try:
         yield
     finally:

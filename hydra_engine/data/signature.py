@@ -54,7 +54,7 @@ class Signature(NamedTuple):
         return len(self.sizes)
 
     def no_larger(self, known: Signature, *, numbers: bool = True) -> bool:
-        """Return True if no micro-batch is more or larger, in the same forms and role; numbers: these are sizes, too."""
+        """Return True if no micro-batch is more or larger, of the same forms and role; `numbers` are sizes, too."""
         if self.role != known.role or self.num_micro_batches > known.num_micro_batches:
             return False
         for m, form in enumerate(self.forms):

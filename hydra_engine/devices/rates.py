@@ -162,9 +162,8 @@ def _parsed(content: Any) -> dict[str, Ceilings]:
 
 def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
     expected = {each.name for each in fields(Ceilings)} - {"origin"}
-    if set(entry) != expected or entry["name"] != name:
-        raise ValueError(f"entry {name!r} does not have the figures of a device")
-    if not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
+    is_entry = set(entry) == expected and entry["name"] == name
+    if not is_entry or not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
         raise ValueError(f"entry {name!r} does not have the figures of a device")
     return replace(Ceilings(**entry), origin=STORED)
 

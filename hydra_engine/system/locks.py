@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra_engine.errors import CheckpointError
+
+T = TypeVar("T")
 
 # Turns apart and turns beside wait for each other no longer than this. Then they go on together, and note that.
 PATIENCE_S = 2.0
@@ -157,10 +159,10 @@ class RevocableLock:
         is_first = hold is not None and not hold.has_begun and number < hold.number
         return hold is None or not hold.is_apart or hold.is_passed or is_first
 
-    def look(self, job: Callable[[Hold | None], None]) -> None:
+    def look(self, job: Callable[[Hold | None], T]) -> T:
         """Run `job`, which is short and ours, with the present hold, which cannot begin or end a change meanwhile."""
         with self._mutex:
-            job(self._hold)
+            return job(self._hold)
 
     def take_from(self, thread: int | None) -> bool:
         """Take the lock from this thread, which may still be at work, and undo its changes; False: not its holder."""
