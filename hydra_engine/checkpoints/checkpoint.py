@@ -183,7 +183,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def _check_same(stored: StoredFile, found: Fingerprint) -> None:
-    if found != stored.fingerprint:
+    if found != (stored.num_bytes, stored.digest):
         raise Damaged(
             f"{stored.file}: found {found.num_bytes} bytes of digest {found.digest}, expected {stored.num_bytes} of "
             f"{stored.digest}"

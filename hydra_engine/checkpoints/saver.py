@@ -64,17 +64,13 @@ class _Round:
         self.snapshots: list[Snapshot] = []  # that came; this and all below: for the writing thread
         self.waited_s = 0.0
         self._num_missing = len(tasks)
-        self._given: SimpleQueue[Snapshot | None] = SimpleQueue()
-
-    def put(self, snapshot: Snapshot | None) -> None:
-        """Hand a captured task to the writing thread; None: a task is passed over."""
-        self._given.put(snapshot)
+        self.given: SimpleQueue[Snapshot | None] = SimpleQueue()  # captured, to be written; None: one is passed over
 
     def come(self) -> Iterator[Snapshot]:
         """Wait for each task that did not come yet; another call goes on where one was left."""
         while self._num_missing:
             start_s = time.perf_counter()
-            snapshot = self._given.get()
+            snapshot = self.given.get()
             self.waited_s += time.perf_counter() - start_s
             self._num_missing -= 1
             if snapshot is not None:
@@ -153,7 +149,7 @@ class Saver:
         self._round.wanted.discard(name)
         if snapshot is not None:
             self._turns[name] = _LastSave(snapshot.steps, is_saved=True)
-        return partial(self._round.put, snapshot)
+        return partial(self._round.given.put, snapshot)
 
     def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
         """Save that a task has ended, and how; then call `then`, saved or not. For any thread."""
@@ -219,7 +215,7 @@ class Saver:
                 return
             if snapshot is not None and self._is_whole(snapshot):
                 it = _Round([task])
-                it.put(snapshot)
+                it.given.put(snapshot)
                 self._save(it)
             elif over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
                 # A task that ended well and cannot be saved keeps an older step, which is not its end.

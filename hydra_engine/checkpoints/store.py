@@ -49,12 +49,13 @@ class CheckpointStore:
     @property
     def may_save(self) -> bool:
         """True if there is a directory, or `hydra-engine resume` asks for one."""
-        asked_for = restart.directory_asked_for()
-        return self.directory is not None or (asked_for is not None and self._is_for_this(asked_for))
+        return self.directory is not None or self._asked_for() is not None
 
-    def _is_for_this(self, asked_for: Path) -> bool:
-        """Return True for this store's directory; for one without, True if a run made it as it lost a device."""
-        return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
+    def _asked_for(self) -> Path | None:
+        """Return the directory to resume, if it is this store's; for one without, if a run rescued into it."""
+        found = restart.directory_asked_for()
+        is_rescue = self.directory is None and found is not None and found.name.startswith(RESCUE)
+        return found if is_rescue or found == self.directory else None
 
     @property
     def nothing_saved(self) -> CheckpointReport | None:
@@ -63,8 +64,7 @@ class CheckpointStore:
 
     def open(self, *, resume: bool) -> Checkpoint | None:
         """Lock the directory, and return the checkpoint to resume, if asked to; CheckpointError: another run's."""
-        asked_for = restart.directory_asked_for()
-        if asked_for is not None and self._is_for_this(asked_for):
+        if (asked_for := self._asked_for()) is not None:
             self.directory, resume = asked_for, True
             restart.forget()  # others in this process begin anew
         if self.directory is None:

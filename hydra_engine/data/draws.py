@@ -96,11 +96,8 @@ class LoaderDraws:
                 yield
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
-        elif self._turn is _Company.WATCHED:
-            with self._watched(stream):
-                yield
         else:
-            with self._beside(stream):
+            with self._watched(stream) if self._turn is _Company.WATCHED else self._beside(stream):
                 yield
 
     @contextmanager

@@ -182,10 +182,9 @@ class Epochs:
         if self._task.validation is not None:
             set_states(self._task.validation, start.validation)
         self._calls.begin()
-        restored = restore(self._training.loader, self.stream, start.loader)
-        if restored.message is not None:
-            self.messages.append(f"{self._name}: {restored.message}")
-        return start.loader.start, restored.iterator
+        iterator, message = restore(self._training.loader, self.stream, start.loader)
+        self.messages += [] if message is None else [f"{self._name}: {message}"]
+        return start.loader.start, iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
         """Keep where the task stands, if positions are kept."""

@@ -61,13 +61,6 @@ class LoaderPosition:
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
 
 
-class Restored(NamedTuple):
-    """An iterator that gives the batches after a position."""
-
-    iterator: Iterator[Any]
-    message: str | None  # why they may be other ones than those of the run that was saved
-
-
 def epoch_start(loader: Any, stream: Stream) -> EpochStart:
     """Return the states that an epoch is about to begin with; to be called before `iter`."""
     return EpochStart(stream.state, states_of(loader), getattr(loader, "_iterator", None) is not None)
@@ -81,8 +74,12 @@ def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int
     )
 
 
-def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
-    """Bring a loader and the task's stream to a position; ValueError for a loader of another kind, or a shorter one."""
+def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], str | None]:
+    """Bring a loader and the task's stream to a position.
+
+    Returns the iterator, and why its batches may be other ones than those of the run that was saved. Raises ValueError
+    for a loader of another kind, or a shorter one.
+    """
     start = position.start
     if (position.own is not None) != _is_stateful(loader):
         kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
@@ -96,12 +93,12 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     if position.num_batches == 0:  # the epoch begins again, and what opening it draws is not drawn yet
         set_states(loader, start.generators)
         with installed(stream):
-            return Restored(iter(loader), None)
+            return iter(loader), None
     if position.own is not None:
         with installed(stream):
             iterator = iter(loader)
         stream.state = position.random
-        return Restored(iterator, None)
+        return iterator, None
     set_states(loader, start.generators)
     is_replayed = _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, start))
     with installed(stream):
@@ -119,7 +116,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     if drew_later and not was_alone:
         who = "has a sampler that draws" if is_replayed else "draws"
         doubt = f"{who} from the process-wide generators at every batch, as others do in between"
-    return Restored(iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}")
+    return iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -41,15 +41,9 @@ class Ledger:
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
 
-    Args:
-        device: its name, for errors.
-        memory_bytes: its budget.
-        arena_bytes: of these, for slabs and nothing else; None: for whatever asks first.
-
-    Attributes:
-        reclaim: releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
-        lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
-            grants; reentrant for a callback that asks.
+    arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. reclaim: releases what is
+    kept for later until so many bytes of a kind are free, or nothing of it is left. lock: held by whoever changes
+    anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks.
     """
 
     def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
@@ -57,9 +51,8 @@ class Ledger:
         self.memory_bytes = memory_bytes
         self.is_split = arena_bytes is not None
         self.peak_bytes = 0
-        self._limits = {SLABS: memory_bytes, WORK: memory_bytes}
-        if arena_bytes is not None:
-            self._limits = {SLABS: arena_bytes, WORK: memory_bytes - arena_bytes}
+        slab_bytes = memory_bytes if arena_bytes is None else arena_bytes
+        self._limits = {SLABS: slab_bytes, WORK: memory_bytes - (arena_bytes or 0)}
         self._used = {SLABS: 0, WORK: 0}
         self._num_active = 0
         self._closed = False

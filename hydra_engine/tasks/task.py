@@ -84,17 +84,12 @@ class ModelTask:
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
-        scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
-            Random generators that the loader, its samplers and its data set hold are put back after it; what else
-            reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
-            room for when it comes.
+        scan_batches*: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
+            Without it, the first batch is the sample, and a larger one is made room for when it comes.
         max_retries*: how often, in one run, the task goes on after an exception of a unit, an update or its loader,
             instead of failing. In `TaskReport.retries`.
-        nonfinite: what becomes of a training step whose loss (as reported, of all its micro-batches) is infinite or
-            NaN. None: as in the plain loop, nobody looks. "skip": the step changes nothing, neither weights, optimizer
-            state, schedule, loss scale, averages nor buffers; its loss is in `losses`, its index in `skipped_steps`,
-            and the random stream goes on as it was drawn from. "stop": the task ends with the step before it, and
-            `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
+        nonfinite*: what becomes of a training step whose loss is infinite or NaN. None: nobody looks. "skip": the step
+            changes nothing. "stop": the task ends with the step before it. "raise": it fails with `NonFiniteLoss`.
         loader_timeout_s*: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
