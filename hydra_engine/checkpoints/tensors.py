@@ -67,7 +67,7 @@ class MovingTensor:
         self.shape = tuple(tensor.shape)
         self.strides = tuple(tensor.stride())
         self.nbytes = tensor.numel() * tensor.element_size()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._values: torch.Tensor | None = tensor.detach()
         self._is_own = False  # the values lie in memory that nobody else changes
 
@@ -77,7 +77,7 @@ class MovingTensor:
             if self._values is None:
                 raise ValueError("a tensor was given up before all of it was written; save what is there now")
             if not is_plain(self._values):
-                self._secure()
+                self.secure()
             source = bytes_of(self._values)[start_byte : start_byte + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
@@ -86,7 +86,9 @@ class MovingTensor:
         with self._lock:
             if self._values is None or self._is_own:
                 return 0
-            return self._secure()
+            self._values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(self._values)
+            self._is_own = True
+            return self.nbytes
 
     def done(self) -> None:
         """Let go of the values: they are written, or nobody will write them. May be called again."""
@@ -96,12 +98,6 @@ class MovingTensor:
     @property
     def is_done(self) -> bool:
         return self._values is None
-
-    def _secure(self) -> int:
-        assert self._values is not None
-        self._values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(self._values)
-        self._is_own = True
-        return self.nbytes
 
 
 Tensors = Mapping[str, torch.Tensor | MovingTensor]

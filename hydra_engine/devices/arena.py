@@ -156,11 +156,6 @@ class HostRegions:
         self._regions.append(region)
         return region, region.take(num_bytes)
 
-    def give_back(self, region: Arena, slab: Slab) -> None:
-        """Nobody holds a place any more."""
-        if self._regions:
-            self._freed.append((region, slab))
-
     def close(self) -> None:
         """Free the regions that nobody has a place in; the others with their last place."""
         with self._lock:
@@ -168,7 +163,8 @@ class HostRegions:
             self._freed.clear()
 
 
-def _give_back(places: weakref.ref[HostRegions], region: Arena, slab: Slab) -> None:
-    there = places()
-    if there is not None:
-        there.give_back(region, slab)
+def _give_back(regions: weakref.ref[HostRegions], region: Arena, slab: Slab) -> None:
+    """Note that nobody holds a place any more."""
+    there = regions()
+    if there is not None and there._regions:
+        there._freed.append((region, slab))

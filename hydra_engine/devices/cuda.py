@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -53,7 +53,7 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
-# HostRegions in DRAM for what units leave are cut from page-locked regions of about so many bytes.
+# Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
 PLACES_BYTES = 2**25
 # cudaErrorMemoryAllocation.
 OUT_OF_MEMORY = 2
@@ -281,13 +281,10 @@ class OpenCudaDevice(OpenDevice):
     @contextmanager
     def _inside(self, lane: str) -> Iterator[None]:
         """Make the device and the lane's stream current in the lane's thread, for as long as it lives."""
-        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]):
-            if lane != COMPUTE:
-                yield
-                return
-            # A backward runs here, not in the thread that autograd has for each device: no hand-over, one lane.
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
+        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]), ExitStack() as stack:
+            if lane == COMPUTE:  # a backward runs here, not in autograd's thread for a device: no hand-over, one lane
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
 
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
         for target, source in pairs:

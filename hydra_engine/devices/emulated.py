@@ -159,9 +159,7 @@ class OpenEmulatedDevice(OpenDevice):
         return True
 
     def finish(self) -> None:
-        if self._chaos is None:
-            return
-        queue = self._late.__dict__.setdefault("queue", [])
+        queue = self._late.__dict__.get("queue")  # of the test mode
         while queue:
             target, source = queue.pop(0)
             target.copy_(source)

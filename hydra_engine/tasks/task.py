@@ -97,9 +97,8 @@ class ModelTask:
             as they are opened or give their first batch; a loader that draws from these later is an error.
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them (gradients are not there).
-        callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
-            `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
-            a call has 10 s at most, whatever is given here.
+        callback_timeout_s*: seconds in which a callback has to return from one call; the task then fails with
+            `CallbackTimeout`, and the others go on. None: for ever.
         compile: run each layer through `torch.compile`; results are those of the uncompiled task within rounding
             (docs/precision.md).
 
