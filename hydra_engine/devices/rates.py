@@ -83,11 +83,6 @@ def path() -> Path:
     return Path(root, "hydra_engine", "ceilings.json")
 
 
-def load(name: str) -> Ceilings | None:
-    """Return what is stored for a kind of device; None: nothing. Raises ValueError for a file that is not ours."""
-    return load_all().get(name)
-
-
 def load_all() -> dict[str, Ceilings]:
     """All that is stored, by name. Raises ValueError for a file that is none of ours, or that cannot be read."""
     file = path()
@@ -105,7 +100,7 @@ def load_all() -> dict[str, Ceilings]:
 def stored(name: str) -> Ceilings | None:
     """Return what is stored for a kind of device; None: nothing, or a line on stderr says why not."""
     try:
-        return load(name)
+        return load_all().get(name)
     except ValueError as error:
         _say_once(f"{error}; until then rates are measured for each plan")
         return None
