@@ -5,14 +5,3 @@ from hydra_engine.checkpoints.saved_task import LOST, SavedTask, never_committed
 from hydra_engine.checkpoints.saver import Saver
 from hydra_engine.checkpoints.snapshot import Snapshot
 from hydra_engine.checkpoints.store import CheckpointStore
-
-__all__ = [
-    "LOST",
-    "Checkpoint",
-    "CheckpointStore",
-    "SavedTask",
-    "Saver",
-    "Snapshot",
-    "load_newest",
-    "never_committed",
-]

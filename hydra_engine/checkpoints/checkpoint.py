@@ -1,15 +1,8 @@
 """Checkpoints on disk. Each is whole or not there at all, whatever ends the process, and no byte is used unchecked.
 
-    directory/
-        LOCK                                            held by the run that writes here
-        checkpoint-00000012-4f1c9a2e.json               a manifest: number of the checkpoint, run that wrote it
-        files/
-            00000012-4f1c9a2e-0-bert-weights.safetensors    content, named after the checkpoint that wrote it first
-            00000009-4f1c9a2e-0-bert-frozen.safetensors     unchanged since checkpoint 9, and named by both manifests
-
 A save writes new files and a manifest into files/, and then renames the manifest into its place. Only then are older
 manifests removed, and then the files that no manifest names. Each of these is on the medium before the next begins. No
-name is ever used twice. `checkpoint.md` has the format.
+name is ever used twice. `checkpoint.md` has the format, and draws the directory.
 """
 
 from __future__ import annotations
@@ -40,10 +33,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was whole when it was opened.
-
-    path: its manifest's. messages: the reasons why newer checkpoints are not used.
-    """
+    """A checkpoint that was whole when it was opened; messages: the reasons why newer ones are not used."""
 
     path: Path
     manifest: Manifest
@@ -51,7 +41,6 @@ class Checkpoint:
 
     @property
     def data(self) -> Any:
-        """The caller's data."""
         return self.manifest.data
 
     @property
@@ -123,8 +112,7 @@ class _Removed(Exception):
 def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest checkpoint that is whole, with every byte checked; None if nothing was saved yet.
 
-    Raises CheckpointError if there are checkpoints and none is whole, or the newest is of a newer format. A run may
-    save there meanwhile.
+    Raises CheckpointError if none is whole, or the newest is of a newer format. A run may save there meanwhile.
     """
     directory = Path(directory).absolute()
     for _ in range(_NUM_TRIES):
@@ -169,7 +157,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def place(path: Path, stored: StoredFile) -> Path:
-    """Return the path of a file that the manifest of this path names."""
     return path.parent / FILES / stored.file
 
 
@@ -196,7 +183,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def _check_same(stored: StoredFile, found: Fingerprint) -> None:
-    if found != stored.fingerprint:
+    if found != (stored.num_bytes, stored.digest):
         raise Damaged(
             f"{stored.file}: found {found.num_bytes} bytes of digest {found.digest}, expected {stored.num_bytes} of "
             f"{stored.digest}"

@@ -1,4 +1,4 @@
-"""Saving checkpoints as `checkpoint.py` draws them: a kill at any moment leaves the newest whole one.
+"""Saving checkpoints as `checkpoint.md` draws them: a kill at any moment leaves the newest whole one.
 
 Files are written one after the other. A file that has not changed since the newest checkpoint is only named again.
 """
@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -33,7 +33,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _OURS = re.compile(r"\d{8,}-[0-9a-f]{8}([.-].*)?")  # a user may keep other files beside ours
 
 
-class Saved(NamedTuple):
+class Committed(NamedTuple):
     """A checkpoint that is on the medium."""
 
     path: Path
@@ -44,26 +44,17 @@ class Saved(NamedTuple):
 class NewCheckpoint:
     """The checkpoint that `CheckpointDirectory.begin` gives; for one thread, within the block.
 
-    stem: the beginning of its files' names. base: the newest checkpoint, whose files may be named again.
-
-    Raises CheckpointError if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
+    stem: the beginning of its files' names. Files of the newest checkpoint may be named again. Raises CheckpointError
+    if the disk does not take it. Leave the block then: no earlier checkpoint has changed.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        stem: str,
-        base: Checkpoint | None,
-        disk: Disk,
-        behind: WriteBehind,
-        publish: Callable[[Path, Manifest], tuple[str, ...]],
-    ) -> None:
-        self.path = directory / f"checkpoint-{stem}.json"
-        self.draft = directory / FILES / f"{stem}.json"  # the manifest before it has its place
-        self._base = base
-        self._disk = disk
+    def __init__(self, directory: CheckpointDirectory, stem: str, behind: WriteBehind) -> None:
+        self.path = directory.directory / f"checkpoint-{stem}.json"
+        self.draft = directory.directory / FILES / f"{stem}.json"  # the manifest before it has its place
+        self._base = directory.newest
+        self._disk = directory.disk
+        self._publish = directory.publish
         self._behind = behind
-        self._publish = publish
         self._tasks: dict[str, dict[str, StoredFile]] = {}
         self._num_bytes = 0
         self._is_open = True
@@ -71,8 +62,7 @@ class NewCheckpoint:
     def add(self, task: str, files: Mapping[str, Content], unchanged: Iterable[str] = ()) -> None:
         """Write a task's files by name: bytes, or tensors by name, which stay as they are until it returns, or move.
 
-        unchanged: files that the newest checkpoint has, of `CheckpointDirectory.newest_files`. Raises TypeError and
-        ValueError, before anything of the task is written, if the content cannot be saved.
+        unchanged: of `newest_files`. Raises TypeError or ValueError, before a byte is written, if it cannot be saved.
         """
         self._check_open()
         unchanged = tuple(unchanged)
@@ -92,11 +82,8 @@ class NewCheckpoint:
             raise ValueError(f"task {task!r} is in no checkpoint that was saved here or loaded; add its files")
         self.add(task, {}, sorted(self._base.files(task)))
 
-    def commit(self, data: Any = None) -> Saved:
-        """Make it the newest checkpoint, with the caller's JSON data, and remove those that are not kept.
-
-        Raises TypeError if the data cannot be saved.
-        """
+    def commit(self, data: Any = None) -> Committed:
+        """Make it the newest checkpoint, with the caller's JSON data (else TypeError), and remove those not kept."""
         self._check_open()
         check_data(data)
         self._is_open = False
@@ -104,10 +91,9 @@ class NewCheckpoint:
         with self._disk_errors():
             self._write(self.draft.name, manifest.encode())
             self._disk.sync_folder(self.draft.parent)
-        return Saved(self.path, self._publish(self.path, manifest), self._num_bytes)
+        return Committed(self.path, self._publish(self.path, manifest), self._num_bytes)
 
     def close(self) -> None:
-        """Refuse further files."""
         self._is_open = False
 
     def _disk_errors(self, what: str = "") -> AbstractContextManager[None]:
@@ -183,7 +169,6 @@ def _num_bytes(content: Content) -> int:
 
 
 def _cleaned(task: str) -> str:
-    """Return a task's name as far as every file system takes it."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
 
 
@@ -208,10 +193,10 @@ class CheckpointDirectory:
         self.directory = Path(directory).absolute()
         self._files = self.directory / FILES
         self._keep = keep
-        self._disk = disk or Disk()
+        self.disk = disk or Disk()
         self._run = secrets.token_hex(4)
         self._damaged: set[Path] = set()
-        self._newest: Checkpoint | None = None
+        self.newest: Checkpoint | None = None  # saved or loaded here; a later save may remove it while it is read
         self._saving = threading.Lock()
         with disk_errors(self.directory, "cannot be used for checkpoints"):
             new = [each for each in (self._files, self.directory, *self.directory.parents) if not each.exists()]
@@ -227,13 +212,13 @@ class CheckpointDirectory:
     def _open(self, new: list[Path]) -> None:
         """Put folders that are new on the medium, try to write, and remove the leavings of other runs."""
         if not self._files.exists():
-            self._disk.make_folder(self._files)
+            self.disk.make_folder(self._files)
         for each in new or [self.directory]:  # or another run made it, a moment ago
             with suppress(PermissionError):  # a user who may not list it still may write below it
-                self._disk.sync_folder(each.parent)
+                self.disk.sync_folder(each.parent)
         attempt = self._files / self._stem(0)  # so that it fails now, and not after a day's work
-        self._disk.close(self._disk.create(attempt))
-        self._disk.remove_file(attempt)
+        self.disk.close(self.disk.create(attempt))
+        self.disk.remove_file(attempt)
         self._remove_unnamed()
         self._number = max((checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0)
 
@@ -244,39 +229,28 @@ class CheckpointDirectory:
         self.close()
 
     def close(self) -> None:
-        """Let other runs write here."""
         self._lock.release()
 
     def load_newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, as the function of that name. New checkpoints may take its files over.
-
-        Checkpoints that it finds damaged do not count among those to keep.
-        """
+        """Return the newest whole checkpoint, whose files new ones may name again; newer ones do not count as kept."""
         found = checkpoint.load_newest(self.directory)
         if found is not None:
-            newer = takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory))
-            self._damaged.update(newer)
-            self._newest = found
+            self._damaged.update(takewhile(lambda path: path != found.path, checkpoint.newest_first(self.directory)))
+            self.newest = found
         return found
-
-    @property
-    def newest(self) -> Checkpoint | None:
-        """The newest that was saved or loaded here; a later save may remove it while it is read."""
-        return self._newest
 
     def newest_files(self, task: str) -> frozenset[str]:
         """Return the files of a task that a new checkpoint could take over from the newest that was saved or loaded."""
-        base = self._newest
+        base = self.newest
         if base is None or task not in base.task_names:
             return frozenset()
         return frozenset(name for name, each in base.manifest.tasks[task].items() if _has_size(base.path, each))
 
     @contextmanager
     def begin(self) -> Iterator[NewCheckpoint]:
-        """Begin a new checkpoint. It is there once it is committed, and nothing stays of it otherwise.
+        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed.
 
-        One at a time: a second thread waits until the first has left the block. Raises CheckpointError if the disk
-        does not take it. No earlier checkpoint has changed then, and the next save may succeed.
+        Raises CheckpointError if the disk does not take it; earlier ones have not changed then.
         """
         with self._saving, WriteBehind() as behind:
             if not self._lock.is_held:
@@ -285,7 +259,7 @@ class CheckpointDirectory:
                 )
             self._number += 1
             stem = self._stem(self._number)
-            new = NewCheckpoint(self.directory, stem, self._newest, self._disk, behind, self._publish)
+            new = NewCheckpoint(self, stem, behind)
             try:
                 yield new
             finally:
@@ -297,12 +271,12 @@ class CheckpointDirectory:
     def _stem(self, number: int) -> str:
         return f"{number:08d}-{self._run}"
 
-    def _publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
+    def publish(self, path: Path, manifest: Manifest) -> tuple[str, ...]:
         """Make a checkpoint the newest one; returns, in words, which older ones could not be removed."""
         with disk_errors(self.directory, f"did not take {path.name}"):
-            self._disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
-            self._disk.sync_folder(self.directory)
-        self._newest = Checkpoint(path=path, manifest=manifest)
+            self.disk.rename(self._files / path.name.removeprefix("checkpoint-"), path)
+            self.disk.sync_folder(self.directory)
+        self.newest = Checkpoint(path=path, manifest=manifest)
         with disk_errors(self.directory, f"took {path.name}, but cannot be cleared of older ones"):
             return tuple(self._remove_old())
 
@@ -317,7 +291,7 @@ class CheckpointDirectory:
         messages = self._remove(old)
         if old:
             try:  # a manifest that came back after a loss of power would name files that are gone
-                self._disk.sync_folder(self.directory)
+                self.disk.sync_folder(self.directory)
             except OSError as error:
                 return [*messages, f"{self.directory}: files that are not needed could not be removed: {error}"]
         return messages + self._remove_unnamed()
@@ -337,7 +311,7 @@ class CheckpointDirectory:
         messages = []
         for path in list(paths):
             try:
-                self._disk.remove_file(path)
+                self.disk.remove_file(path)
             except OSError as error:
                 messages.append(f"{path} is not needed and could not be removed: {error}")
         return messages

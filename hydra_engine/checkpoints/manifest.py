@@ -11,7 +11,6 @@ import torch
 
 from hydra_engine._version import __version__
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import Fingerprint
 
 FORMAT = "hydra_engine checkpoint"
 VERSION = 1
@@ -35,14 +34,8 @@ class StoredFile(NamedTuple):
     num_bytes: int
     digest: str
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Size and digest."""
-        return Fingerprint(self.num_bytes, self.digest)
 
-
-def _versions() -> dict[str, str]:
-    return {"hydra_engine": __version__, "torch": str(torch.__version__)}
+_VERSIONS = {"hydra_engine": __version__, "torch": str(torch.__version__)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +44,10 @@ class Manifest:
 
     tasks: dict[str, dict[str, StoredFile]]
     data: Any
-    written_by: dict[str, str] = field(default_factory=_versions)
+    written_by: dict[str, str] = field(default_factory=_VERSIONS.copy)
 
     @property
     def files(self) -> list[StoredFile]:
-        """The files of all tasks."""
         return [each for files in self.tasks.values() for each in files.values()]
 
     def encode(self) -> bytes:

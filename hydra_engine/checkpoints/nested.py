@@ -8,7 +8,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,19 @@ from hydra_engine.checkpoints.tensors import MovingTensor, Tensors, check_tensor
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _KINDS = {kind: name for name, kind in (_SEQUENCES | _MAPPINGS).items()}
+# Kinds that are text: how they are written, and read. A NaN has bits of its own.
+_TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    int: (hex, lambda text: int(text, 16)),
+    float: (lambda value: struct.pack(">d", value).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
+    complex: (
+        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
+        lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    ),
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    torch.dtype: (lambda value: str(value).removeprefix("torch."), lambda text: getattr(torch, text)),
+    torch.device: (str, torch.device),
+}
+_READ = {kind.__name__: read for kind, (_, read) in _TEXTS.items()}
 # Each takes up to three levels of JSON, and readers have a limit. A value that contains itself ends here too.
 _MAX_DEPTH = 100
 _MAX_BITS = 64  # of an int: not every JSON reader takes longer ones
@@ -46,7 +59,6 @@ def flatten(state: Any, where: str = "state") -> tuple[Any, dict[str, torch.Tens
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the nested state that `flatten` took apart."""
     return _Unflattener(tensors).decode(tree)
 
 
@@ -63,18 +75,11 @@ class _Flattener:
                 f"{self._where} is nested {len(path)} levels deep, limit: {_MAX_DEPTH}; make it flatter, and let "
                 f"nothing contain itself"
             )
-        if kind is int and value.bit_length() >= _MAX_BITS:
-            return {"int": hex(value)}
-        if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        is_short = kind is int and value.bit_length() < _MAX_BITS
+        if value is None or kind in (bool, str) or is_short or (kind is float and math.isfinite(value)):
             return value
-        if kind is float:
-            return {"float": struct.pack(">d", value).hex()}  # a NaN has bits of its own
-        if kind is complex:
-            return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
-        if kind in (torch.dtype, torch.device):
-            return {kind.__name__: str(value).removeprefix("torch.")}
-        if kind is bytes:
-            return {"bytes": base64.b64encode(value).decode()}
+        if kind in _TEXTS:
+            return {kind.__name__: _TEXTS[kind][0](value)}
         if kind is list:
             return self._each(value, path)
         if kind in _SEQUENCES.values():
@@ -157,18 +162,8 @@ class _Unflattener:
         [(kind, content), *_] = tree.items()
         if kind == "tensor":
             return self._tensor(content, tree)
-        if kind == "int":
-            return int(content, 16)
-        if kind == "float":
-            return struct.unpack(">d", bytes.fromhex(content))[0]
-        if kind == "complex":
-            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
-        if kind == "dtype":
-            return getattr(torch, content)
-        if kind == "device":
-            return torch.device(content)
-        if kind == "bytes":
-            return base64.b64decode(content)
+        if kind in _READ:
+            return _READ[kind](content)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.decode(each) for each in content)
         if kind in _MAPPINGS:

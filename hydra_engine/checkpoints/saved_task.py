@@ -22,8 +22,7 @@ _REMEDY = "resume with the model and the loss_fn that were saved"
 class SavedTask:
     """One task in a checkpoint. Weights and optimizer are read straight into their places, all else at once.
 
-    over: None, or how the task ended, which may have been noted after it was saved: "finished", "failed", "stopped" or
-    "lost". Raises CheckpointError if the checkpoint has changed.
+    over: None, or how it ended, maybe noted later. Raises CheckpointError if the checkpoint has changed.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str, over: str | None) -> None:
@@ -44,10 +43,7 @@ class SavedTask:
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Put the saved weights and buffers into the user's model, for a layout that is made anew.
-
-        Raises ValueError if it is another model.
-        """
+        """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another."""
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's

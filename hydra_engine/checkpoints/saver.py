@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from hydra_engine.checkpoints.directory import CheckpointDirectory, NewCheckpoint
-from hydra_engine.checkpoints.snapshot import FROZEN, SaveCost, Snapshot
+from hydra_engine.checkpoints.snapshot import FROZEN, Snapshot
 from hydra_engine.tasks import FINISHED, STOPPED, CheckpointReport
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
@@ -48,7 +48,7 @@ class Every(NamedTuple):
         return cls(None, float(match[1]) * _SECONDS[match[2]])
 
 
-class _Turn(NamedTuple):
+class _LastSave(NamedTuple):
     """A task's last turn in a round, or the step that it was resumed at."""
 
     steps: int
@@ -64,17 +64,13 @@ class _Round:
         self.snapshots: list[Snapshot] = []  # that came; this and all below: for the writing thread
         self.waited_s = 0.0
         self._num_missing = len(tasks)
-        self._given: SimpleQueue[Snapshot | None] = SimpleQueue()
-
-    def put(self, snapshot: Snapshot | None) -> None:
-        """Hand a captured task to the writing thread; None: a task is passed over."""
-        self._given.put(snapshot)
+        self.given: SimpleQueue[Snapshot | None] = SimpleQueue()  # captured, to be written; None: one is passed over
 
     def come(self) -> Iterator[Snapshot]:
         """Wait for each task that did not come yet; another call goes on where one was left."""
         while self._num_missing:
             start_s = time.perf_counter()
-            snapshot = self._given.get()
+            snapshot = self.given.get()
             self.waited_s += time.perf_counter() - start_s
             self._num_missing -= 1
             if snapshot is not None:
@@ -83,10 +79,9 @@ class _Round:
 
 
 class Saver:
-    """Saves of one run. For the thread that decides; `save_end`, `cost`, `report` and `tell` for any thread.
+    """Saves of one run. For the thread that decides; `save_end`, `count`, `report` and `tell` for any thread.
 
-    about: returns what a checkpoint says of the run; called as one is written. tasks: what the newest checkpoint in the
-    directory says of its tasks: {name: {"steps", "over", "loss"}}.
+    about: what a checkpoint says of the run, as one is written. tasks: what the newest says of its tasks, by name.
     """
 
     def __init__(
@@ -96,13 +91,12 @@ class Saver:
         about: Callable[[], dict[str, Any]],
         tasks: dict[str, dict[str, Any]],
     ) -> None:
-        self.cost = SaveCost()
         self.when_free: Callable[[], None] = lambda: None  # called, in some thread, once an owed round may begin
         self._directory = directory
         self._every = every
         self._about = about
         self._tasks = dict(tasks)
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _LastSave] = {}
         self._round = _Round()  # the last one
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
         self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
@@ -138,11 +132,11 @@ class Saver:
 
     def has(self, task: str, steps: int) -> bool:
         """Return True if a task is saved, or being saved, as it is after these steps."""
-        return self._turns.get(task) == _Turn(steps, is_saved=True)
+        return self._turns.get(task) == _LastSave(steps, is_saved=True)
 
     def began_at(self, task: str, steps: int) -> None:
         """Note that a task goes on from this step, which is saved."""
-        self._turns[task] = _Turn(steps, is_saved=True)
+        self._turns[task] = _LastSave(steps, is_saved=True)
 
     def begin(self, tasks: Collection[str]) -> None:
         """Begin a round of these tasks; each is given, or passed over, later."""
@@ -151,27 +145,27 @@ class Saver:
         self._submit(self._write_round, self._round)
 
     def give(self, name: str, snapshot: Snapshot | None) -> Callable[[], None]:
-        """Give one of the round's tasks; None passes it over.
-
-        Returns a function to call once the task is captured: only then does the writing thread begin with it.
-        """
+        """Give one of the round's tasks, or None to pass it over. Returns a function to call once it is captured."""
         self._round.wanted.discard(name)
         if snapshot is not None:
-            self._turns[name] = _Turn(snapshot.steps, is_saved=True)
-        return partial(self._round.put, snapshot)
+            self._turns[name] = _LastSave(snapshot.steps, is_saved=True)
+        return partial(self._round.given.put, snapshot)
 
     def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
-        """Save that a task has ended, and how, unless that is saved already; then call `then`. From any thread.
-
-        `then` is called whether that could be saved or not.
-        """
+        """Save that a task has ended, and how; then call `then`, saved or not. For any thread."""
         self._submit(self._write_end, task, over, snapshot, then)
 
     @property
     def report(self) -> CheckpointReport:
         """Checkpoints that were saved, and what they cost."""
         with self._lock:
-            return replace(self._report, copied_bytes=self.cost.copied_bytes, held_s=self.cost.held_s)
+            return self._report
+
+    def count(self, **more: Any) -> None:
+        """Add to the report's figures and messages, by name."""
+        with self._lock:
+            sums = {name: getattr(self._report, name) + each for name, each in more.items()}
+            self._report = replace(self._report, **sums)
 
     def give_up(self) -> None:
         """Pass over all tasks that the round still waits for."""
@@ -210,7 +204,7 @@ class Saver:
                 each.done()
             for each in it.snapshots:
                 if not is_saved or each.error is not None:
-                    self._turns[each.name] = _Turn(each.steps, is_saved=False)
+                    self._turns[each.name] = _LastSave(each.steps, is_saved=False)
             it.snapshots.clear()  # which hold the states of their tasks
 
     def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
@@ -221,7 +215,7 @@ class Saver:
                 return
             if snapshot is not None and self._is_whole(snapshot):
                 it = _Round([task])
-                it.put(snapshot)
+                it.given.put(snapshot)
                 self._save(it)
             elif over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
                 # A task that ended well and cannot be saved keeps an older step, which is not its end.
@@ -239,10 +233,7 @@ class Saver:
         return snapshot.error is None
 
     def _save(self, it: _Round, ended: Mapping[str, dict[str, Any]] | None = None) -> bool:
-        """Save a round's tasks as they come, and others as they were; returns True once the checkpoint is there.
-
-        ended: entries of tasks whose end alone is saved.
-        """
+        """Save a round's tasks as they come, others as they were, and ends alone; returns True once that is there."""
         start_s = time.perf_counter()
         try:
             with self._directory.begin() as new:
@@ -265,32 +256,23 @@ class Saver:
                 tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
                 saved = new.commit({"tasks": tasks, **self._about()})
         except Exception as error:
-            with self._lock:
-                self._report = replace(self._report, num_failed=self._report.num_failed + 1)
+            self.count(num_failed=1)
             self.tell(f"a checkpoint could not be saved, and training goes on without: {error}")
             return False
         self._tasks = tasks
         self._has_frozen |= {each.name for each in whole}
+        write_s = time.perf_counter() - start_s - it.waited_s
+        self.count(num_saved=1, num_bytes=saved.num_bytes, write_s=write_s)
         with self._lock:
-            report = self._report
-            self._report = replace(
-                report,
-                num_saved=report.num_saved + 1,
-                num_bytes=report.num_bytes + saved.num_bytes,
-                write_s=report.write_s + time.perf_counter() - start_s - it.waited_s,
-                path=str(saved.path),
-            )
+            self._report = replace(self._report, path=str(saved.path))
         for message in saved.messages:
             self.tell(message)
         return True
 
     def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
-        files = dict(snapshot.files)
-        unchanged = self._directory.newest_files(snapshot.name) & {FROZEN}
-        if snapshot.name not in self._has_frozen:
-            unchanged = frozenset()
-        for name in unchanged:
-            del files[name]
+        known = {FROZEN} if snapshot.name in self._has_frozen else set[str]()
+        unchanged = self._directory.newest_files(snapshot.name) & known
+        files = {name: each for name, each in snapshot.files.items() if name not in unchanged}
         new.add(snapshot.name, files, unchanged)
         snapshot.done()
 
@@ -303,7 +285,6 @@ class Saver:
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""
-        with self._lock:
-            self._report = replace(self._report, messages=(*self._report.messages, message))
+        self.count(messages=(message,))
         with suppress(OSError, ValueError):  # stderr may be closed, which must stop no save
             print(f"hydra_engine: {message}", file=sys.stderr)

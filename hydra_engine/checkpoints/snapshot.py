@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -38,26 +39,11 @@ FREE_SHARE = 0.1
 LOOK_S = 0.01
 
 
-class SaveCost:
-    """The cost of saving to those who train. For any thread."""
-
-    def __init__(self) -> None:
-        self.copied_bytes = 0
-        self.held_s = 0.0  # they waited for copies and for room to copy
-        self._lock = threading.Lock()
-
-    def add(self, copied_bytes: int, held_s: float) -> None:
-        """Add to both."""
-        with self._lock:
-            self.copied_bytes += copied_bytes
-            self.held_s += held_s
-
-
 class Snapshot:
     """One task at one step. `secure` is for any thread, all else for one thread after the other.
 
     over: None, or how the task ended: "finished", "failed", "stopped", "lost". error: the one that `capture` raised.
-    files: a checkpoint's files of the task by name, until `done`.
+    files: a checkpoint's files of the task by name, until `done`. count: told what saving costs those who train.
     """
 
     def __init__(
@@ -67,7 +53,7 @@ class Snapshot:
         report: TaskReport,
         position: TaskPosition,
         buffers: list[Tensor],
-        cost: SaveCost,
+        count: Callable[..., None],
         *,
         over: str | None = None,
     ) -> None:
@@ -82,13 +68,12 @@ class Snapshot:
         self._num_validations = len(report.validation_steps)
         self._captured = threading.Event()
         self._by_slot: dict[int, list[MovingTensor]] = {}
-        self._cost = cost
+        self._count = count
 
     def capture(self) -> None:
         """Note all that is to be saved. Nothing of the task may change before this returns."""
         try:
-            weights, frozen, other = self._weights()
-            self.files[WEIGHTS] = weights
+            self.files[WEIGHTS], frozen, other = self._weights()
             if frozen:
                 self.files[FROZEN] = frozen
             self.files |= nested_files(STATE, self._rest(other), f"task {self.name!r}: state")
@@ -105,7 +90,7 @@ class Snapshot:
         self._captured.wait()
         moving = [each for slot in (self._by_slot if slots is None else slots) for each in self._by_slot.get(slot, ())]
         copied_bytes = self._copy(moving)
-        self._cost.add(copied_bytes, time.perf_counter() - start_s)
+        self._count(copied_bytes=copied_bytes, held_s=time.perf_counter() - start_s)
 
     def _copy(self, moving: list[MovingTensor]) -> int:
         pause = threading.Event()
@@ -121,7 +106,7 @@ class Snapshot:
     def done(self) -> None:
         """Let go of all tensors: they are written, or nobody will write them."""
         self.files = {}
-        for each in [each for moving in self._by_slot.values() for each in moving]:
+        for each in chain.from_iterable(self._by_slot.values()):
             each.done()
 
     def _moving(self, slot: int, tensor: Tensor) -> MovingTensor:

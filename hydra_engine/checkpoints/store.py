@@ -49,12 +49,13 @@ class CheckpointStore:
     @property
     def may_save(self) -> bool:
         """True if there is a directory, or `hydra-engine resume` asks for one."""
-        asked_for = restart.directory_asked_for()
-        return self.directory is not None or (asked_for is not None and self._is_for_this(asked_for))
+        return self.directory is not None or self._asked_for() is not None
 
-    def _is_for_this(self, asked_for: Path) -> bool:
-        """Return True for this store's directory; for one without, True if a run made it as it lost a device."""
-        return self.directory == asked_for or (self.directory is None and asked_for.name.startswith(RESCUE))
+    def _asked_for(self) -> Path | None:
+        """Return the directory to resume, if it is this store's; for one without, if a run rescued into it."""
+        found = restart.directory_asked_for()
+        is_rescue = self.directory is None and found is not None and found.name.startswith(RESCUE)
+        return found if is_rescue or found == self.directory else None
 
     @property
     def nothing_saved(self) -> CheckpointReport | None:
@@ -62,12 +63,8 @@ class CheckpointStore:
         return None if self._open is None else CheckpointReport()
 
     def open(self, *, resume: bool) -> Checkpoint | None:
-        """Lock the directory, and return the checkpoint to go on from, also if `hydra-engine resume` asks for it.
-
-        Raises CheckpointError if it holds checkpoints of another run that is not to be resumed.
-        """
-        asked_for = restart.directory_asked_for()
-        if asked_for is not None and self._is_for_this(asked_for):
+        """Lock the directory, and return the checkpoint to resume, if asked to; CheckpointError: another run's."""
+        if (asked_for := self._asked_for()) is not None:
             self.directory, resume = asked_for, True
             restart.forget()  # others in this process begin anew
         if self.directory is None:
@@ -90,8 +87,7 @@ class CheckpointStore:
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        while_training: saves go on, and may remove the checkpoint that is being read. Then the task is read from the
-        next one, and its optimizer at once.
+        while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
         while (found := self._newest) is not None and name in found.task_names:
             try:

@@ -67,32 +67,28 @@ class MovingTensor:
         self.shape = tuple(tensor.shape)
         self.strides = tuple(tensor.stride())
         self.nbytes = tensor.numel() * tensor.element_size()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._values: torch.Tensor | None = tensor.detach()
         self._is_own = False  # the values lie in memory that nobody else changes
 
     def copy_to(self, target: memoryview, start_byte: int) -> None:
-        """Fill the target with the values' bytes in C order, from `start_byte` on.
-
-        A tensor that is not contiguous is secured first. Raises ValueError after `done`.
-        """
+        """Fill the target with the values' bytes in C order, from `start_byte` on; raises ValueError after `done`."""
         with self._lock:
             if self._values is None:
                 raise ValueError("a tensor was given up before all of it was written; save what is there now")
             if not is_plain(self._values):
-                self._secure()
+                self.secure()
             source = bytes_of(self._values)[start_byte : start_byte + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
     def secure(self) -> int:
-        """Copy the values before the tensor is changed, if they are still needed; returns the bytes copied.
-
-        Raises torch's error if there is no memory for them: leave the tensor as it is, or give up with `done`.
-        """
+        """Copy the values before they change, if still needed; returns the bytes. Raises torch's error for no DRAM."""
         with self._lock:
             if self._values is None or self._is_own:
                 return 0
-            return self._secure()
+            self._values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(self._values)
+            self._is_own = True
+            return self.nbytes
 
     def done(self) -> None:
         """Let go of the values: they are written, or nobody will write them. May be called again."""
@@ -101,14 +97,7 @@ class MovingTensor:
 
     @property
     def is_done(self) -> bool:
-        """True once its values are gone."""
         return self._values is None
-
-    def _secure(self) -> int:
-        assert self._values is not None
-        self._values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(self._values)
-        self._is_own = True
-        return self.nbytes
 
 
 Tensors = Mapping[str, torch.Tensor | MovingTensor]

@@ -95,10 +95,7 @@ class Splitter:
         return found
 
     def split(self, item: Item, stream: Stream, number: int, *, for_plan: bool) -> Batch:
-        """A batch of `number` micro-batches; what the user's functions draw moves the stream.
-
-        for_plan: nothing is trained on it, and it will be split once more, for training.
-        """
+        """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
         inputs, target, step, epoch, training, evaluation, position = item
         read, reduction = stream.state, self._task.loss_reduction
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
@@ -137,10 +134,7 @@ class Splitter:
     def _micro_batches(
         self, item: Item, read: RandomState, number: int, for_plan: bool
     ) -> tuple[list[MicroBatch], RandomState]:
-        """Split a batch as the plain loop does, after the read: what that draws is of the same stream.
-
-        A plan and the training that follows it split the first batch once, since a function may count its calls.
-        """
+        """Split a batch on the read's stream; once for a plan and its training, since functions may count calls."""
         planned, self._planned = self._planned, None
         is_known = planned is not None and planned.inputs is item.inputs and planned.read is read
         if planned is None or not is_known or planned.number != number:
@@ -172,7 +166,6 @@ def _own(boundary: Boundary) -> Boundary:
 
 
 def pair_bytes(task: str, inputs: Any, target: Any) -> int:
-    """Bytes of a batch's tensors."""
     return Boundary.of(inputs, f"{task}: a batch").num_bytes + Boundary.of(target, f"{task}: a target").num_bytes
 
 

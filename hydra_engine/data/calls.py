@@ -19,10 +19,9 @@ class UserCalls:
     """
 
     def __init__(self, name: str, timeout_s: float | None) -> None:
-        """`name`: the task's."""
         self._name = name
         self._timeout_s = timeout_s
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._caller: int | None = None  # the thread that made the last call
         self._since_s: float | None = None  # when the call in progress began, by time.monotonic(); None: there is none
         self.is_left = False
@@ -65,17 +64,11 @@ class UserCalls:
             late_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
             if late_s < self._timeout_s:
                 return self._timeout_s - late_s
-            self._leave()
+            self.leave()
             return None
 
     def leave(self) -> None:
-        """Leave the thread to itself.
-
-        Its lock on the process-wide generators is taken away, and they are as they were: others go on.
-        """
+        """Leave the thread to itself, without its lock on the process-wide generators: others go on."""
         with self._mutex:
-            self._leave()
-
-    def _leave(self) -> None:
-        self.is_left = True
-        GLOBAL_GENERATORS.take_from(self._caller)
+            self.is_left = True
+            GLOBAL_GENERATORS.take_from(self._caller)

@@ -53,7 +53,7 @@ _REMEDY = (
 )
 
 
-class _Turn(Enum):
+class _Company(Enum):
     """The company in which a loader is read."""
 
     WATCHED = "watched"  # alone, and looked at: its first reads, and all reads since it came into doubt
@@ -70,12 +70,9 @@ class LoaderDraws:
     """
 
     def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
-        """Watch the loader's first reads, or none with `alone`.
-
-        name: the task's. alone: its user says that it draws where nobody would expect it. what: the code that draws.
-        """
+        """`what`: the code that draws. alone: its user says that it draws where nobody would expect it."""
         self._name = f"{name}: {what}"
-        self._turn = _Turn.ALONE if alone else _Turn.WATCHED
+        self._turn = _Company.ALONE if alone else _Company.WATCHED
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
@@ -93,17 +90,14 @@ class LoaderDraws:
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
-        if self._turn is _Turn.ALONE:
+        if self._turn is _Company.ALONE:
             before = stream.state
             with installed(stream):
                 yield
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
-        elif self._turn is _Turn.WATCHED:
-            with self._watched(stream):
-                yield
         else:
-            with self._beside(stream):
+            with self._watched(stream) if self._turn is _Company.WATCHED else self._beside(stream):
                 yield
 
     @contextmanager
@@ -116,10 +110,10 @@ class LoaderDraws:
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
             if watch.is_passed_by or self.drawn:
-                self._turn = _Turn.ALONE
+                self._turn = _Company.ALONE
             elif self._num_watched >= NUM_WATCHED and self._doubt is None:
-                self._turn = _Turn.BESIDE
-        if self._turn is _Turn.ALONE and self._doubt is not None:
+                self._turn = _Company.BESIDE
+        if self._turn is _Company.ALONE and self._doubt is not None:
             raise RuntimeError(
                 f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
                 f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
@@ -139,21 +133,18 @@ class LoaderDraws:
         if moved is None and not turn.is_in_doubt:
             return
         if moved is not None and not turn.had_company:
-            self._turn = _Turn.ALONE  # if it is read again
+            self._turn = _Company.ALONE  # if it is read again
             raise RuntimeError(
                 f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
                 f"batches, so that it is not read alone; {_REMEDY}"
             )
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
-        self._turn = _Turn.WATCHED
+        self._turn = _Company.WATCHED
 
 
 @contextmanager
 def beside_loaders(drawn: set[str] | None = None) -> Iterator[Beside]:
-    """Run the body, user code that is no part of any stream, while loaders are read; its draws from torch are lost.
-
-    drawn: to which `random` and `numpy.random` are added where the body draws from them.
-    """
+    """Run user code of no stream while loaders are read; drawn: gets which of `random`, `numpy.random` it used."""
     with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())), ExitStack() as stack:
         if drawn is not None:
             stack.enter_context(_noting(drawn, set(), turn))
@@ -225,10 +216,7 @@ class CallbackDraws:
 
 @contextmanager
 def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
-    """Add what the body draws from, of `random` and `numpy.random`; in company, what it may have drawn from.
-
-    Gives all that somebody has drawn from, at its end.
-    """
+    """Add what the body draws from, of `random` and `numpy.random`, or in company may have; gives what was drawn."""
     before, moved = _outside(), set[str]()
     try:
         yield moved
@@ -240,32 +228,23 @@ def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[se
 @contextmanager
 def drawing_as_usual() -> Iterator[None]:
     """Run the body, which is the engine's, where a callback has called it: it keeps streams apart by itself."""
-    outer = _HERE.stand_in
-    if outer is None:
+    if _HERE.stand_in is None:
         yield
         return
-    include, key = torch._C._dispatch_tls_set_dispatch_key_included, _registered()
-    _HERE.stand_in = None
-    include(key, False)
-    try:
-        with _disable_current_modes():  # of who watches the callback
-            yield
-    finally:
-        include(key, True)
-        _HERE.stand_in = outer
+    with _standing_in(None), _disable_current_modes():  # of who watches the callback
+        yield
 
 
 def _outside() -> RandomState:
     """Return the process-wide states as they are while nobody has replaced them; torch's is empty if unknown."""
-    found: list[RandomState] = []
 
-    def look(hold: Hold | None) -> None:
-        state = capture() if hold is None or hold.outside is None else hold.outside
-        is_known = hold is None or hold.outside is not None
-        found.append(state if is_known else state._replace(torch=torch.empty(0)))
+    def look(hold: Hold | None) -> RandomState:
+        if hold is None:
+            return capture()
+        found: RandomState | None = hold.outside
+        return capture()._replace(torch=torch.empty(0)) if found is None else found
 
-    GLOBAL_GENERATORS.look(look)
-    return found[0]
+    return GLOBAL_GENERATORS.look(look)
 
 
 def _moved(before: RandomState, after: RandomState) -> str | None:
@@ -289,13 +268,11 @@ class _Own:
             self.generator.set_state(state.torch)
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Draw as the operation does."""
         if is_elsewhere((*args, *kwargs.values())):
             return op(*args, **kwargs)
         return draw_from(self.generator, op, args, kwargs)
 
     def attribute(self, name: str) -> Any:
-        """Get what one of torch's functions asks the global generator for."""
         return getattr(self.generator, name)
 
     def install_in_child(self) -> None:
@@ -316,11 +293,9 @@ class _Watch:
         return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Draw as the operation does."""
         return self._seen(partial(op, *args, **kwargs))
 
     def attribute(self, name: str) -> Any:
-        """Get what one of torch's functions asks the global generator for."""
         method = getattr(_GLOBAL, name)
         return (lambda *args: self._seen(partial(method, *args))) if callable(method) else method
 
@@ -359,7 +334,6 @@ class _Readers:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """Count `number` threads more."""
         with self._mutex:
             self._number += number
             _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL
@@ -369,13 +343,13 @@ _READERS = _Readers()
 
 
 @contextmanager
-def _standing_in(stand_in: _Own | _Watch) -> Iterator[None]:
-    """Send the body's draws from torch's global generator, in this thread, to another one."""
+def _standing_in(stand_in: _Own | _Watch | None) -> Iterator[None]:
+    """Send the body's draws from torch's global generator, in this thread, to another one; None: to itself."""
     key = _registered()
     outer, was_included = _HERE.stand_in, torch._C._dispatch_tls_is_dispatch_key_included(key)
     _READERS.add(1)
     _HERE.stand_in = stand_in
-    torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+    torch._C._dispatch_tls_set_dispatch_key_included(key, stand_in is not None)
     try:
         yield
     finally:

@@ -36,12 +36,10 @@ class _Loader:
         self._calls = calls
 
     def opened(self, stream: Stream) -> Iterator[Any]:
-        """Open its iterator."""
         with self._asking(stream):
             return iter(self.loader)
 
     def pairs(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
-        """Give (inputs, target) of each batch that its iterator gives."""
         while True:
             with self._asking(stream):
                 batch = next(iterator, _END)
@@ -62,9 +60,7 @@ class _Loader:
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 
-    Attributes:
-        stream: the task's main random stream.
-        messages: reasons why batches may differ from those of the run that was saved.
+    messages: reasons why batches may differ from those of the run that was saved.
     """
 
     def __init__(
@@ -89,7 +85,6 @@ class Epochs:
 
     @property
     def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
-        """The draws of its two loaders."""
         return self._training.draws, self._validation.draws
 
     def next(self) -> Item | EpochAhead | None:
@@ -97,11 +92,7 @@ class Epochs:
         return next(self._items, None)
 
     def apart(self) -> Generator[Any, None, None]:
-        """Give (inputs, target) of an epoch that is read apart, from where the stream stands; for a plan.
-
-        On a copy of the stream; generators of the loader's own are put back, so that training reads what it would have
-        read.
-        """
+        """Give (inputs, target) of an epoch for a plan, read on a copy of the stream: training reads the same."""
         stream = Stream(self.stream.state)
         put_back = putting_back(self._training.loader)
         try:
@@ -126,10 +117,7 @@ class Epochs:
             self._goal = _Goal(self._last, self._num_evaluated - self._last.num_evaluated, self._asked_at)
 
     def go_to(self, main: RandomState | None) -> None:
-        """Set the stream to where the next item begins, and go back where that was asked for.
-
-        main: where the layers have left the stream; None: they draw nothing from it.
-        """
+        """Set the stream to where the layers have left it, if they draw, and go back where that was asked for."""
         if self._goal is not None:
             self._go_back(self._goal)
             self._goal = None
@@ -194,10 +182,9 @@ class Epochs:
         if self._task.validation is not None:
             set_states(self._task.validation, start.validation)
         self._calls.begin()
-        restored = restore(self._training.loader, self.stream, start.loader)
-        if restored.message is not None:
-            self.messages.append(f"{self._name}: {restored.message}")
-        return start.loader.start, restored.iterator
+        iterator, message = restore(self._training.loader, self.stream, start.loader)
+        self.messages += [] if message is None else [f"{self._name}: {message}"]
+        return start.loader.start, iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
         """Keep where the task stands, if positions are kept."""
@@ -215,10 +202,7 @@ class Epochs:
         )
 
     def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
-        """The batches of one evaluation, which may lie between two of an epoch, whose iterator stays open meanwhile.
-
-        As under torch.random.fork_rng: torch's stream goes on as if nothing had been drawn.
-        """
+        """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""
         if self._task.validation is None:
             return
         outside = self.stream.state

@@ -22,10 +22,7 @@ def residue(tensor: Tensor) -> int:
 
 
 def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:
-    """Uninitialised memory with the very same strides, so that the next kernel takes the very same path.
-
-    `start`: its residue, on the CPU; None: the tensor's.
-    """
+    """Uninitialised memory of the same strides and residue (or `start`), so that kernels take the same path."""
     if tensor.is_conj() or tensor.is_neg():
         return with_bits_of(tensor, place_for(memory_of(tensor), device, start))
     device = device if device is not None else tensor.device
@@ -66,8 +63,7 @@ def flat(tensor: Tensor) -> Tensor:
 def memory_of(tensor: Tensor) -> Tensor:
     """The tensor's numbers as they lie in memory, without its graph.
 
-    A tensor may say with a bit that it is the conjugate, or the negative, of these. Kernels of products read the bit,
-    and give other bits than for the numbers written out: so it travels as a bit.
+    A bit may say that it is the conjugate or negative of these; kernels read it, so it travels as a bit.
     """
     tensor = tensor.detach()
     if tensor.is_conj():

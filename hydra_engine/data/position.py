@@ -23,7 +23,6 @@ from hydra_engine.data.streams import (
     install,
     installed,
     random_from_state,
-    random_to_state,
 )
 
 _MISSING = object()
@@ -43,39 +42,23 @@ class EpochStart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPosition:
-    """A loader's position in an epoch.
+    """A loader's position in an epoch, and there the task's stream, the loader's generators, its own state dict."""
 
-    Attributes:
-        num_batches: batches of the epoch that were read.
-        random: the task's stream after them.
-        generators: states of the generators that the loader holds, after them.
-        own: the loader's state dict, if it has one.
-    """
-
-    num_batches: int
+    num_batches: int  # of the epoch that were read
     start: EpochStart
     random: RandomState
     generators: tuple[Any, ...]
-    own: Any = None
+    own: Any = None  # its state dict, if it has one
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
-        start = {**self.start._asdict(), "random": random_to_state(self.start.random)}
-        own = {name: getattr(self, name) for name in ("num_batches", "generators", "own")}
-        return {**own, "start": start, "random": random_to_state(self.random)}
+        start = {**self.start._asdict(), "random": self.start.random._asdict()}
+        return {**vars(self), "start": start, "random": self.random._asdict()}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> LoaderPosition:
-        """Make it of such a state."""
         start = {**saved["start"], "random": random_from_state(saved["start"]["random"])}
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
-
-
-class Restored(NamedTuple):
-    """An iterator that gives the batches after a position."""
-
-    iterator: Iterator[Any]
-    message: str | None  # why they may be other ones than those of the run that was saved
 
 
 def epoch_start(loader: Any, stream: Stream) -> EpochStart:
@@ -91,10 +74,11 @@ def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int
     )
 
 
-def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
-    """Bring a loader to a position, and the task's stream with it.
+def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], str | None]:
+    """Bring a loader and the task's stream to a position.
 
-    Raises ValueError where the loader is of another kind than the one that was saved, or ends before.
+    Returns the iterator, and why its batches may be other ones than those of the run that was saved. Raises ValueError
+    for a loader of another kind, or a shorter one.
     """
     start = position.start
     if (position.own is not None) != _is_stateful(loader):
@@ -109,12 +93,12 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     if position.num_batches == 0:  # the epoch begins again, and what opening it draws is not drawn yet
         set_states(loader, start.generators)
         with installed(stream):
-            return Restored(iter(loader), None)
+            return iter(loader), None
     if position.own is not None:
         with installed(stream):
             iterator = iter(loader)
         stream.state = position.random
-        return Restored(iterator, None)
+        return iterator, None
     set_states(loader, start.generators)
     is_replayed = _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, start))
     with installed(stream):
@@ -132,7 +116,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> Restored:
     if drew_later and not was_alone:
         who = "has a sampler that draws" if is_replayed else "draws"
         doubt = f"{who} from the process-wide generators at every batch, as others do in between"
-    return Restored(iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}")
+    return iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -175,19 +159,11 @@ class _Advanced:
             install(position.start.random)
             set_states(loader, position.start.generators)
             self._indices = iter(self._sampler.sampler)
-        after_first = None
-        for k in range(position.num_batches):
-            if next(self._indices, _MISSING) is _MISSING:
-                raise _too_short(k, position)
-            after_first = after_first or capture()
-        self._sampler.drew_later = after_first is not None and not capture().same_as(after_first)
+        self._sampler.drew_later = _passed(self._indices, position)
 
 
 class _AdvancedOnce:
-    """A sampler whose first iterator that is used begins at a position, and every other one at the beginning.
-
-    torch's loaders with workers open two, and use the second.
-    """
+    """A sampler whose first iterator that is used begins at a position: torch's workers open two, use the second."""
 
     def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
         self.loader: Any = loader  # until the position was reached
@@ -234,10 +210,7 @@ class _DrawsProbe(Dataset[bool]):
 
 
 def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
-    """Return True if workers make samples with random numbers: they would have to draw all those before as well.
-
-    Asked in a worker: here, a data set might open what a fork must not inherit.
-    """
+    """Return True if samples draw in workers. Asked in one: a data set may open here what a fork must not inherit."""
     with installed(Stream(stream.state)):
         first = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), None)
         index = first if loader.batch_sampler is None else next(iter(first or ()), None)
@@ -262,39 +235,33 @@ def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
 def _skipped(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
     """Return the iterator, and True if it draws at every batch."""
     iterator = iter(loader)
+    return iterator, _passed(iterator, position)
+
+
+def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
+    """Drop what lies before a position. Return True if this draws at every batch, and not only at the first."""
     after_first = None
     for k in range(position.num_batches):
         if next(iterator, _MISSING) is _MISSING:
-            raise _too_short(k, position)
+            raise ValueError(
+                f"the loader ended after {k} batches, and was saved after {position.num_batches}; resume with the "
+                f"data set and the loader that were saved"
+            )
         after_first = after_first or capture()
-    return iterator, after_first is not None and not capture().same_as(after_first)
-
-
-def _too_short(num_batches: int, position: LoaderPosition) -> ValueError:
-    return ValueError(
-        f"the loader ended after {num_batches} batches, and was saved after {position.num_batches}; resume with the "
-        f"data set and the loader that were saved"
-    )
+    return after_first is not None and not capture().same_as(after_first)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPosition:
-    """A task's position in its data, right after a training batch was read or an epoch has begun.
+    """A task's position in its data, right after a training batch was read or an epoch has begun."""
 
-    Attributes:
-        num_steps: training batches that were read.
-        validation: states of the generators that the validation loader holds.
-        num_evaluations, num_evaluated: evaluations that ended, and the batches of all of them.
-        is_evaluated: an evaluation that is due after `num_steps` steps comes before this position.
-    """
-
-    num_steps: int
+    num_steps: int  # training batches that were read
     epoch: int
     loader: LoaderPosition
-    validation: tuple[Any, ...]
-    num_evaluations: int
-    num_evaluated: int
-    is_evaluated: bool = False
+    validation: tuple[Any, ...]  # states of the generators that the validation loader holds
+    num_evaluations: int  # that ended
+    num_evaluated: int  # batches of all evaluations
+    is_evaluated: bool = False  # an evaluation that is due after `num_steps` steps comes before this position
 
     def with_random(self, random: RandomState) -> TaskPosition:
         """The same position, for a stream that others drew from since."""
@@ -306,5 +273,4 @@ class TaskPosition:
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
-        """Make it of such a state."""
         return cls(**{**saved, "loader": LoaderPosition.from_state(saved["loader"])})

@@ -33,9 +33,6 @@ class Reader:
     """Reads a task's loaders in a thread of its own, one batch for each request.
 
     The first batch is also the sample that `generate()` profiles with: it is read once, whenever it is first needed.
-
-    Attributes:
-        accumulation_steps: micro-batches that training batches are split into.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Reader:
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, keeps_positions)
         self._splitter = Splitter(task, name)
-        self.accumulation_steps = 1
+        self.accumulation_steps = 1  # micro-batches that training batches are split into
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
         self._largest: Item | None = None  # read apart, for a plan
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
@@ -86,7 +83,6 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to read at all."""
         return self._peek() is None
 
     @property
@@ -152,17 +148,13 @@ class Reader:
     # -- the thread
 
     def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
-        """Begin to serve requests, in a thread of its own: loaders are user code and may block.
-
-        set_up: called before, in that thread; its result is reported, unless the thread was left behind.
-        """
+        """Serve requests from now on, in a thread; set_up: called in it before, reported unless it was left behind."""
         arguments = (report, num_threads, set_up)
         self._thread = threading.Thread(target=self._serve, args=arguments, name=self.thread_name, daemon=True)
         self._thread.start()
 
     @property
     def thread_name(self) -> str:
-        """Name of the thread that reads."""
         return f"{self._name}-reader"
 
     @contextmanager
@@ -177,15 +169,11 @@ class Reader:
         self._requests.put((main,))
 
     def restart(self) -> None:
-        """With the next request, go back to where the batch that failed was asked for, and ask again.
-
-        For a reader that keeps positions.
-        """
+        """With the next request, go back to where the batch that failed was asked for; where positions are kept."""
         if self._pending is None:  # else it was read, and splitting it failed
             self._epochs.restart()
 
     def take(self) -> Batch:
-        """The batch that was reported ready."""
         return self._ready.get_nowait()
 
     def leave_behind(self) -> float | None:

@@ -38,16 +38,10 @@ class Signature(NamedTuple):
 
     def part(self, first: int, end: int, role: tuple[Any, ...]) -> Signature:
         """Its micro-batches `[first, end)`, in a role."""
-        return Signature(
-            self.forms[first:end],
-            self.sizes[first:end],
-            self.numbers[first:end],
-            self.values[first:end],
-            (*self.role, *role),
-        )
+        parts = {name: getattr(self, name)[first:end] for name in ("forms", "sizes", "numbers", "values")}
+        return Signature(**parts, role=(*self.role, *role))
 
     def in_role(self, role: str) -> Signature:
-        """The same in a role."""
         return self._replace(role=(*self.role, role))
 
     @property
@@ -60,10 +54,7 @@ class Signature(NamedTuple):
         return len(self.sizes)
 
     def no_larger(self, known: Signature, *, numbers: bool = True) -> bool:
-        """Return True if it has no more micro-batches than a known one, of the same forms and role, in no size larger.
-
-        numbers: whole numbers among the values are sizes, too.
-        """
+        """Return True if no micro-batch is more or larger, of the same forms and role; `numbers` are sizes, too."""
         if self.role != known.role or self.num_micro_batches > known.num_micro_batches:
             return False
         for m, form in enumerate(self.forms):
@@ -112,10 +103,7 @@ def rounded_up(size: int) -> int:
 
 
 def resized(value: Any, sizes: Sequence[int], numbers: Sequence[int]) -> Any:
-    """A value with tensors of these sizes, whose memory nobody has touched, and these whole numbers among its values.
-
-    The sizes of its tensors and its whole numbers are in the order of `Boundary.signature`.
-    """
+    """A value with untouched tensors of these sizes, and these numbers, in the order of `Boundary.signature`."""
     boundary = Boundary.of(value, "a batch")
     dims, tensors = iter(sizes), []
     for tensor in boundary.tensors:

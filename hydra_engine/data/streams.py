@@ -25,11 +25,6 @@ from hydra_engine.system import Hold, RevocableLock
 from partitioners.measure import draws_random, given_generators
 
 
-def random_to_state(random: RandomState) -> dict[str, Any]:
-    """Return a random stream's states by name, as they are."""
-    return random._asdict()
-
-
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     """Make a random stream's states of such a dict; raises ValueError where one is missing, or there is one more."""
     if saved.keys() != set(RandomState._fields):
@@ -40,27 +35,24 @@ def random_from_state(saved: Mapping[str, Any]) -> RandomState:
     return RandomState(**saved)
 
 
-def copied(state: Any) -> Any:
+def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
     """Copy state that goes on changing: its tensors go to DRAM of their own, strides kept, one for each object.
 
-    Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept.
+    Dicts, lists, tuples, sets and numpy arrays are copied as what they are; all else is kept. made: copies by object.
     """
-    return _copied(state, {})
-
-
-def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) not in made:
-            made[id(value)] = value.detach().to("cpu", copy=True)
-        return made[id(value)]
-    if isinstance(value, dict):
-        rebuilt = value.copy()  # an OrderedDict stays one, a defaultdict keeps its default
-        for key, each in value.items():  # one by one: a Counter's update adds
-            rebuilt[key] = _copied(each, made)
+    made = {} if made is None else made
+    if isinstance(state, Tensor):
+        if id(state) not in made:
+            made[id(state)] = state.detach().to("cpu", copy=True)
+        return made[id(state)]
+    if isinstance(state, dict):
+        rebuilt = state.copy()  # an OrderedDict stays one, a defaultdict keeps its default
+        for key, each in state.items():  # one by one: a Counter's update adds
+            rebuilt[key] = copied(each, made)
         return rebuilt
-    if type(value) in (list, tuple):
-        return type(value)(_copied(each, made) for each in value)
-    return value.copy() if isinstance(value, (np.ndarray, set)) else value
+    if type(state) in (list, tuple):
+        return type(state)(copied(each, made) for each in state)
+    return state.copy() if isinstance(state, (np.ndarray, set)) else state
 
 
 # Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
@@ -106,7 +98,6 @@ class RandomState(NamedTuple):
 
 
 def capture() -> RandomState:
-    """Return the process-wide states as they are."""
     return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
 
 
@@ -131,10 +122,7 @@ class Stream:
 
 @contextmanager
 def installed(stream: Stream) -> Iterator[None]:
-    """Run the body with the stream as the process-wide generators, and leave those as they were.
-
-    Raises TakenAway where the body came back too late: then the stream is where it was.
-    """
+    """Run the body with the stream as the process-wide generators. Raises TakenAway, and drops draws, if it is late."""
     with GLOBAL_GENERATORS.held(apart=True) as hold:
 
         def enter() -> None:
@@ -203,10 +191,9 @@ def is_elsewhere(values: Iterable[Any]) -> bool:
 
 
 class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where `who` draws from the process's torch generator, which may be another task's now.
+    """Raises RuntimeError where `who` draws from the process's torch generator, maybe another task's now.
 
-    Attributes:
-        own: the generators that ops were given instead, as `given_generators` has them.
+    own: the generators that ops were given instead, as `given_generators` has them.
     """
 
     def __init__(self, who: str) -> None:
@@ -229,10 +216,9 @@ class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its _
 
 
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sends what seeded ops draw to a task's own generator.
+    """Sends what seeded ops draw to a task's own generator, unless they were given one.
 
-    Ops tagged `nondeterministic_seeded` get the generator as an argument; one that takes none runs with the state
-    installed in the global generator, under the lock. An op that was given a generator keeps it.
+    An op that takes none runs with the state installed in the global generator, under the lock.
     """
 
     def __init__(self, start: torch.Generator | Tensor) -> None:
@@ -243,7 +229,6 @@ class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator that ops draw from."""
         if isinstance(self._start, Tensor):
             generator = torch.Generator()
             generator.set_state(self._start)

@@ -10,29 +10,3 @@ from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, STORE, Promise
 from hydra_engine.devices.probe import probe
 from hydra_engine.devices.rates import STATED, Ceilings
-
-__all__ = [
-    "COMPUTE",
-    "INPUT",
-    "LOAD",
-    "SLABS",
-    "STATED",
-    "STORE",
-    "Ceilings",
-    "CudaDevice",
-    "DeviceGenerator",
-    "DeviceSpec",
-    "EmulatedDevice",
-    "Ledger",
-    "OpenDevice",
-    "Promise",
-    "Residents",
-    "Slab",
-    "Ticket",
-    "Timer",
-    "active_autocast",
-    "host_memory",
-    "probe",
-    "rates",
-    "resolve_devices",
-]

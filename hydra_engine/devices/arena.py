@@ -54,10 +54,9 @@ class Arena:
         make_room: Callable[[], bool] = lambda: False,
         beside: Callable[[int], bool] = lambda _: True,
     ) -> Slab:
-        """A free region; the ledger has granted its bytes already.
+        """A free region, whose bytes are granted.
 
-        make_room: asked where the room that is left is in pieces; gives another slab back, or says that it cannot.
-        beside: asked then whether there is so much memory beside the storage, which it takes.
+        make_room: gives another slab back where room is in pieces, or cannot. beside: then takes memory elsewhere.
         """
         while (slab := self.find(num_bytes)) is None:
             if make_room():
@@ -76,10 +75,7 @@ class Arena:
         return -(-num_bytes // self._alignment) * self._alignment
 
     def find(self, num_bytes: int) -> Slab | None:
-        """A gap that is large enough; None if there is none although so much is free.
-
-        Raises DeviceOutOfMemory where less is free.
-        """
+        """A gap that is large enough; None if free room is in pieces. Raises DeviceOutOfMemory where less is free."""
         size = self._size(num_bytes)
         with self._lock:
             end = len(self._storage) // self._alignment * self._alignment
@@ -98,7 +94,6 @@ class Arena:
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
     def holds(self, slab: Slab) -> bool:
-        """Return True if it lies here, and not elsewhere."""
         return slab.storage is self._storage
 
     def close(self) -> None:
@@ -116,7 +111,7 @@ class Arena:
                 self._elsewhere_bytes -= slab.num_bytes
 
 
-class Places:
+class HostRegions:
     """DRAM for what units leave: cut from few regions that are made once, and used again as soon as it is free.
 
     As page-locked memory has to be, which is slow to make. Torch has such memory, too, but frees it by asking the
@@ -161,11 +156,6 @@ class Places:
         self._regions.append(region)
         return region, region.take(num_bytes)
 
-    def give_back(self, region: Arena, slab: Slab) -> None:
-        """Nobody holds a place any more."""
-        if self._regions:
-            self._freed.append((region, slab))
-
     def close(self) -> None:
         """Free the regions that nobody has a place in; the others with their last place."""
         with self._lock:
@@ -173,7 +163,8 @@ class Places:
             self._freed.clear()
 
 
-def _give_back(places: weakref.ref[Places], region: Arena, slab: Slab) -> None:
-    there = places()
-    if there is not None:
-        there.give_back(region, slab)
+def _give_back(regions: weakref.ref[HostRegions], region: Arena, slab: Slab) -> None:
+    """Note that nobody holds a place any more."""
+    there = regions()
+    if there is not None and there._regions:
+        there._freed.append((region, slab))

@@ -41,15 +41,9 @@ class Ledger:
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
 
-    Args:
-        device: its name, for errors.
-        memory_bytes: its budget.
-        arena_bytes: of these, for slabs and nothing else; None: for whatever asks first.
-
-    Attributes:
-        reclaim: releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
-        lock: held by whoever changes anything here, and while callbacks run, so that they run in the order of the
-            grants; reentrant for a callback that asks.
+    arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. reclaim: releases what is
+    kept for later until so many bytes of a kind are free, or nothing of it is left. lock: held by whoever changes
+    anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks.
     """
 
     def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
@@ -57,9 +51,8 @@ class Ledger:
         self.memory_bytes = memory_bytes
         self.is_split = arena_bytes is not None
         self.peak_bytes = 0
-        self._limits = {SLABS: memory_bytes, WORK: memory_bytes}
-        if arena_bytes is not None:
-            self._limits = {SLABS: arena_bytes, WORK: memory_bytes - arena_bytes}
+        slab_bytes = memory_bytes if arena_bytes is None else arena_bytes
+        self._limits = {SLABS: slab_bytes, WORK: memory_bytes - (arena_bytes or 0)}
         self._used = {SLABS: 0, WORK: 0}
         self._num_active = 0
         self._closed = False
@@ -73,7 +66,6 @@ class Ledger:
         return self._used[SLABS] + self._used[WORK]
 
     def limit_bytes(self, kind: str = WORK) -> int:
-        """The most bytes that a kind can have."""
         return self._limits[kind]
 
     def free_bytes(self, kind: str = WORK) -> int:
@@ -174,12 +166,11 @@ class Ledger:
         while self._waiting:
             ticket = self._waiting[0]
             wanted = self._wanted(ticket)
-            if wanted is None:
-                if self._num_active == 0:
-                    self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
-                    wanted = self.free_bytes(ticket.kind)
-            else:
+            if wanted is not None:
                 wanted = self._made_room(ticket, wanted)
+            elif self._num_active == 0:
+                self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
+                wanted = self.free_bytes(ticket.kind)
             if wanted is not None and wanted <= self.free_bytes(ticket.kind):
                 self._waiting.popleft()
                 self._used[ticket.kind] += wanted
@@ -215,7 +206,7 @@ def _nothing() -> None:
     """Do nothing: values are freed by letting go of them."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Resident:
     value: Any
     num_bytes: int
@@ -246,23 +237,12 @@ class Residents:
         return key in self._found
 
     def add(
-        self,
-        key: Hashable,
-        value: Any,
-        num_bytes: int,
-        user: str,
-        next_use_s: NextUse,
-        dispose: Callable[[], None],
+        self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Callable[[], None]
     ) -> None:
-        """Take in a slab, pinned once, with bytes that are granted already.
-
-        next_use_s: how far away the user's next use is, as of when it is asked. dispose: frees it.
-        """
+        """Take in a slab, pinned once; next_use_s: how far away the next use is when it is asked; dispose: frees it."""
         with self._ledger.lock:
             assert key not in self._found, key
-            self._found[key] = _Resident(
-                value=value, num_bytes=num_bytes, kind=SLABS, users={user: next_use_s}, dispose=dispose, num_pins=1
-            )
+            self._found[key] = _Resident(value, num_bytes, SLABS, {user: next_use_s}, dispose, num_pins=1)
 
     def pin(self, key: Hashable, user: str, next_use_s: NextUse) -> Any | None:
         """Return the value, which stays until it is unpinned; None if it is not there."""
@@ -295,9 +275,7 @@ class Residents:
         with self._ledger.lock:
             if key in self._found or next_use_s() == math.inf:
                 return False
-            self._found[key] = _Resident(
-                value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s}, dispose=dispose
-            )
+            self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s}, dispose)
             return True
 
     def offer(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse) -> bool:
@@ -307,15 +285,10 @@ class Residents:
             if key in self._found or own_s == math.inf or self._ledger.has_waiting:
                 return False
             missing = num_bytes - self._ledger.free_bytes()
-            if missing > 0:
-                later = [
-                    r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)
-                ]
-                if sum(later) < missing:
-                    return False
-            if not self._ledger.take(num_bytes):
+            later = (r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK))
+            if (missing > 0 and sum(later) < missing) or not self._ledger.take(num_bytes):
                 return False
-            self._found[key] = _Resident(value=value, num_bytes=num_bytes, kind=WORK, users={user: next_use_s})
+            self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s})
             return True
 
     def take(self, key: Hashable) -> Any | None:
@@ -368,7 +341,6 @@ class Residents:
         self._ledger.release(resident.num_bytes, kind=resident.kind)
 
     def _serves(self, resident: _Resident, kind: str) -> bool:
-        """Return True if giving it up makes room for that kind."""
         return resident.kind == kind or not self._ledger.is_split
 
     def _by_next_use(self) -> list[tuple[Hashable, _Resident]]:

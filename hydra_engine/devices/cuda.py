@@ -7,14 +7,8 @@ of one stream for another is needed. The compute lane alone runs ahead: kernels 
 stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
 stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
-    slabs         one allocation, the arena, made when the device is opened
-    activations   torch's caching allocator, in blocks of the compute lane's stream; whoever drops one gives it to what
-    and inputs    that stream is told to do later. Inputs are copied there by other lanes, once it is through with what
-                  it did before the room for them was made
-    host          mapped for the purpose, to the byte, and page-locked; unlocked when nobody holds it any more. What
-                  units leave lies in few such regions, which are used again
-
-None of it has been run on a GPU yet: see benchmarks/gpu_day/README.md.
+`cuda.md` has the places of all memory, and what is relied on. None of it has been run on a GPU yet: see
+benchmarks/gpu_day/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -32,15 +26,15 @@ import torch
 from torch import Tensor
 
 from hydra_engine.data import with_bits_of
-from hydra_engine.devices.arena import Arena, Places
+from hydra_engine.devices.arena import Arena, HostRegions
 from hydra_engine.devices.budget import Ledger
-from hydra_engine.devices.device import OpenDevice
+from hydra_engine.devices.device import DeviceGenerator, OpenDevice, Timer
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
-from hydra_engine.devices.rates import MEASURED_NOW, Ceilings, stored
+from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, stored
 from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
-from hydra_engine.trace import Timing, Trace
+from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 from partitioners.boundary import extent_bytes
 
@@ -113,14 +107,14 @@ class CudaDevice:
                 f"less, or leave it out"
             )
         # What torch's allocator may take, and what of that the ledger gives out.
-        cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-        self.allowed_bytes = free + cached if asked is None else asked - context
+        available = _available_bytes(index)
+        self.allowed_bytes = available if asked is None else asked - context
         reserved = max(int(self.allowed_bytes * RESERVED_SHARE), LEAST_RESERVED_BYTES)
         self.memory_bytes = (self.allowed_bytes - reserved) // PAGE_BYTES * PAGE_BYTES
         if self.memory_bytes <= 0:
             if asked is None:
                 raise RuntimeError(
-                    f"device 'cuda:{index}': {format_bytes(free + cached)} ({free + cached} bytes) free, limit: more "
+                    f"device 'cuda:{index}': {format_bytes(available)} ({available} bytes) free, limit: more "
                     f"than the {format_bytes(reserved)} that stay so; end what else uses the card"
                 )
             raise ValueError(
@@ -142,7 +136,6 @@ class CudaDevice:
 
     @property
     def name(self) -> str:
-        """The name by which it is asked for."""
         return f"cuda:{self.index}"
 
     def __repr__(self) -> str:
@@ -150,12 +143,11 @@ class CudaDevice:
 
     def check_free(self) -> None:
         """Raise RuntimeError unless the card has what was asked for, beside what this process holds already."""
-        free, _ = torch.cuda.mem_get_info(self.index)
-        cached = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
-        if free + cached < self.memory_bytes:  # beside the reserve, which kernels that are loaded later may take
+        available = _available_bytes(self.index)
+        if available < self.memory_bytes:  # beside the reserve, which kernels that are loaded later may take
             raise RuntimeError(
                 f"device 'cuda:{self.index}': {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) asked "
-                f"for, {format_bytes(free + cached)} ({free + cached} bytes) free; end what else uses the card, free "
+                f"for, {format_bytes(available)} ({available} bytes) free; end what else uses the card, free "
                 f"this process's own tensors on it, or give CudaDevice({self.index}, memory=...) less"
             )
 
@@ -176,14 +168,8 @@ class CudaDevice:
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
             here = torch.empty(0, dtype=torch.uint8).set_(PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
-        return Ceilings(
-            name=self.product,
-            up_bytes_per_s=up,
-            down_bytes_per_s=down,
-            both_up_bytes_per_s=up,
-            both_down_bytes_per_s=down,
-            origin=MEASURED_NOW,
-        )
+        rates = dict(zip(LINK_RATES, (up, down, up, down), strict=True))
+        return Ceilings(name=self.product, origin=MEASURED_NOW, **rates)  # type: ignore[arg-type]
 
     def numa_node(self) -> int | None:
         """Return the node of the machine's memory that the card is attached to, where the system says so."""
@@ -204,6 +190,12 @@ class CudaDevice:
         """Start its lanes for one run, with an arena of `arena_bytes`. Raises RuntimeError where less is free."""
         self.check_free()
         return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
+
+
+def _available_bytes(index: int) -> int:
+    """Return the bytes that this process could still allocate: free ones, and those that torch keeps for later."""
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
 
 @cache
@@ -259,9 +251,9 @@ class OpenCudaDevice(OpenDevice):
 
     def __init__(self, spec: CudaDevice, trace: Trace, num_threads: int, arena_bytes: int) -> None:
         self._index = index = spec.index
-        name = spec.name
-        self._generator = CudaGenerator(index)
-        self._places = Places(PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._generator = DeviceGenerator(torch.cuda.default_generators[index])
+        self._places = HostRegions(PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
         self._fraction_before = torch.cuda.get_per_process_memory_fraction(index)
@@ -273,11 +265,11 @@ class OpenCudaDevice(OpenDevice):
             # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, holes stay.
             self._is_expandable = _EXPANDABLE.enter()
             super().__init__(
-                name=name,
+                name=spec.name,
                 torch_device=spec.torch_device,
-                ledger=Ledger(name, spec.memory_bytes, arena_bytes),
+                ledger=Ledger(spec.name, spec.memory_bytes, arena_bytes),
                 arena=Arena(storage, ALIGNMENT_BYTES),
-                lanes=open_lanes(name, num_threads, self._inside),
+                lanes=open_lanes(spec.name, num_threads, self._inside),
                 trace=trace,
             )
         except BaseException:
@@ -289,13 +281,10 @@ class OpenCudaDevice(OpenDevice):
     @contextmanager
     def _inside(self, lane: str) -> Iterator[None]:
         """Make the device and the lane's stream current in the lane's thread, for as long as it lives."""
-        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]):
-            if lane != COMPUTE:
-                yield
-                return
-            # A backward runs here, not in the thread that autograd has for each device: no hand-over, one lane.
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
+        with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]), ExitStack() as stack:
+            if lane == COMPUTE:  # a backward runs here, not in autograd's thread for a device: no hand-over, one lane
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
 
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
         for target, source in pairs:
@@ -328,8 +317,9 @@ class OpenCudaDevice(OpenDevice):
 
         return wait
 
-    def timer(self) -> CudaTimer:
-        return CudaTimer()
+    def timer(self) -> Timer:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        return Timer(start, end)
 
     def place(self, tensor: Tensor) -> Tensor:
         storage = self._places.take(extent_bytes(tensor))
@@ -391,7 +381,6 @@ class _ExpandableSegments:
             return True
 
     def leave(self) -> None:
-        """End what `enter` began."""
         with self._lock:
             self._num_users -= 1
             if self._num_users == 0:
@@ -435,57 +424,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     """Return True if the allocator, a library or the loading of a kernel found no room."""
     if isinstance(error, torch.OutOfMemoryError) or getattr(error, "error_code", None) == OUT_OF_MEMORY:
         return True
-    text = str(error)
-    return any(each in text for each in ("STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"))
-
-
-class CudaTimer:
-    """Times what is queued on the current stream from here on."""
-
-    def __init__(self) -> None:
-        self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._launch_s = 0.0
-        self._start.record()
-        self._begun_s = time.thread_time()  # waiting for inputs is not launching
-
-    def launched(self) -> None:
-        """Note that all of it is queued."""
-        self._launch_s = time.thread_time() - self._begun_s
-        self._end.record()
-
-    def timing(self) -> Timing:
-        """Return what it took, once it is finished."""
-        return Timing(self._launch_s, self._start.elapsed_time(self._end) / 1e3)
-
-
-class CudaGenerator:
-    """The default generator of a CUDA device, which ops that take none draw from; one compute lane uses it."""
-
-    def __init__(self, index: int) -> None:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._generator = torch.cuda.default_generators[index]
-        self._before = self._generator.get_state()
-
-    def install(self, state: int | bytes) -> bytes:
-        """Go on from a state, or from a seed where nothing was drawn yet. Return the state."""
-        if isinstance(state, int):
-            self._generator.manual_seed(state)
-            return self.state()
-        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        return state
-
-    def state(self) -> bytes:
-        """Return its state."""
-        return bytes(self._generator.get_state().numpy())
-
-    def same_seed(self, before: bytes, after: bytes) -> bool:
-        """Return True if drawing alone led from one state to the other: 8 bytes of seed come before the offset."""
-        return before[:8] == after[:8]
-
-    def restore(self) -> None:
-        """Leave it as it was found."""
-        self._generator.set_state(self._before)
+    return any(each in str(error) for each in ("STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"))
 
 
 def active_autocast() -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +17,50 @@ from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, Lane
 from hydra_engine.trace import Timing, Trace
 
 
-class DeviceGenerator(Protocol):
-    """The random generator that a device's kernels draw from."""
+class DeviceGenerator:
+    """The generator that a device's kernels draw from where they are given none; one compute lane uses it."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._before = generator.get_state()
 
     def install(self, state: int | bytes) -> bytes:
         """Go on from a state, or from a seed where nothing was drawn yet. Return the state."""
+        if isinstance(state, int):
+            self._generator.manual_seed(state)
+            return self.state()
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return state
 
     def state(self) -> bytes:
-        """Return its state."""
+        return bytes(self._generator.get_state().numpy())
 
     def same_seed(self, before: bytes, after: bytes) -> bool:
-        """Return True if drawing alone led from one state to the other."""
+        """Return True if drawing alone led from one state to the other: 8 bytes of seed come before the offset."""
+        return before[:8] == after[:8]
+
+    def restore(self) -> None:
+        """Leave it as it was found."""
+        self._generator.set_state(self._before)
 
 
-class Timer(Protocol):
-    """Times what is queued from here on."""
+class Timer:
+    """Times what is queued from here on, with two events of the device's."""
+
+    def __init__(self, start: Any, end: Any) -> None:
+        self._start, self._end = start, end
+        self._launch_s = 0.0
+        start.record()
+        self._begun_s = time.thread_time()  # waiting for inputs is not launching
 
     def launched(self) -> None:
         """Note that all of it is queued."""
+        self._launch_s = time.thread_time() - self._begun_s
+        self._end.record()
 
     def timing(self) -> Timing:
         """Return what it took, once it is finished."""
+        return Timing(self._launch_s, self._start.elapsed_time(self._end) / 1e3)
 
 
 class OpenDevice(ABC):
@@ -75,10 +99,7 @@ class OpenDevice(ABC):
         self._trace = trace
 
     def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
-        """Queue a job in a lane, or do it `at_once` in the caller's thread.
-
-        It is traced as a span named `label`; what computes traces itself, since it waits.
-        """
+        """Queue a job in a lane, or do it `at_once` in the caller's thread; traced as `label`, unless it computes."""
         if at_once:
             self._run(lane, label, job)
             return

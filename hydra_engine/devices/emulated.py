@@ -13,7 +13,7 @@ from torch import Tensor
 from hydra_engine.devices.arena import Arena, Slab
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.device import OpenDevice
-from hydra_engine.devices.lanes import LOAD, STORE, Link, open_lanes
+from hydra_engine.devices.lanes import LOAD, STORE, EmulatedLink, open_lanes
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
@@ -75,10 +75,7 @@ class EmulatedDevice:
         if self.bandwidth is not None:
             return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
         found = stored(self.ceilings_name)
-        if found is not None:
-            return found
-        bytes_per_s = _copy_bytes_per_s()
-        return Ceilings.of_link(self.ceilings_name, bytes_per_s, MEASURED_NOW)
+        return found or Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
 
     def numa_node(self) -> int | None:
         """Return the NUMA node it is attached to: none."""
@@ -97,7 +94,6 @@ class EmulatedDevice:
 
 
 def _copy_bytes_per_s() -> float:
-    """Measure the speed of copies in memory."""
     source, target = torch.zeros(PROBE_BYTES, dtype=torch.uint8), torch.zeros(PROBE_BYTES, dtype=torch.uint8)
     start_s = time.perf_counter()
     for _ in range(NUM_PROBES):
@@ -125,7 +121,7 @@ class OpenEmulatedDevice(OpenDevice):
         self.meter_every_unit = spec.meter_every_unit
         self.has_link = spec.bandwidth is not None or spec.chaos is not None
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)
-        self._links = None if spec.bandwidth is None else {lane: Link(spec.bandwidth) for lane in (LOAD, STORE)}
+        self._links = None if spec.bandwidth is None else {lane: EmulatedLink(spec.bandwidth) for lane in (LOAD, STORE)}
         self._late = threading.local()
 
     def copies_at_once(self, num_bytes: float) -> bool:
@@ -163,9 +159,7 @@ class OpenEmulatedDevice(OpenDevice):
         return True
 
     def finish(self) -> None:
-        if self._chaos is None:
-            return
-        queue = self._late.__dict__.setdefault("queue", [])
+        queue = self._late.__dict__.get("queue")  # of the test mode
         while queue:
             target, source = queue.pop(0)
             target.copy_(source)
@@ -173,6 +167,5 @@ class OpenEmulatedDevice(OpenDevice):
     def give_slab_back(self, slab: Slab) -> None:
         """Free a region; in the test mode whoever still reads it reads NaN."""
         if self._chaos is not None:
-            whole = slab.bytes(0, slab.num_bytes)
-            whole.view(torch.float32).fill_(float("nan"))
+            slab.bytes(0, slab.num_bytes).view(torch.float32).fill_(float("nan"))
         super().give_slab_back(slab)

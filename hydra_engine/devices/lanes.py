@@ -28,12 +28,10 @@ class Promise(Generic[T]):
         self._error: BaseException | None = None
 
     def keep(self, value: T) -> None:
-        """Give the result."""
         self._value = value
         self._lock.release()
 
     def give_up(self, error: BaseException) -> None:
-        """Give the reason why there is no result."""
         self._error = error
         self._lock.release()
 
@@ -85,7 +83,6 @@ class Lane:
         return threading.current_thread() is self._thread
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job."""
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -126,11 +123,8 @@ def open_lanes(
     return lanes
 
 
-class Link:
-    """One direction of an emulated link: one copy at a time, urgent ones between the pieces of others.
-
-    What a unit starts from holds the device up; the shard of the unit after it does not.
-    """
+class EmulatedLink:
+    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, between pieces."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import partial
 from statistics import median
 from threading import Barrier, Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from hydra_engine.devices.choose import DeviceSpec, host_memory
 from hydra_engine.devices.device import OpenDevice
 from hydra_engine.devices.lanes import COMPUTE, LOAD, STORE, Promise
-from hydra_engine.devices.rates import Ceilings
+from hydra_engine.devices.rates import LINK_RATES, Ceilings
 from hydra_engine.system import dram
 from hydra_engine.trace import Trace
 from partitioners import format_bytes
@@ -58,11 +58,7 @@ def probe(spec: DeviceSpec, *, num_workers: int, num_threads: int) -> Ceilings:
 
     try:
         return measure(
-            opened,
-            spec.ceilings_name,
-            num_workers=num_workers,
-            num_threads=num_threads,
-            new_host_bytes=new_host_bytes,
+            opened, spec.ceilings_name, num_workers=num_workers, num_threads=num_threads, new_host_bytes=new_host_bytes
         )
     finally:
         opened.close()
@@ -78,12 +74,10 @@ def measure(
 ) -> Ceilings:
     """Measure everything, in a second or two. Nothing else may be at work, there or on the host.
 
-    Args:
-        name: by which it is to be stored.
-        num_workers: threads that update weights on the host. num_threads: intra-op, of each of them and of a lane.
-        new_host_bytes: makes DRAM as a run copies it from and to: a tensor of so many uint8.
+    num_workers: threads that update weights on the host. num_threads: intra-op, of each of them and of a lane.
+    new_host_bytes: makes DRAM as a run copies it from and to: a tensor of so many uint8.
     """
-    up, down, both_up, both_down = _link_rates(opened, new_host_bytes)
+    link: dict[str, Any] = dict(zip(LINK_RATES, _link_rates(opened, new_host_bytes), strict=True))
     most_bytes = opened.ledger.memory_bytes // SHARE
     matmul = {
         precision: _in_lane(opened, COMPUTE, partial(_matmul_flops, opened, dtype, most_bytes)).result()
@@ -91,15 +85,12 @@ def measure(
     }
     return Ceilings(
         name=name,
-        up_bytes_per_s=up,
-        down_bytes_per_s=down,
-        both_up_bytes_per_s=both_up,
-        both_down_bytes_per_s=both_down,
         dram_bytes_per_s=dram_bytes_per_s(num_workers, num_threads),
         matmul_flops=matmul,
         measured=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         torch_version=torch.__version__,
         num_threads=num_threads,
+        **link,
     )
 
 
@@ -119,7 +110,7 @@ def dram_bytes_per_s(num_workers: int, num_threads: int) -> float:
 
 
 def _link_rates(opened: OpenDevice, new_host_bytes: Callable[[int], Tensor]) -> list[float]:
-    """Bytes per second up alone, down alone, up while others go down, down while others go up."""
+    """Bytes per second, in the order of `LINK_RATES`."""
     num_bytes = min(COPY_BYTES, opened.ledger.memory_bytes // SHARE)
     slabs = [opened.take_slab(num_bytes) for _ in range(2)]
     try:
@@ -189,7 +180,6 @@ def _median_s(work: Callable[[], None]) -> float:
 
 
 def _in_lane(opened: OpenDevice, lane: str, work: Callable[[], T]) -> Promise[T]:
-    """Do it in a lane of the device."""
     promise: Promise[T] = Promise()
 
     def job() -> None:

@@ -27,32 +27,19 @@ STATED, MEASURED_NOW, STORED = "stated", "measured now", "stored"
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Highest rates of one kind of device, and of the host beside it.
+    """Highest rates of one kind of device, and of the host beside it."""
 
-    Args:
-        name: of the kind of device, by which it is stored: "cpu", or an accelerator's product name.
-        up_bytes_per_s: of a copy from DRAM to the device, while nothing else is copied.
-        down_bytes_per_s: of a copy from the device to DRAM, while nothing else is copied.
-        both_up_bytes_per_s: up, while something else is on its way down all the time.
-        both_down_bytes_per_s: down, while something else is on its way up all the time.
-        dram_bytes_per_s: read and written in DRAM, by as many threads as update weights on the host; None: unknown.
-        matmul_flops: operations per second of a product of matrices on the device, by dtype ("float32").
-        measured: when, ISO 8601, UTC; "" where it was not by `probe`.
-        torch_version: that it was measured with. num_threads: intra-op, of each lane and update, at that time.
-        origin: STATED, MEASURED_NOW or STORED; not stored itself.
-    """
-
-    name: str
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    both_up_bytes_per_s: float
-    both_down_bytes_per_s: float
-    dram_bytes_per_s: float | None = None
-    matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    measured: str = ""
-    torch_version: str = ""
-    num_threads: int = 1
-    origin: str = MEASURED_NOW
+    name: str  # of the kind of device, by which it is stored: "cpu", or an accelerator's product name
+    up_bytes_per_s: float  # of a copy from DRAM to the device, while nothing else is copied
+    down_bytes_per_s: float  # of a copy from the device to DRAM, while nothing else is copied
+    both_up_bytes_per_s: float  # up, while something else is on its way down all the time
+    both_down_bytes_per_s: float  # down, while something else is on its way up all the time
+    dram_bytes_per_s: float | None = None  # read and written by all threads that update weights; None: unknown
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)  # of a product of matrices, by dtype ("float32")
+    measured: str = ""  # when, ISO 8601, UTC; "" where it was not by `probe`
+    torch_version: str = ""  # that it was measured with
+    num_threads: int = 1  # intra-op, of each lane and update, at that time
+    origin: str = MEASURED_NOW  # STATED, MEASURED_NOW or STORED; not stored itself
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in LINK_RATES}
@@ -96,11 +83,6 @@ def path() -> Path:
     return Path(root, "hydra_engine", "ceilings.json")
 
 
-def load(name: str) -> Ceilings | None:
-    """Return what is stored for a kind of device; None: nothing. Raises ValueError for a file that is not ours."""
-    return load_all().get(name)
-
-
 def load_all() -> dict[str, Ceilings]:
     """All that is stored, by name. Raises ValueError for a file that is none of ours, or that cannot be read."""
     file = path()
@@ -118,17 +100,16 @@ def load_all() -> dict[str, Ceilings]:
 def stored(name: str) -> Ceilings | None:
     """Return what is stored for a kind of device; None: nothing, or a line on stderr says why not."""
     try:
-        return load(name)
+        return load_all().get(name)
     except ValueError as error:
         _say_once(f"{error}; until then rates are measured for each plan")
         return None
 
 
 def save(*measured: Ceilings) -> Path:
-    """Store ceilings beside those of other kinds of devices; returns where. Readers see the old file or the new one.
+    """Store ceilings beside those of other devices; returns where. Readers see the old file or the new one.
 
-    Raises ValueError for a file there that is none of ours, which stays as it is, and OSError where none can be
-    written.
+    Raises ValueError for a file there that is none of ours, and OSError where none can be written.
     """
     file = path()
     if str(file).startswith("~"):
@@ -163,9 +144,8 @@ def _parsed(content: Any) -> dict[str, Ceilings]:
 
 def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
     expected = {each.name for each in fields(Ceilings)} - {"origin"}
-    if set(entry) != expected or entry["name"] != name:
-        raise ValueError(f"entry {name!r} does not have the figures of a device")
-    if not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
+    is_entry = set(entry) == expected and entry["name"] == name
+    if not is_entry or not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
         raise ValueError(f"entry {name!r} does not have the figures of a device")
     return replace(Ceilings(**entry), origin=STORED)
 

@@ -141,7 +141,7 @@ class Saves:
         found, optimizer = task.last_commit, task.optimizer
         if found is None or optimizer is None:
             return None
-        return Snapshot(task.state, optimizer, task.report, found.position, found.buffers, saver.cost, over=over)
+        return Snapshot(task.state, optimizer, task.report, found.position, found.buffers, saver.count, over=over)
 
 
 def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:

@@ -23,32 +23,3 @@ from hydra_engine.system.files import (
 )
 from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway
 from hydra_engine.system.process import is_interactive
-
-__all__ = [
-    "DRAM_REMEDY",
-    "NUM_THREADS",
-    "PORTION_BYTES",
-    "Beside",
-    "Disk",
-    "Fingerprint",
-    "FolderLock",
-    "Freed",
-    "Hold",
-    "HostMemory",
-    "HostThreads",
-    "NewFile",
-    "OldFile",
-    "RevocableLock",
-    "TakenAway",
-    "WriteBehind",
-    "bound",
-    "discard",
-    "dram",
-    "fingerprint",
-    "host_threads",
-    "is_alone",
-    "is_interactive",
-    "is_out_of_dram",
-    "process",
-    "return_free_memory",
-]

@@ -56,34 +56,33 @@ def host_threads(
     optimizer_threads: int | None = None,
     numa_node: int | None = None,
     computes_here: bool = True,
-    root: Path | None = None,
 ) -> HostThreads:
     """Return the threads of a run on devices that are attached to these nodes.
 
     optimizer_threads: None for 1 to 4, so that each device and the loaders have a core. numa_node: to bind the run to.
     computes_here: devices are emulated, so that an update has the caller's number of intra-op threads, by which its
         bits are chosen. Else it takes only as many as leave cores to devices and loaders.
-    root: of the system's folders.
 
     Raises TypeError or ValueError for wrong settings, RuntimeError if this system binds no threads.
     """
     allowed = allowed_cores()
-    nodes = numa_nodes(allowed, root)
-    _check_optimizer_threads(optimizer_threads)
-    _check_numa_node(numa_node, nodes)
+    nodes = numa_nodes(allowed)
+    if optimizer_threads is not None:
+        _check_optimizer_threads(optimizer_threads)
+    if numa_node is not None:
+        _check_numa_node(numa_node, nodes)
     bound_cores = None if numa_node is None else nodes[numa_node]
-    cores = num_cores(allowed if bound_cores is None else bound_cores, root)
+    cores = num_cores(allowed if bound_cores is None else bound_cores)
     spare = cores - len(device_nodes) - DATA_CORES
     if optimizer_threads is None:
         optimizer_threads = max(1, min(MOST_OPTIMIZER_THREADS, spare // intra_op_threads))
+    own_threads = intra_op_threads if computes_here else max(1, min(intra_op_threads, spare // optimizer_threads))
     return HostThreads(
         cores=cores,
         num_nodes=len(nodes),
         optimizer_threads=optimizer_threads,
         intra_op_threads=intra_op_threads,
-        optimizer_intra_op_threads=(
-            intra_op_threads if computes_here else max(1, min(intra_op_threads, spare // optimizer_threads))
-        ),
+        optimizer_intra_op_threads=own_threads,
         launch_cores=len(device_nodes),
         data_cores=DATA_CORES,
         numa_node=numa_node,
@@ -94,8 +93,6 @@ def host_threads(
 
 def _check_optimizer_threads(number: object) -> None:
     remedy = "give the threads that commit and update, or None to leave cores to devices and loaders"
-    if number is None:
-        return
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"optimizer_threads: {number!r}, limit: an int of at least 1; {remedy}")
     if number < 1:
@@ -105,8 +102,6 @@ def _check_optimizer_threads(number: object) -> None:
 def _check_numa_node(node: object, nodes: dict[int, frozenset[int]]) -> None:
     known = ", ".join(map(str, nodes))
     remedy = "give one of these, or None to leave the threads to the system"
-    if node is None:
-        return
     if not hasattr(os, "sched_setaffinity"):
         raise RuntimeError(f"numa_node: {node!r}, limit: None, since this system cannot bind threads; leave it None")
     if not isinstance(node, int) or isinstance(node, bool):
@@ -122,17 +117,17 @@ def allowed_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def num_cores(cores: frozenset[int], root: Path | None = None) -> int:
+def num_cores(cores: frozenset[int]) -> int:
     """Return the number of these cores that the process's cgroups let it keep busy, rounded down; at least 1."""
-    return max(1, int(min([len(cores), *_quotas(ROOT if root is None else root)])))
+    return max(1, int(min([len(cores), *_quotas()])))
 
 
-def _quotas(root: Path) -> Iterator[float]:
+def _quotas() -> Iterator[float]:
     """Yield the number of cores that each cgroup of this process grants, from the outermost one on.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html (v1)
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         own = controllers.split(",")
         if own == [""]:
@@ -145,19 +140,19 @@ def _quotas(root: Path) -> Iterator[float]:
         names = [name for name in path.split("/") if name not in ("", "..")]
         for base in bases:
             for depth in range(len(names) + 1):
-                folder = root.joinpath("sys/fs/cgroup", base, *names[:depth])
+                folder = ROOT.joinpath("sys/fs/cgroup", base, *names[:depth])
                 words = " ".join(_read(folder / name) for name in files).split()
                 if len(words) == 2 and words[0] not in ("max", "-1"):
                     yield int(words[0]) / int(words[1])
 
 
-def numa_nodes(cores: frozenset[int], root: Path | None = None) -> dict[int, frozenset[int]]:
+def numa_nodes(cores: frozenset[int]) -> dict[int, frozenset[int]]:
     """Return the cores of each NUMA node, among these cores; a node with none of them is left out.
 
     If the system names no nodes, all cores are node 0's. https://docs.kernel.org/admin-guide/mm/numaperf.html
     """
     nodes = {}
-    for folder in (ROOT if root is None else root).glob("sys/devices/system/node/node[0-9]*"):
+    for folder in ROOT.glob("sys/devices/system/node/node[0-9]*"):
         own = cores & _numbers(_read(folder / "cpulist"))
         if own:
             nodes[int(folder.name.removeprefix("node"))] = own

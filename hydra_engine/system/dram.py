@@ -84,9 +84,7 @@ class Freed:
 
 
 def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_shared: bool = False) -> None:
-    """Give the pages of a range of a storage back to the system; their content is lost.
-
-    is_shared: it lies in a mapping that processes may share, which keeps its pages as long as one may need them.
+    """Give a range's pages back to the system, and lose their content; is_shared: of a mapping that processes share.
 
     https://man7.org/linux/man-pages/man2/madvise.2.html
     """

@@ -55,11 +55,9 @@ class Disk:
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a file that `create` opened."""
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """Make a new folder."""
         path.mkdir()
 
     def rename(self, source: Path, target: Path) -> None:
@@ -67,7 +65,6 @@ class Disk:
         os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
-        """Remove a file."""
         path.unlink()
 
     def sync_folder(self, path: Path) -> None:
@@ -136,7 +133,6 @@ class WriteBehind:
         return self._buffers[-1]
 
     def start(self, write: Callable[[memoryview], None], portion: memoryview) -> None:
-        """Write a filled buffer."""
         self._writes.append(self._thread.submit(write, portion))
 
     def wait(self) -> None:

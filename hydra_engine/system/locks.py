@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra_engine.errors import CheckpointError
+
+T = TypeVar("T")
 
 # Turns apart and turns beside wait for each other no longer than this. Then they go on together, and note that.
 PATIENCE_S = 2.0
@@ -82,7 +84,6 @@ class RevocableLock:
 
     @property
     def is_free(self) -> bool:
-        """True while nobody holds it."""
         return not self._lock.locked()
 
     @contextmanager
@@ -127,16 +128,14 @@ class RevocableLock:
 
     @contextmanager
     def beside(self, *, is_call: bool = False) -> Iterator[Beside]:
-        """Take a turn beside others, and wait for a thread that holds the lock apart.
-
-        is_call: a turn of a callback, which may take long.
-        """
+        """Take a turn beside others, once nobody holds the lock apart; is_call: of a callback, which may take long."""
         turn: list[Beside] = []
         try:
             with self._changed:
                 self._wait_beside()
                 turn.append(Beside(bool(self._beside), is_call=is_call))
-                self._note_company()
+                for each in self._beside:
+                    each.had_company = True
                 self._beside += turn
                 if self._hold is not None and self._hold.is_apart and self._hold.has_begun:
                     self._hold.is_passed = True
@@ -160,20 +159,13 @@ class RevocableLock:
         is_first = hold is not None and not hold.has_begun and number < hold.number
         return hold is None or not hold.is_apart or hold.is_passed or is_first
 
-    def _note_company(self) -> None:
-        for each in self._beside:
-            each.had_company = True
-
-    def look(self, job: Callable[[Hold | None], None]) -> None:
+    def look(self, job: Callable[[Hold | None], T]) -> T:
         """Run `job`, which is short and ours, with the present hold, which cannot begin or end a change meanwhile."""
         with self._mutex:
-            job(self._hold)
+            return job(self._hold)
 
     def take_from(self, thread: int | None) -> bool:
-        """Take the lock away from this thread and undo its changes; returns False if the thread does not hold it.
-
-        The thread may still be at work, and nothing prevents its changes outside of `settle`.
-        """
+        """Take the lock from this thread, which may still be at work, and undo its changes; False: not its holder."""
         with self._changed:
             self._beside = [each for each in self._beside if each.thread != thread]
             self._changed.notify_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,12 +46,9 @@ def forget() -> None:
 
 
 def start_again(argv: Sequence[str], cwd: str | os.PathLike[str], directory: Path) -> NoReturn:
-    """Become the program `argv`, in `cwd`, to go on from this directory of checkpoints.
-
-    Raises OSError if the program or `cwd` is not there.
-    """
-    environment: Mapping[str, str] = os.environ | {VARIABLE: str(directory.absolute())}
+    """Become the program `argv`, in `cwd`, to go on from these checkpoints; raises OSError if one is not there."""
+    directory = directory.absolute()
     os.chdir(cwd)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(argv[0], list(argv), environment)
+    os.execvpe(argv[0], list(argv), os.environ | {VARIABLE: str(directory)})

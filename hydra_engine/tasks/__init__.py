@@ -23,33 +23,3 @@ from hydra_engine.tasks.report import (
 )
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
 from hydra_engine.tasks.task import ModelTask, Purpose
-
-__all__ = [
-    "AGAIN",
-    "FAILED",
-    "FINISHED",
-    "STOPPED",
-    "Callback",
-    "CheckpointReport",
-    "DeviceReport",
-    "Evaluation",
-    "EvaluationMeans",
-    "EvaluationTask",
-    "MicroBatch",
-    "Model",
-    "ModelTask",
-    "ModelWatch",
-    "Plan",
-    "Purpose",
-    "Report",
-    "Retry",
-    "Revision",
-    "TaskPlan",
-    "TaskReport",
-    "batch_size",
-    "begin_epochs",
-    "check_optimizer_needs_no_closure",
-    "joined",
-    "split",
-    "table",
-]

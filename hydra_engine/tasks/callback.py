@@ -11,22 +11,11 @@ class Callback:
     """Called as a task trains, in a thread of the task's own, one call at a time; override what you need.
 
     A call sees the report and the model's weights and buffers as they were at its step: the task's next commit waits
-    for it, while devices compute on. With `early_release` or `optimizer_device="device"` the weights may be in the
-    middle of the next step's updates. Callbacks of other tasks go on meanwhile: one may wait for another task, or call
-    `add_task` and `stop_task`. A call that does not return in the task's `callback_timeout_s` fails the task. After
-    Ctrl-C or SIGTERM it has 10 s; then the run ends without it.
+    for it, while devices compute on. One that does not return in the task's `callback_timeout_s` fails the task.
 
-    Look at the model, and leave it as it is: devices compute with copies of its layers, and have begun the next step.
-    A call that changes an attribute (a dropout's p), a `training` flag, `requires_grad`, hooks, submodules, parameters
-    or buffers, or writes to them (through `.data` too, and where it puts the values back), fails the task by name;
-    `on_task_end` may do what it likes. A rate that a call sets in the `param_groups` of the optimizer that the task's
-    factory made last holds from the next step on; but with `early_release` or `optimizer_device="device"`, that step's
-    updates may have begun.
-
-    In the plain loop a draw would move the task's stream; here it does not. What a call draws from torch, as making a
-    model does, comes from a generator that the task's callbacks have to themselves, seeded from the task's seed. Draw
-    nothing from `random` and `numpy.random`: where the task's loader or layers draw from them, it fails the task by
-    name. Give a callback a `random.Random`, a `numpy.random.Generator` of its own.
+    Look at the model, and leave it as it is: a call that changes an attribute, a `training` flag, `requires_grad`,
+    hooks, submodules, parameters or buffers, or writes to them, fails the task by name; `on_task_end` may do what it
+    likes. Draw nothing from `random` and `numpy.random`. docs/tasks.md says more, and why.
 
     Raise `StopTask` to end the task with what it has committed; anything else that is raised, SystemExit and
     KeyboardInterrupt too, fails the task.

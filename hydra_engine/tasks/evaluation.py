@@ -14,6 +14,9 @@ from hydra_engine.tasks.report import Evaluation
 from hydra_engine.tasks.task import ModelTask, Purpose
 from partitioners import Partitioner
 
+# Options of a task that hold of its evaluations too.
+_SHARED = ("partitioner", "precision", "loss_reduction", "seed", "unpack", "split", "loader_timeout_s", "loader_alone")
+
 
 class EvaluationMeans:
     """Takes in an evaluation's batches one by one, in their order.
@@ -58,10 +61,7 @@ def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]
 
 
 class EvaluationTask(ModelTask):
-    """Reads one loader once, as a task's validation, from a fresh random stream of the task's seed.
-
-    Its weights are borrowed: nothing that the run leaves is kept. A model without a trainable parameter will do.
-    """
+    """Reads one loader once, with a fresh random stream and borrowed weights, of which none needs to be trainable."""
 
     def __init__(
         self,
@@ -89,20 +89,8 @@ class EvaluationTask(ModelTask):
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
     ) -> EvaluationTask:
         """A task's model and loss on another loader; `metrics`: other than the task's own."""
-        return cls(
-            task.model,
-            task.loss_fn,
-            loader,
-            partitioner=task.partitioner,
-            precision=task.precision,
-            loss_reduction=task.loss_reduction,
-            seed=task.seed,
-            unpack=task.unpack,
-            split=task.split,
-            metrics=task.metrics if metrics is None else metrics,
-            loader_timeout_s=task.loader_timeout_s,
-            loader_alone=task.loader_alone,
-        )
+        shared = {name: getattr(task, name) for name in _SHARED}
+        return cls(task.model, task.loss_fn, loader, metrics=task.metrics if metrics is None else metrics, **shared)
 
     @classmethod
     def predicting(
@@ -122,16 +110,8 @@ class EvaluationTask(ModelTask):
         def inputs_alone(batch: Any) -> tuple[Any, None]:
             return batch if unpack is None else unpack(batch), None
 
-        return cls(
-            model,
-            _no_loss,
-            loader,
-            purpose=Purpose.PREDICT,
-            partitioner=partitioner,
-            precision=precision,
-            seed=seed,
-            unpack=inputs_alone,
-        )
+        options = {"partitioner": partitioner, "precision": precision, "seed": seed, "unpack": inputs_alone}
+        return cls(model, _no_loss, loader, purpose=Purpose.PREDICT, **options)
 
 
 def _no_loss(output: Any, target: Any) -> Tensor:

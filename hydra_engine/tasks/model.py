@@ -31,13 +31,14 @@ class Model(nn.Sequential):
                     f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
                     f"called; give Model the list of layers in the order they run"
                 )
-        for kind, named in (("parameter", _own_parameters(x)), ("buffer", _own_buffers(x))):
-            if named:
+        source = x if isinstance(x, nn.Module) else nn.Module()
+        for kind, named in (("parameter", source.named_parameters), ("buffer", source.named_buffers)):
+            for name, _ in named(recurse=False):
                 raise ValueError(
-                    f"{kind} {named[0]!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
+                    f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
                     f"move it into one of its children"
                 )
-        if isinstance(x, nn.Module) and (x._forward_hooks or x._forward_pre_hooks or x._backward_hooks):
+        if source._forward_hooks or source._forward_pre_hooks or source._backward_hooks:
             raise ValueError(
                 f"the model ({type(x).__name__}) has hooks of its own, which running its layers would not call; "
                 f"register them on its layers"
@@ -61,11 +62,3 @@ def _can_be_called(layer: nn.Module) -> bool:
     if type(layer).__call__ is not nn.Module.__call__:
         return True
     return getattr(layer.forward, "__func__", layer.forward) is not nn.Module.forward
-
-
-def _own_parameters(x: object) -> list[str]:
-    return [name for name, _ in x.named_parameters(recurse=False)] if isinstance(x, nn.Module) else []
-
-
-def _own_buffers(x: object) -> list[str]:
-    return [name for name, _ in x.named_buffers(recurse=False)] if isinstance(x, nn.Module) else []

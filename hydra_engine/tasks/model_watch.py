@@ -66,10 +66,7 @@ class ModelWatch:
         self._writes = _Writes(())
 
     def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
-        """Watch these as well: the weights that updates change, which lie in one piece of memory.
-
-        is_steady: no update changes them during a call. stays: none gives them other memory meanwhile.
-        """
+        """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`)."""
         self._is_steady, self._stays = is_steady, stays
         self._elements = _Elements(weights) if weights and is_steady else None
 
@@ -90,17 +87,14 @@ class ModelWatch:
     def _held(self) -> list[Tensor]:
         return [each for holder in self._holders for each in holder.values() if each is not None]
 
+    def _watched(self, with_weights: bool) -> list[Tensor]:
+        return self._tensors if with_weights else [each for each in self._tensors if not each.requires_grad]
+
     def _versions(self) -> list[int]:
-        return list(map(_VERSION, self._watched()))
-
-    def _watched(self) -> list[Tensor]:
-        return self._tensors if self._is_steady else [each for each in self._tensors if not each.requires_grad]
-
-    def _placed(self) -> list[Tensor]:
-        return self._tensors if self._stays else [each for each in self._tensors if not each.requires_grad]
+        return list(map(_VERSION, self._watched(self._is_steady)))
 
     def _places(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._placed()))
+        return list(map(Tensor.data_ptr, self._watched(self._stays)))
 
     def _change(self) -> str | None:
         try:
@@ -129,12 +123,11 @@ class ModelWatch:
         if self._writes.first is not None:
             tensor, operation = self._writes.first
             return f"wrote to {self._name(tensor)} ({operation})"
-        now = self._versions()
-        if now != versions:
-            triples = zip(self._watched(), versions, now, strict=True)
-            return f"wrote to {self._name(next(each for each, old, new in triples if old != new))}"
+        if self._versions() != versions:
+            pairs = zip(self._watched(self._is_steady), versions, strict=True)
+            return f"wrote to {self._name(next(each for each, version in pairs if each._version != version))}"
         if self._places() != places:
-            pairs = zip(self._placed(), places, strict=True)
+            pairs = zip(self._watched(self._stays), places, strict=True)
             moved = next(each for each, place in pairs if each.data_ptr() != place)
             return f"gave {self._name(moved)} other memory (.data)"
         written = None if elements is None or self._elements is None else self._elements.changed(elements)
@@ -168,11 +161,7 @@ class ModelWatch:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees the first write to one of some tensors, or to a part of one, under whatever name.
-
-    Attributes:
-        first: the tensor and the operation that wrote to it; None: none did.
-    """
+    """Sees the `first` write to one of some tensors, or to a part of one, under whatever name."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,11 +231,9 @@ class _Elements:
         self._places, self._owners = torch.cat(places), torch.cat(owners)  # the tensor of each byte
 
     def take(self) -> Tensor:
-        """The bytes as they are."""
         return self._bytes.index_select(0, self._places)
 
     def changed(self, before: Tensor) -> Tensor | None:
-        """A tensor whose bytes are others than before."""
         now = self.take()
         if torch.equal(now, before):
             return None
@@ -258,10 +245,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes; its containers anew, but for those that are looked at otherwise: empty ones and tensors'.
-
-    Large ones as they are: comparing what is in a vocabulary would take longer than a step.
-    """
+    """A module's attributes; containers anew but for tensors', empty ones and large ones, slow to compare."""
     found = dict(attributes)
     for name, value in attributes.items():
         if type(value) in _CONTAINERS and 0 < len(value) <= MOST_COMPARED:

@@ -135,7 +135,6 @@ def vetoes(options: Mapping[str, Any]) -> list[str]:
 
 
 def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
-    """The errors of options that do not go together."""
     scaler, precision, validation = options["grad_scaler"], options["precision"], options["validation"]
     if scaler is not None and precision != "float16":
         yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -50,12 +51,9 @@ class TaskPlan:
     def _launches(self, num_devices: int) -> str:
         """Say what launching takes of the devices' time: one interpreter launches the kernels of all devices."""
         assert self.launch_share is not None
+        binds = f", more than 1/{num_devices}: the interpreter binds, and not the devices; give larger micro-batches"
         text = f"launching takes {self.launch_share:.0%} of the time that a device works"
-        if self.launch_share > 1 / num_devices:
-            text += (
-                f", more than 1/{num_devices}: the interpreter binds, and not the devices; give larger micro-batches"
-            )
-        return text
+        return text + (binds if self.launch_share > 1 / num_devices else "")
 
     @property
     def dram_bytes(self) -> int:
@@ -79,17 +77,9 @@ class Plan:
     def __str__(self) -> str:
         rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
         for plan in self.tasks.values():
-            sizes = [last - first for first, last in zip([0, *plan.boundaries], plan.boundaries, strict=False)]
-            rows.append(
-                (
-                    plan.name,
-                    str(len(sizes)),
-                    _short(sizes),
-                    format_bytes(max(plan.shard_bytes)),
-                    str(plan.accumulation_steps),
-                    format_bytes(plan.dram_bytes),
-                )
-            )
+            sizes = [last - first for first, last in pairwise([0, *plan.boundaries])]
+            largest, number = format_bytes(max(plan.shard_bytes)), str(plan.accumulation_steps)
+            rows.append((plan.name, str(len(sizes)), _short(sizes), largest, number, format_bytes(plan.dram_bytes)))
         lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
@@ -246,8 +236,8 @@ class Report:
                 if span.lane == AGAIN:
                     steps.pop(step, None)
                 else:
-                    placed = Placed(unit, indices[span.device], span.start_s, span.end_s)
-                    steps.setdefault(step, {})[unit] = placed
+                    units = steps.setdefault(step, {})
+                    units[unit] = Placed(unit, indices[span.device], span.start_s, span.end_s)
         return sorted((placed for units in steps.values() for placed in units.values()), key=lambda each: each.end_s)
 
     def raise_failures(self) -> None:
@@ -268,16 +258,10 @@ class Report:
             if device.launch_s is not None and device.device_s
         ]
         for device in self.devices:
+            busy = f"{device.busy_s / max(self.makespan_s, 1e-9):.0%}"
+            loaded, stored = format_bytes(device.loaded_bytes), format_bytes(device.stored_bytes)
             peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
-            columns.append(
-                (
-                    device.name,
-                    f"{device.busy_s / max(self.makespan_s, 1e-9):.0%}",
-                    format_bytes(device.loaded_bytes),
-                    format_bytes(device.stored_bytes),
-                    peak,
-                )
-            )
+            columns.append((device.name, busy, loaded, stored, peak))
         told = [f"{task.name}: {each}" for task in self.tasks.values() for each in (*task.revisions, *task.retries)]
         end = [str(self.host)] if self.host is not None else []
         end += [str(self.checkpoints)] if self.checkpoints is not None else []

@@ -37,6 +37,8 @@ class Purpose(Enum):
 class ModelTask:
     """One training job: a model, a loss, data, an optimizer, a number of epochs.
 
+    docs/tasks.md says more on options marked with a star.
+
     Args:
         model: a `Model`, or anything `Model` takes. Its parameters live on the CPU; training changes them in place.
         loss_fn: (output, target) -> scalar tensor. May be a module without trainable parameters.
@@ -51,31 +53,21 @@ class ModelTask:
         optimizer_scope: "shard": the optimizer updates each parameter from that parameter's own gradient and state,
             shard by shard, under the next step's forward. "task": it couples parameters (Prodigy, say), so all are
             stepped at once at the commit.
-        early_release: update a shard as soon as its gradient has arrived, in the middle of the step. DRAM then holds
-            the gradients of two shards instead of all: SGD takes little more than the weights. For tasks whose step
-            nothing can veto: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. A failure
-            or a stop in the middle of a step leaves the shards above with that step's update (Ctrl-C and SIGTERM let
-            the step end), and a device that runs out of memory in a recomputing backward fails the task.
-        optimizer_device: where updates run. "host": on the CPU, under other work of the devices. "device": at the end
-            of a shard's backward unit; the optimizer's state is loaded and stored with the shard, and no gradient
-            crosses the link. Steps are then released early, with the limits of `early_release`, and nothing may hook
-            into parameters. "auto": whichever is predicted to take less time, "host" where the task may veto its steps.
+        early_release*: update a shard as soon as its gradient has arrived, in the middle of the step, which nothing may
+            veto then: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`.
+        optimizer_device*: "host": updates run on the CPU, under other work of the devices. "device": at the end of a
+            shard's backward unit, with the limits of `early_release`, and nothing may hook into parameters. "auto":
+            whichever is predicted to take less time, "host" where the task may veto its steps.
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
         lr_scheduler_interval: "step" or "epoch".
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
             `partitioners.Pilot()`.
-        precision: "float32", "bfloat16" or "float16". In a narrow one, devices are sent casts of the float32 weights
-            and compute in that type; norms keep float32 weights and compute in float32, buffers stay as they are, and
-            the loss and metrics take the output in float32. Gradients cross the link narrow, rounded once; the host
-            optimizer steps the float32 weights. float16 has a dynamic loss scale: a step with a gradient that is not
-            finite changes nothing but buffers, and moves neither the schedule nor the averages.
+        precision: "float32", or a narrow one that devices compute in: "bfloat16", "float16" (docs/precision.md).
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
-        accumulation_steps: micro-batches per step, or "auto": as few as the model fits with, or with the partitioner
-            "optimal" the least predicted step time; and more where the step is then predicted to be shorter, on devices
-            that would idle otherwise, or with the room that smaller ones leave for what is kept. A number is kept
-            whatever comes; under "auto" a batch whose step does not fit raises it from then on.
+        accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
+            whose step does not fit raises it from then on.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
@@ -86,53 +78,29 @@ class ModelTask:
             `TaskReport.validation_losses`, weighted as `loss_reduction` says; torch's random stream goes on after it as
             if nothing had been drawn.
         validation_interval: "epoch": after every epoch; or an int N: after every N training steps, counted over the
-            whole training, in the middle of an epoch too. Where the last step is no multiple of N, there is none at
-            the end.
+            whole training, in the middle of an epoch too. Where the last step is no multiple of N, none is at the end.
         metrics: name -> function (output, target) -> number, of each validation batch; a validation's figure is their
             mean, weighted by samples. In `TaskReport.validation_metrics`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
-        callbacks: `hydra_engine.Callback` objects, called before epochs, after steps, validations and epochs, and at
-            the end; in a thread of the task's own. See there what they may do to the model.
-        scan_batches: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
-            Random generators that the loader, its samplers and its data set hold are put back after it; what else
-            reading changes in them stays changed. Without it, the first batch is the sample, and a larger one is made
-            room for when it comes.
-        max_retries: how often, in one run, the task goes on after an exception of a unit (load, forward, backward,
-            store, evaluation), of an update or of its loader, instead of failing. After a unit's the step begins again
-            from its first unit, with the same batch and the same random numbers; an update's shard is put back and
-            updated again; a loader is brought back to the last batch that it gave. Bits are those of a run in which
-            nothing was raised, as long as layers and loader keep nothing of the attempt. Not tried again: what is
-            raised in the commit (hooks on parameters, `lr_scheduler`, an optimizer of scope "task"), in callbacks,
-            in set-up and as a larger batch is fitted, what is no `Exception`, `DeviceLost`, `LoaderTimeout`. Above 0,
-            each shard's weights, gradients, optimizer state and averages are copied before it is updated; with 0
-            nothing is. In `TaskReport.retries`.
-        nonfinite: what becomes of a training step whose loss (as reported, of all its micro-batches) is infinite or
-            NaN. None: as in the plain loop, nobody looks. "skip": the step changes nothing, neither weights, optimizer
-            state, schedule, loss scale, averages nor buffers; its loss is in `losses`, its index in `skipped_steps`,
-            and the random stream goes on as it was drawn from. "stop": the task ends with the step before it, and
-            `TaskReport.error` says why. "raise": it fails there with `NonFiniteLoss`.
-        loader_timeout_s: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
-            the task then fails with `LoaderTimeout`, and the others go on. None: for ever. Waiting for others' loaders
-            does not count; a retry's way back to its batch does. It also limits the loader's `len` and the factories of
-            optimizer and schedule as the task begins, and the first batch of one that `add_task` plans beside others,
-            which then raises. `generate()`, which reads the first batch in your own thread, also that of a resume,
-            waits for ever. The default of half an hour is what collectives of torch.distributed commonly wait: no batch
-            takes as long, and a run of days loses little.
+        callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
+        scan_batches*: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
+            Without it, the first batch is the sample, and a larger one is made room for when it comes.
+        max_retries*: how often, in one run, the task goes on after an exception of a unit, an update or its loader,
+            instead of failing. In `TaskReport.retries`.
+        nonfinite*: what becomes of a training step whose loss is infinite or NaN. None: nobody looks. "skip": the step
+            changes nothing. "stop": the task ends with the step before it. "raise": it fails with `NonFiniteLoss`.
+        loader_timeout_s*: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
+            the task then fails with `LoaderTimeout`, and the others go on. None: for ever.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
             `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
-            as they are opened or give their first batch; else they are read beside other tasks' loaders. A loader that
-            draws from these later is an error, which names this remedy.
+            as they are opened or give their first batch; a loader that draws from these later is an error.
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
-            model's parameters and buffers, for a loader that reads them: from the model itself, where they are after
-            each step (gradients are not). Worker processes of a loader read ahead by themselves, and see nothing of it.
-        callback_timeout_s: seconds in which a callback has to return from one call; the task then fails with
-            `CallbackTimeout`, the thread is left behind, and the others go on. None: for ever. After Ctrl-C or SIGTERM
-            a call has 10 s at most, whatever is given here.
-        compile: run each layer through `torch.compile`, whole, with one graph for all layers that are built alike.
-            Results are those of the uncompiled task within rounding. Layers that draw random numbers, hold `Skips` or
-            differentiate inside their forward run uncompiled, and so do evaluation and units that are metered. A layer
-            that cannot be compiled is refused by `generate()`; `torch.compiler.disable` on its forward leaves it out.
+            model's parameters and buffers, for a loader that reads them (gradients are not there).
+        callback_timeout_s*: seconds in which a callback has to return from one call; the task then fails with
+            `CallbackTimeout`, and the others go on. None: for ever.
+        compile: run each layer through `torch.compile`; results are those of the uncompiled task within rounding
+            (docs/precision.md).
 
     Hooks that are registered on parameters (`register_hook`, `register_post_accumulate_grad_hook`) act on the step's
     finished gradient, once per step, on the host: with several micro-batches on their sum.
@@ -140,6 +108,7 @@ class ModelTask:
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
+    # As wide as what a training loop has options for: each is one attribute, and nothing else is.
     purpose = Purpose.TRAIN
 
     def __init__(

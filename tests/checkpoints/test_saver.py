@@ -143,7 +143,7 @@ class Unsavable(torch.optim.SGD):
 
 def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_last(tmp_path, monkeypatch, capsys):
     """And others are saved."""
-    is_saved, publish = threading.Event(), CheckpointDirectory._publish
+    is_saved, publish = threading.Event(), CheckpointDirectory.publish
 
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
@@ -151,7 +151,7 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
             is_saved.set()
         return found
 
-    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+    monkeypatch.setattr(CheckpointDirectory, "publish", published)
 
     class Waits(Callback):
         def on_step(self, report):
@@ -176,7 +176,7 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
 
 
 def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path, monkeypatch, capsys):
-    publish, damaged = CheckpointDirectory._publish, []
+    publish, damaged = CheckpointDirectory.publish, []
 
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
@@ -186,7 +186,7 @@ def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path,
                 each.unlink()
         return found
 
-    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+    monkeypatch.setattr(CheckpointDirectory, "publish", published)
     report = orchestra_of([task_of(name="a", epochs=1), task_of(name="b", epochs=10)], tmp_path).train_models()
     assert report.checkpoints.num_failed == 0
     assert capsys.readouterr().err.count("what was saved of task 'a' has been damaged since") == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hydra_engine.checkpoints.snapshot import SaveCost, Snapshot
+from hydra_engine.checkpoints.snapshot import Snapshot
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.tasks.report import TaskReport
 from tests.promises.test_resumed import NUM_STEPS, PATIENCE_S, orchestra_of, task_of
@@ -21,7 +21,7 @@ def snapshot_of(**optimizer):
         TaskReport(name="task", seed=0),
         SimpleNamespace(to_state=dict),
         [],
-        SaveCost(),
+        lambda **_: None,
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hydra_engine.cli import command, main
 from hydra_engine.cli.plan import DEVICES, MOST_ROWS
-from hydra_engine.devices.rates import load
+from hydra_engine.devices.rates import load_all
 from hydra_engine.planning.ahead import OPTIMIZERS
 from partitioners.precision import DTYPES
 
@@ -435,7 +435,7 @@ def test_probe_prints_and_stores_each_kind_of_device_once(file, capsys):
         "products in float16",
     ]
     assert cells(lines[0])[1:] == ["cpu"]
-    found = load("cpu")
+    found = load_all().get("cpu")
     assert cells(lines[2])[1] == f"{found.up_bytes_per_s / 1e9:.4g} GB/s"
     assert cells(lines[-2])[1] == f"{found.matmul_flops['float16'] / 1e12:.4g} TFLOP/s"
     assert lines[-1] == f"stored in {file}"
@@ -444,7 +444,7 @@ def test_probe_prints_and_stores_each_kind_of_device_once(file, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CUDA devices there are")
 def test_probe_takes_the_cpu_where_there_is_nothing_else(file, capsys):
     assert main(["probe"]) == 0
-    assert load("cpu") is not None
+    assert load_all().get("cpu") is not None
 
 
 def test_probe_refuses_what_it_cannot_measure(refused, file):

@@ -244,7 +244,7 @@ def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
     gc.collect()
     gc.disable()
     try:
-        iterator = restore(loader, stream, position).iterator
+        iterator, _ = restore(loader, stream, position)
         with installed(stream):
             next(iterator)
         freed = weakref.ref(loader)

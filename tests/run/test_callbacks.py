@@ -313,7 +313,7 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks):
 
 @pytest.mark.parametrize("options", [{}, {"early_release": True}], ids=["late", "early"])
 def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, options):
-    blocked, saved, publish = blocks(2), threading.Semaphore(0), CheckpointDirectory._publish
+    blocked, saved, publish = blocks(2), threading.Semaphore(0), CheckpointDirectory.publish
 
     def published(directory, path, manifest):
         found = publish(directory, path, manifest)
@@ -321,7 +321,7 @@ def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, option
             saved.release()
         return found
 
-    monkeypatch.setattr(CheckpointDirectory, "_publish", published)
+    monkeypatch.setattr(CheckpointDirectory, "publish", published)
 
     class Waits(Callback):
         def on_step(self, report):

@@ -20,6 +20,13 @@ from tests import reference
 WIDTH, NUM_STEPS, TIMEOUT_S = 8, 2, 60.0
 
 
+@pytest.fixture
+def made_up(tmp_path, monkeypatch):
+    """The root of a made-up system."""
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    return tmp_path
+
+
 def tree(root, files):
     """A made-up system: text by path below its root."""
     for path, text in files.items():
@@ -68,8 +75,9 @@ EIGHT = frozenset(range(8))
         ({"proc/self/cgroup": "2:cpu:/\n0::/\n", "sys/fs/cgroup/unified/cpu.max": "100000 50000\n"}, 2),
     ],
 )
-def test_cores_are_the_smaller_of_those_allowed_and_the_quota(tmp_path, files, cores):
-    assert num_cores(EIGHT, tree(tmp_path, files)) == cores
+def test_cores_are_the_smaller_of_those_allowed_and_the_quota(made_up, files, cores):
+    tree(made_up, files)
+    assert num_cores(EIGHT) == cores
 
 
 def test_allowed_cores_are_those_of_the_calling_thread(monkeypatch):
@@ -78,27 +86,28 @@ def test_allowed_cores_are_those_of_the_calling_thread(monkeypatch):
     assert allowed_cores() == frozenset(range(os.cpu_count()))
 
 
-def test_nodes_hold_the_cores_that_are_allowed(tmp_path):
+def test_nodes_hold_the_cores_that_are_allowed(made_up):
     files = node_files(node0="0-3,8-9", node1="4-7", node2="", node10="10")
     files["sys/devices/system/node/has_cpu"] = "0-1,10\n"
-    root = tree(tmp_path, files)
-    assert numa_nodes(frozenset(range(11)), root) == {0: {0, 1, 2, 3, 8, 9}, 1: {4, 5, 6, 7}, 10: {10}}
-    assert list(numa_nodes(frozenset(range(11)), root)) == [0, 1, 10]
-    assert numa_nodes(frozenset({3, 8, 10}), root) == {0: {3, 8}, 10: {10}}
+    tree(made_up, files)
+    assert numa_nodes(frozenset(range(11))) == {0: {0, 1, 2, 3, 8, 9}, 1: {4, 5, 6, 7}, 10: {10}}
+    assert list(numa_nodes(frozenset(range(11)))) == [0, 1, 10]
+    assert numa_nodes(frozenset({3, 8, 10})) == {0: {3, 8}, 10: {10}}
 
 
-def test_machine_without_nodes_has_one(tmp_path):
-    assert numa_nodes(EIGHT, tmp_path) == {0: EIGHT}
+@pytest.mark.usefixtures("made_up")
+def test_machine_without_nodes_has_one():
+    assert numa_nodes(EIGHT) == {0: EIGHT}
 
 
 # -- the choice
 
 
 @pytest.fixture
-def sixteen_cores(tmp_path, monkeypatch):
+def sixteen_cores(made_up, monkeypatch):
     """A machine of two nodes of eight cores each."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    return tree(tmp_path, node_files(node0="0-7", node1="8-15"))
+    return tree(made_up, node_files(node0="0-7", node1="8-15"))
 
 
 @pytest.mark.parametrize(
@@ -115,10 +124,9 @@ def sixteen_cores(tmp_path, monkeypatch):
         (1, 16, 1),
     ],
 )
-def test_optimizer_threads_leave_cores_to_devices_and_loaders(sixteen_cores, num_devices, intra_op_threads, expected):
-    found = host_threads(
-        intra_op_threads=intra_op_threads, device_nodes=[None] * num_devices, numa_node=None, root=sixteen_cores
-    )
+@pytest.mark.usefixtures("sixteen_cores")
+def test_optimizer_threads_leave_cores_to_devices_and_loaders(num_devices, intra_op_threads, expected):
+    found = host_threads(intra_op_threads=intra_op_threads, device_nodes=[None] * num_devices, numa_node=None)
     assert found == HostThreads(
         cores=16,
         num_nodes=2,
@@ -135,27 +143,29 @@ def test_optimizer_threads_leave_cores_to_devices_and_loaders(sixteen_cores, num
     ("num_devices", "intra_op_threads", "optimizer_threads", "expected"),
     [(1, 16, None, (1, 14)), (2, 16, None, (1, 13)), (1, 4, None, (3, 4)), (1, 16, 4, (4, 3)), (1, 16, 20, (20, 1))],
 )
+@pytest.mark.usefixtures("sixteen_cores")
 def test_where_devices_have_kernels_of_their_own_updates_leave_them_cores(
-    sixteen_cores, num_devices, intra_op_threads, optimizer_threads, expected
+    num_devices, intra_op_threads, optimizer_threads, expected
 ):
     found = host_threads(
         intra_op_threads=intra_op_threads,
         device_nodes=[None] * num_devices,
         optimizer_threads=optimizer_threads,
         computes_here=False,
-        root=sixteen_cores,
     )
     assert (found.optimizer_threads, found.optimizer_intra_op_threads) == expected
     assert found.intra_op_threads == intra_op_threads
 
 
-def test_optimizer_threads_that_are_set_are_taken(sixteen_cores):
-    found = host_threads(intra_op_threads=2, device_nodes=[None], optimizer_threads=9, root=sixteen_cores)
+@pytest.mark.usefixtures("sixteen_cores")
+def test_optimizer_threads_that_are_set_are_taken():
+    found = host_threads(intra_op_threads=2, device_nodes=[None], optimizer_threads=9)
     assert (found.optimizer_threads, found.intra_op_threads, found.cores_left) == (9, 2, 0)
 
 
-def test_bound_run_has_its_node_s_cores(sixteen_cores):
-    found = host_threads(intra_op_threads=2, device_nodes=[None], numa_node=1, root=sixteen_cores)
+@pytest.mark.usefixtures("sixteen_cores")
+def test_bound_run_has_its_node_s_cores():
+    found = host_threads(intra_op_threads=2, device_nodes=[None], numa_node=1)
     assert (found.cores, found.num_nodes, found.numa_node) == (8, 2, 1)
     assert found.bound_cores == frozenset(range(8, 16))
     assert (found.optimizer_threads, found.cores_left) == (3, 2)
@@ -163,7 +173,7 @@ def test_bound_run_has_its_node_s_cores(sixteen_cores):
 
 def test_quota_holds_of_a_node_as_well(sixteen_cores):
     tree(sixteen_cores, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"})
-    found = host_threads(intra_op_threads=1, device_nodes=[None], numa_node=0, root=sixteen_cores)
+    found = host_threads(intra_op_threads=1, device_nodes=[None], numa_node=0)
     assert (found.cores, found.optimizer_threads) == (3, 1)
 
 
@@ -181,8 +191,9 @@ def test_quota_holds_of_a_node_as_well(sixteen_cores):
         ),
     ],
 )
-def test_threads_print_as_one_line(sixteen_cores, settings, text):
-    assert str(host_threads(**settings, root=sixteen_cores)) == text
+@pytest.mark.usefixtures("sixteen_cores")
+def test_threads_print_as_one_line(settings, text):
+    assert str(host_threads(**settings)) == text
 
 
 REMEDY = "give one of these, or None to leave the threads to the system"
@@ -208,9 +219,10 @@ REMEDY = "give one of these, or None to leave the threads to the system"
         ({"numa_node": False}, TypeError, "numa_node: False, limit: an int"),
     ],
 )
-def test_wrong_settings_are_refused(sixteen_cores, settings, error, text):
+@pytest.mark.usefixtures("sixteen_cores")
+def test_wrong_settings_are_refused(settings, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        host_threads(intra_op_threads=1, device_nodes=[None], root=sixteen_cores, **settings)
+        host_threads(intra_op_threads=1, device_nodes=[None], **settings)
 
 
 def test_node_is_refused_where_threads_cannot_be_bound(monkeypatch):
