@@ -373,16 +373,18 @@ class UnitRunning:
 
         By their versions, which kernels of torch do not always move: on trial by their bits.
         """
+        if not self._shard.buffers:
+            yield
+            return
         structure, first, end, inspector = self._structure, self._shard.first, self._end, self._inspector
         before = structure.buffer_versions(first, end)
-        if before and inspector is not None:
+        if inspector is not None:
             inspector.begins_backward(structure.current_buffers(first, end))
         yield
-        if before:
-            after = structure.buffer_versions(first, end)
-            self._written |= {index for index, version in after.items() if version != before.get(index)}
-            if inspector is not None:
-                self._written |= inspector.ends_backward(structure.current_buffers(first, end))
+        after = structure.buffer_versions(first, end)
+        self._written |= {index for index, version in after.items() if version != before.get(index)}
+        if inspector is not None:
+            self._written |= inspector.ends_backward(structure.current_buffers(first, end))
 
     def _check_place(self, value: Boundary) -> None:
         """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
