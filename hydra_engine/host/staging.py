@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
+from hydra_engine.data import NO_BATCH, RandomState, Signature, residue, same_bits
 from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import part_ranges
 from partitioners.boundary import Boundary
@@ -19,8 +19,8 @@ from partitioners.boundary import Boundary
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
-# DRAM for a copy of a device's tensor.
-Place: TypeAlias = "Callable[[Tensor], Tensor]"
+Place: TypeAlias = "Callable[[Tensor], Tensor]"  # gives DRAM for a copy of a device's tensor
+Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
 
 
 class BuffersChanged(RuntimeError):
@@ -76,7 +76,7 @@ class StepParts:
         shard: int,
         end: int,
         gradients: Gradients,
-        copy: Callable[[Tensor, Tensor], None],
+        copy: Copy,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`."""
@@ -209,40 +209,17 @@ class StepStaging:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]
 
-    def put_boundary(
-        self,
-        shard: int | str,
-        m: int,
-        value: Boundary,
-        copy: Callable[[Tensor, Tensor], None],
-        place_for: Place = place_in_dram,
-    ) -> None:
+    def put_boundary(self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
-        places = [
-            _place(place, t, place_for)
-            for place, t in zip(_or_none(old.tensors if old is not None else None), value.tensors, strict=False)
-        ]
-        for place, tensor in zip(places, value.tensors, strict=True):
-            copy(place, tensor)
-        self._boundaries[shard, m] = value.around(places)
+        places = _stored(old.tensors if old else (), value.tensors, copy, place_for)
+        self._boundaries[shard, m] = value.around([place for place in places if place is not None])
 
     def put_gradients(
-        self,
-        shard: Enters,
-        m: int,
-        values: Sequence[Tensor | None],
-        copy: Callable[[Tensor, Tensor], None],
-        place_for: Place = place_in_dram,
+        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
-        stored: list[Tensor | None] = []
-        for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
-            place = None if value is None else _place(old, value, place_for)
-            if place is not None and value is not None:
-                copy(place, value)
-            stored.append(place)
-        self._gradients[shard, m] = stored
+        self._gradients[shard, m] = _stored(self._gradients.get((shard, m), ()), values, copy, place_for)
 
     def signature_of(self, part: int) -> Signature:
         """Signature that decides the memory of the units of a part of the step."""
@@ -265,9 +242,17 @@ class StepStaging:
         return self.buffers_before[key]
 
 
-def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
-    """The old places, then None for ever."""
-    return itertools.chain(places or (), itertools.repeat(None))
+def _stored(
+    places: Sequence[Tensor | None], values: Sequence[Tensor | None], copy: Copy, place_for: Place
+) -> list[Tensor | None]:
+    """Copy these values to DRAM, each to the old place that it had if it fits there; None stays None."""
+    stored: list[Tensor | None] = []
+    for old, value in zip(itertools.chain(places, itertools.repeat(None)), values, strict=False):
+        place = None if value is None else _place(old, value, place_for)
+        if place is not None and value is not None:
+            copy(place, value)
+        stored.append(place)
+    return stored
 
 
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:

@@ -251,7 +251,7 @@ class TaskState:
                 f"generator instead of one of the layer"
             )
         if m == self.staging.num_micro_batches - 1:
-            self.measured.note_repeating(shard)
+            self.measured.repeating.add((shard.first, shard.last))
 
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""

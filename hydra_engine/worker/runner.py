@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceLost
 from hydra_engine.host import BuffersChanged, TaskOptimizer
-from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
+from hydra_engine.schedule import FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import Executor, Step, UnitSpec
@@ -104,7 +104,7 @@ class Runner:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
         claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
         state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
-        is_forward, shows_output = kind == FORWARD, kind == BACKWARD and not state.measured.repeats(claim.shard)
+        layers, is_forward = (claim.shard.first, claim.shard.last), kind == FORWARD
         spec = UnitSpec(
             kind,
             claim.shard,
@@ -115,7 +115,7 @@ class Runner:
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
             written=state.observed.written_buffers,
-            on_recomputed=state.check_repeated if shows_output else None,
+            on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:

@@ -72,7 +72,7 @@ class Spiller:
     def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
         """A shard's parameters, by slot, in its slabs by whether they are trainable."""
         found = {}
-        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+        for index, offset in shard.offsets.items():
             slot = state.layout.slots[index]
             slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
             found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
