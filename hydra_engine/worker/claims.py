@@ -111,11 +111,11 @@ class Claims:
         if found is not None:
             return found
         is_late = self._device.copies_at_once(shard.slab_bytes)
-        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region.trainable, self._make_room), late=is_late)
+        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region, self._make_room), late=is_late)
 
         def dispose() -> None:
             if load.is_whole:
-                self._spiller.unload(load.slab.result())
+                self._device.give_slab_back(load.slab.result())
 
         residents.add(region.key, load, region.num_bytes, state.name, next_use_s, dispose)
         if not is_late:

@@ -185,20 +185,15 @@ class UnitRunning:
         saved: Saved | None,
         graphs: Sequence[Graph],
     ) -> None:
-        self._executor = executor
-        self._structure = executor.structure
-        self._inspector = executor.inspector
-        self._spec = spec
-        self._shard = shard = spec.shard
+        self._executor, self._structure, self._inspector = executor, executor.structure, executor.inspector
+        self._spec, self._shard = spec, spec.shard
         # With the loss's module, which counts as part of the last layer's shard.
-        self._end = shard.last if shard.last < executor.num_layers else len(executor.structure.layers)
-        self._views = views
-        self._buffers = buffers
-        self._so_far = so_far
-        self._saved = saved
-        self._graphs = graphs
-        self._gradients = Gradients(executor.structure, shard, (*views.values(), *buffers.values()))
-        self._written = {index for index in shard.buffers if index in spec.written}
+        is_last = spec.shard.last == executor.num_layers
+        self._end = len(executor.structure.layers) if is_last else spec.shard.last
+        self._views, self._buffers, self._so_far = views, buffers, so_far
+        self._saved, self._graphs = saved, graphs
+        self._gradients = Gradients(executor.structure, spec.shard, (*views.values(), *buffers.values()))
+        self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
 
@@ -301,17 +296,14 @@ class UnitRunning:
             hooks = saved_tensors_hooks(_drop, _drop)
         with hooks, drawing.forward(), Frame(arriving) as frame:
             value = self._layers(micro.value.build(tensors), frame)
+            changed = ""
             if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
-                raise ValueError(
-                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on a "
-                    f"value that they got from skips, which other layers may get too; clone it first"
-                )
-            if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
-                raise ValueError(
-                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on an "
-                    f"input that shares memory with another input, which crossing between shards takes apart; clone it "
-                    f"first"
-                )
+                changed = "a value that they got from skips, which other layers may get too"
+            elif micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
+                changed = "an input that shares memory with another input, which crossing between shards takes apart"
+            if changed:
+                layers = f"layers {self._structure.names[self._shard.first]} to {executor.current}"
+                raise ValueError(f"{layers} work in place on {changed}; clone it first")
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
             loss = self._loss(value, micro) if micro.target is not None else None
@@ -346,7 +338,7 @@ class UnitRunning:
             if saved.graphs is not None:
                 edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
                 saved.graphs.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
-        leaving = {name: self._leaving(name, frame) for name in self._shard.leaving}
+        leaving = {name: _leaving(name, frame) for name in self._shard.leaving}
         skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
         if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
             out = out._replace(shares_memory=True)  # crossing takes it apart from what skips layers
@@ -408,11 +400,6 @@ class UnitRunning:
             gradient = None if arrival is None else arrival.gradient
             found.append(None if gradient is None else self._gradients.apart(gradient, self._executor.current))
         return found
-
-    def _leaving(self, name: str, frame: Frame) -> Boundary:
-        if name not in frame.values:
-            raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
-        return Boundary.of(frame.values[name], f"the skip {name!r}")
 
     def _arrive(self, value: Boundary) -> tuple[list[Arrival | None], list[Tensor]]:
         """Bring a value into this shard's graph, where it needs gradients."""
@@ -477,7 +464,7 @@ class UnitRunning:
         roots: list[tuple[Tensor, Tensor]] = []
         # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.
         for name in sorted(micro.skip_gradients, key=lambda each: -shard.above[each]):
-            found = skips[name][1] if name in skips else self._leaving(name, frame).tensors
+            found = skips[name][1] if name in skips else _leaving(name, frame).tensors
             roots += [(t, g) for t, g in zip(found, micro.skip_gradients[name], strict=True) if g is not None]
         roots += [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
@@ -487,6 +474,12 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
                 torch.autograd.backward(outputs, gradients)
+
+
+def _leaving(name: str, frame: Frame) -> Boundary:
+    if name not in frame.values:
+        raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
+    return Boundary.of(frame.values[name], f"the skip {name!r}")
 
 
 def _number(value: Tensor) -> float | Tensor:

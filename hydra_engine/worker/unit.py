@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
@@ -321,6 +322,11 @@ class UnitRun:
         self.inputs: dict[int, Promise[MicroInput]] = {}
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
+
+    def take_step(self) -> Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep] | None:
+        """Return what steps the optimizer on the device; None: the host does. It is no longer kept here."""
+        loaded, self.step = self.step, None
+        return None if self.stepper is None or loaded is None else partial(self.stepper.step, self.claim.shard, loaded)
 
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""
