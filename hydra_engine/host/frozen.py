@@ -20,7 +20,7 @@ Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
 
 
 @dataclass(eq=False, kw_only=True)
-class Block:
+class FrozenBlock:
     """One frozen parameter, and its casts that devices are sent; where nothing is cast, the two are one."""
 
     serial: int  # never used twice, so that a device can tell blocks apart
@@ -65,7 +65,7 @@ class FrozenBlocks:
         self._lock = threading.Lock()
         self._serials = count()
         self._layouts: list[ModelLayout] = []  # in order, whose parameters will be here, or are
-        self._blocks: dict[int, Block] = {}  # by group
+        self._blocks: dict[int, FrozenBlock] = {}  # by group
         # By id: a parameter, the group of those that lay on one memory with it, and where it lies as far as is known
         # here. One by one they are moved, for a rehearsal, say, and are still of one group.
         self._members: dict[int, tuple[nn.Parameter, int, Hashable]] = {}
@@ -110,7 +110,7 @@ class FrozenBlocks:
 
     def acquire(
         self, layout: ModelLayout, host: HostMemory | None = None
-    ) -> tuple[dict[int, Block], list[torch.UntypedStorage]]:
+    ) -> tuple[dict[int, FrozenBlock], list[torch.UntypedStorage]]:
         """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them by `host`."""
         host = HostMemory() if host is None else host
         with self._lock:
@@ -133,7 +133,9 @@ class FrozenBlocks:
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
                 start = offset + slot.residue
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start)
+                block = FrozenBlock(
+                    serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start
+                )
                 block.links[slot.dtype] = (storage, start)
                 flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
@@ -153,7 +155,7 @@ class FrozenBlocks:
                 offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
 
-    def _bind(self, block: Block, parameter: nn.Parameter) -> None:
+    def _bind(self, block: FrozenBlock, parameter: nn.Parameter) -> None:
         block.bind(parameter)
         self._moved(parameter)
 
@@ -185,7 +187,7 @@ class FrozenBlocks:
         self._join(parameter, group)
         return group
 
-    def release(self, blocks: Iterable[Block]) -> None:
+    def release(self, blocks: Iterable[FrozenBlock]) -> None:
         """A task is through with them; whose last user it was gets ordinary storage again."""
         with self._lock:
             alone: dict[int, bool] = {}

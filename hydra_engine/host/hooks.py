@@ -51,7 +51,7 @@ def call_hooks(
     """
     hooked: dict[int, Tensor] = {}
     drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
-    places: _Places | None = None
+    places: _UserPlaces | None = None
     for slot in slots:
         parameter = slot.parameter
         hooks = list((parameter._backward_hooks or {}).values())
@@ -60,8 +60,8 @@ def call_hooks(
             continue
         secure(None)
         gradient = hooked[slot.index] = finished(slot)
-        places = places or _Places(pool.layout, staging, pool)
-        with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):
+        places = places or _UserPlaces(pool.layout, staging, pool)
+        with _HookWatch(slot, places, is_early=pool.early_release) as watch, _HookGradientReads(slot, places):
             for hook in hooks:
                 changed = hook(gradient)
                 if changed is not None and changed is not gradient:
@@ -86,7 +86,7 @@ def call_hooks(
     return hooked
 
 
-class _Places:
+class _UserPlaces:
     """Addresses of the user's parameters and buffers, for hooks that are called in the place of a backward."""
 
     def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
@@ -117,7 +117,7 @@ class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_s
     In the plain loop hooks are called in the middle of the backward; here they are after it, on the host.
     """
 
-    def __init__(self, slot: Slot, places: _Places, *, is_early: bool) -> None:
+    def __init__(self, slot: Slot, places: _UserPlaces, *, is_early: bool) -> None:
         super().__init__(f"a hook on parameter {slot.name}")
         self._own, self._places, self._is_early = f"parameter {slot.name}", places, is_early
         self.may_step = False  # the parameter itself
@@ -156,10 +156,10 @@ class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_s
                 )
 
 
-class _GradientReads(TorchFunctionMode):
+class _HookGradientReads(TorchFunctionMode):
     """Raises RuntimeError where a hook asks for the gradient of another parameter than its own."""
 
-    def __init__(self, slot: Slot, places: _Places) -> None:
+    def __init__(self, slot: Slot, places: _UserPlaces) -> None:
         super().__init__()
         self._slot, self._places = slot, places
 

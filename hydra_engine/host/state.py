@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
 from hydra_engine.host.bound_copy import LayerFault
-from hydra_engine.host.cut import Cut, Progress
+from hydra_engine.host.cut import Cut, UnitProgress
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
@@ -77,7 +77,7 @@ class TaskState:
         self.cut = Cut()
         self.measured = Measured()
         self.observed = Observed(index_limit=direct_limit(layout.layers[0]))
-        self.progress = Progress(self.cut, self.measured)
+        self.progress = UnitProgress(self.cut, self.measured)
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
@@ -201,7 +201,7 @@ class TaskState:
                 )
         self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
-        self.progress = Progress(self.cut, self.measured)
+        self.progress = UnitProgress(self.cut, self.measured)
 
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""

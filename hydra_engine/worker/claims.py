@@ -9,7 +9,7 @@ from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
 from hydra_engine.host import Region, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Claim, GivenUp, SlabLoad, Stage
+from hydra_engine.worker.unit import Claim, ClaimStage, GivenUp, SlabLoad
 
 
 class Claims:
@@ -33,7 +33,7 @@ class Claims:
             return sum(region.num_bytes for region in claim.regions if region.key not in self._residents)
 
         def granted(_: int) -> None:
-            claim.stage = Stage.GRANTED
+            claim.stage = ClaimStage.GRANTED
             for region in claim.regions:
                 claim.slabs[region] = self._pinned(claim, region)
 
@@ -53,7 +53,7 @@ class Claims:
     def drop(self, unit: Unit) -> None:
         """Give up the claim of a unit that will not be computed."""
         claim, ticket = self._waiting.pop(unit)
-        if self._device.ledger.cancel(ticket) or claim.stage is Stage.ASKED:
+        if self._device.ledger.cancel(ticket) or claim.stage is ClaimStage.ASKED:
             self.end(claim)
             return
         self._device.ledger.activate()  # its bytes come back once its load is through
@@ -97,7 +97,7 @@ class Claims:
         with self._lock:
             for claim in self._outstanding:
                 claim.fail(GivenUp(f"{claim.unit} was given up: the run is closing"))
-            self._outstanding = {claim for claim in self._outstanding if claim.stage is Stage.IN_LANES}
+            self._outstanding = {claim for claim in self._outstanding if claim.stage is ClaimStage.IN_LANES}
         self.settle()
 
     def _pinned(self, claim: Claim, region: Region) -> SlabLoad:
@@ -130,6 +130,6 @@ class Claims:
         if self._residents.give_up_slab():
             return True
         with self._lock:
-            granted = [claim for claim in self._at_work if claim.stage is not Stage.ASKED]
+            granted = [claim for claim in self._at_work if claim.stage is not ClaimStage.ASKED]
             loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
         return bool(loaded) and loaded[0].freed.is_kept()

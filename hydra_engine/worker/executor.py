@@ -21,8 +21,8 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.gradients import Gradients
-from hydra_engine.worker.graphs import Arrival, Arrive, Graph, Saved
+from hydra_engine.worker.gradients import GradientSums
+from hydra_engine.worker.graphs import Arrival, Arrive, Graph, SavedTensors
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -129,7 +129,7 @@ class Executor:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor] | None = None,
-        saved: Saved | None = None,
+        saved: SavedTensors | None = None,
         graphs: Sequence[Graph] = (),
     ) -> UnitRunning:
         """Return a context that runs a unit: `micro` for each of its micro-batches in order, then `end`.
@@ -182,7 +182,7 @@ class UnitRunning:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor],
-        saved: Saved | None,
+        saved: SavedTensors | None,
         graphs: Sequence[Graph],
     ) -> None:
         self._executor, self._structure, self._inspector = executor, executor.structure, executor.inspector
@@ -192,7 +192,7 @@ class UnitRunning:
         self._end = len(executor.structure.layers) if is_last else spec.shard.last
         self._views, self._buffers, self._so_far = views, buffers, so_far
         self._saved, self._graphs = saved, graphs
-        self._gradients = Gradients(executor.structure, spec.shard, (*views.values(), *buffers.values()))
+        self._gradients = GradientSums(executor.structure, spec.shard, (*views.values(), *buffers.values()))
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread

@@ -12,7 +12,7 @@ from hydra_engine.host import Shard, Structure
 from partitioners.boundary import UnfitTensor, check_fit
 
 
-class Gradients:
+class GradientSums:
     """Adds up a unit's gradients over its micro-batches. Autograd adds wide ones; narrow ones are added in float32."""
 
     def __init__(self, structure: Structure, shard: Shard, bound: Iterable[Tensor]) -> None:

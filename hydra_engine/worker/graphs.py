@@ -63,13 +63,13 @@ class Graph:
 class GraphUse:
     """Graphs that a unit makes, or goes on from."""
 
-    saved: Saved | None = None  # a forward: counts or keeps what autograd saves
+    saved: SavedTensors | None = None  # a forward: counts or keeps what autograd saves
     granted_bytes: int = 0  # a forward: for graphs to keep
     key: Hashable = None  # a backward: of `graphs`, pinned
     graphs: Sequence[Graph] = ()  # a backward: its forward's
 
 
-class Saved:
+class SavedTensors:
     """Tensors that autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room.
 
     Attributes:

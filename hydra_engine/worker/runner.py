@@ -209,10 +209,7 @@ class Runner:
         if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
             return
         buffers = buffers_of(claim.state, claim.shard, claim.unit.part, after=after)
-        num_bytes = sum(map(claim.state.layout.buffer_bytes, buffers.values()))
-        if num_bytes > run.account.buffer_bytes:
-            run.account.grow(num_bytes - run.account.buffer_bytes)
-            run.account.count_buffers(num_bytes)
+        run.account.count_buffers(sum(map(claim.state.layout.buffer_bytes, buffers.values())))
 
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""

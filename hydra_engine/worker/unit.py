@@ -17,7 +17,7 @@ from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
 from hydra_engine.host import DeviceStep, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
-from hydra_engine.worker.graphs import GraphUse, Saved
+from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
@@ -40,10 +40,9 @@ class MicroInput:
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
-        target = self.target.tensors if self.target else ()
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values())]
-        return [*self.value.tensors, *target, *self.tied.values(), *skips, *(t for t in gradients if t is not None)]
+        values = [value for value in (self.value, self.target, *self.skips.values()) if value]
+        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
+        return [t for t in (*itertools.chain(*(value.tensors for value in values)), *gradients) if t is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -70,10 +69,9 @@ class MicroOutput:
     @property
     def num_bytes(self) -> int:
         """Bytes that stay on the device until they are stored."""
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
-        gradients += self.pieces.values()
-        return storage_bytes([*(self.value.tensors if self.value else ()), *skips, *gradients])
+        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values())]
+        values = itertools.chain(*(value.tensors for value in (self.value, *self.skips.values()) if value))
+        return storage_bytes([*values, *gradients, *self.tied.values(), *self.pieces.values()])
 
 
 @dataclass(kw_only=True)
@@ -126,7 +124,7 @@ class SlabLoad:
             self.slab.give_up(error)
 
 
-class Stage(Enum):
+class ClaimStage(Enum):
     """Stages of a claim."""
 
     ASKED = auto()  # the ledger has not granted its slabs, or has refused them
@@ -152,7 +150,7 @@ class Claim:
         self.regions = state.regions(self.shard)
         self.slabs: dict[Region, SlabLoad] = {}
         self.views: dict[int, Tensor] = {}
-        self.stage = Stage.ASKED
+        self.stage = ClaimStage.ASKED
         self.error: BaseException | None = None
         self.where = ""
         self.freed: Promise[None] = Promise()
@@ -184,37 +182,20 @@ class Claim:
             promise.give_up(error)
 
 
+@dataclass(kw_only=True)
 class Account:
-    """Bytes that a unit takes beside its slabs: known before, granted, and seen.
+    """Bytes that a unit takes beside its slabs: known before, granted, and seen."""
 
-    Attributes:
-        known: what such a unit took at most so far; None: it has to be metered.
-        buffer_bytes: of its shard's buffers.
-        beside_bytes: granted beside `known`: for buffers, the optimizer's step, gradients that it adds to.
-        held_bytes: granted now.
-        work_bytes: peak of what a metered unit created.
-        input_bytes, output_bytes: of one micro-batch, the largest seen.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        signature: Signature,
-        known: UnitBytes | None,
-        num_micro_batches: int,
-        buffer_bytes: int,
-        beside_bytes: int,
-    ) -> None:
-        self._ledger = ledger
-        self.signature = signature
-        self.known = known
-        self.num_micro_batches = num_micro_batches
-        self.buffer_bytes = buffer_bytes
-        self.beside_bytes = beside_bytes
-        self.held_bytes = 0
-        self.work_bytes = 0
-        self.input_bytes = 0
-        self.output_bytes = 0
+    ledger: Ledger
+    signature: Signature
+    known: UnitBytes | None  # what such a unit took at most so far; None: it has to be metered
+    num_micro_batches: int
+    buffer_bytes: int  # of its shard's buffers
+    beside_bytes: int  # granted beside `known`: for buffers, the optimizer's step, gradients that it adds to
+    held_bytes: int = 0  # granted now
+    work_bytes: int = 0  # peak of what a metered unit created
+    input_bytes: int = 0  # of one micro-batch, the largest seen
+    output_bytes: int = 0  # likewise
 
     @property
     def wanted_bytes(self) -> int | None:
@@ -227,16 +208,15 @@ class Account:
 
     def total_bytes(self, work_bytes: int) -> int:
         """Bytes that the unit takes beside its slabs, where it has created so many."""
-        measured = UnitBytes(work_bytes, self.input_bytes, self.output_bytes)
-        return self.beside_bytes + measured.total(self.num_micro_batches)
+        return self.beside_bytes + self.measured()._replace(work=work_bytes).total(self.num_micro_batches)
 
     def grow(self, num_bytes: int) -> None:
         """Take more bytes than were granted."""
-        self._ledger.grow(num_bytes)
+        self.ledger.grow(num_bytes)
         self.held_bytes += num_bytes
 
     @contextmanager
-    def metered(self, saved: Saved | None) -> Iterator[None]:
+    def metered(self, saved: SavedTensors | None) -> Iterator[None]:
         """Count the bytes that the body creates, and grow where they are more than was granted.
 
         saved: told what is alive.
@@ -256,13 +236,15 @@ class Account:
         self.work_bytes = meter.peak_bytes
         if self.known is None:
             needed = self.total_bytes(self.work_bytes)
-            self._ledger.settle(self.held_bytes, needed)
+            self.ledger.settle(self.held_bytes, needed)
             self.held_bytes = needed
 
     def count_buffers(self, num_bytes: int) -> None:
-        """Replace the bytes of its buffers."""
-        self.beside_bytes += num_bytes - self.buffer_bytes
-        self.buffer_bytes = num_bytes
+        """Charge buffers that are larger than what was granted for them."""
+        more = num_bytes - self.buffer_bytes
+        if more > 0:
+            self.grow(more)
+            self.beside_bytes, self.buffer_bytes = self.beside_bytes + more, num_bytes
 
 
 class Sums(Enum):
@@ -304,13 +286,17 @@ class UnitRun:
                 self.sums = Sums.IN_PIECES
             elif has_gradients:
                 self.sums = Sums.GOES_ON
-        signature = staging.signature_of(unit.part)
-        known = state.unit_bytes(unit.kind, shard, signature)
-        buffer_bytes = state.buffer_bytes(shard) if state.observed.resized else shard.buffer_bytes
-        beside_bytes = buffer_bytes
-        beside_bytes += 0 if self.stepper is None else state.step_bytes(shard)
-        beside_bytes += state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
-        self.account = Account(ledger, signature, known, len(self.micro_batches), buffer_bytes, beside_bytes)
+        signature, buffer_bytes = staging.signature_of(unit.part), state.buffer_bytes(shard)
+        step_bytes = 0 if self.stepper is None else state.step_bytes(shard)
+        sum_bytes = state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
+        self.account = Account(
+            ledger=ledger,
+            signature=signature,
+            known=state.unit_bytes(unit.kind, shard, signature),
+            num_micro_batches=len(self.micro_batches),
+            buffer_bytes=buffer_bytes,
+            beside_bytes=buffer_bytes + step_bytes + sum_bytes,
+        )
         self.is_metered = False
         self.graphs = GraphUse()
         self.after = after

@@ -30,7 +30,7 @@ from hydra_engine.worker.executor import Executor, Modes
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Passage, Stage, UnitRun
+from hydra_engine.worker.unit import ClaimStage, Passage, UnitRun
 
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
@@ -121,8 +121,8 @@ class Worker:
         wanted_bytes = self._kept_graphs.prepare(run)
 
         def granted(num_bytes: int) -> None:
-            if claim.stage is Stage.GRANTED:
-                claim.stage = Stage.IN_LANES
+            if claim.stage is ClaimStage.GRANTED:
+                claim.stage = ClaimStage.IN_LANES
             run.account.held_bytes = num_bytes
             job = partial(self._runner.compute, run, self._executors[unit.task])
             self.device.submit(COMPUTE, claim.label, job)
