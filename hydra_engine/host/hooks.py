@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -22,10 +22,13 @@ _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mo
 
 def has_hooks(layout: ModelLayout) -> bool:
     """Return True if the user has registered hooks on parameters."""
-    return any(
-        slot.parameter._backward_hooks or getattr(slot.parameter, "_post_accumulate_grad_hooks", None)
-        for slot in layout.trainable_slots()
-    )
+    return any(any(_hooks(slot.parameter)) for slot in layout.trainable_slots())
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """Hooks on its gradient, and those that are called once that is in place."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list((parameter._backward_hooks or {}).values()), list((after or {}).values())
 
 
 def check_no_hooks(name: str, layout: ModelLayout) -> None:
@@ -54,8 +57,7 @@ def call_hooks(
     places: _UserPlaces | None = None
     for slot in slots:
         parameter = slot.parameter
-        hooks = list((parameter._backward_hooks or {}).values())
-        after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks, after = _hooks(parameter)
         if not (hooks or after) or not staging.has_gradient.get(slot.index):
             continue
         secure(None)

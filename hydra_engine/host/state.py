@@ -94,8 +94,8 @@ class TaskState:
 
     def regions(self, shard: Shard) -> list[Region]:
         """The slabs of a shard: of its trainable parameters, and of its frozen ones."""
-        sizes = {True: shard.own_bytes, False: shard.slab_bytes - shard.own_bytes}
-        return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes.items() if num_bytes]
+        sizes = ((True, shard.own_bytes), (False, shard.slab_bytes - shard.own_bytes))
+        return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes if num_bytes]
 
     def _key(self, shard: Shard, trainable: bool) -> Hashable:
         if trainable:  # of one version
@@ -141,9 +141,8 @@ class TaskState:
 
     def _is_sized_by_batch(self, shard: Shard) -> bool:
         """Return True if a batch's sizes decide what a shard's units take: no layer up to there resizes a buffer."""
-        return not self.observed.resized or all(
-            self.observed.resized.isdisjoint(s.buffers) for s in self.cut.shards[: shard.index + 1]
-        )
+        resized = self.observed.resized
+        return not resized or all(resized.isdisjoint(each.buffers) for each in self.cut.shards[: shard.index + 1])
 
     def step_bytes(self, shard: Shard) -> int:
         """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""

@@ -21,8 +21,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.gradients import GradientSums
-from hydra_engine.worker.graphs import Arrival, Arrive, Graph, SavedTensors
+from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -332,7 +331,7 @@ class UnitRunning:
     def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
         """Return what a forward leaves to the shards above."""
         out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
-        self._check_place(out)
+        _check_place(out, self._structure.device, self._executor.current)
         if saved is not None:
             saved.weigh(out.tensors)
             if saved.graphs is not None:
@@ -378,16 +377,6 @@ class UnitRunning:
         if inspector is not None:
             self._written |= inspector.ends_backward(structure.current_buffers(first, end))
 
-    def _check_place(self, value: Boundary) -> None:
-        """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
-        here = self._structure.device
-        strange = next((tensor for tensor in value.tensors if tensor.device.type != here.type), None)
-        if strange is not None:
-            raise ValueError(
-                f"layer {self._executor.current} gave a tensor of shape {tuple(strange.shape)} on {strange.device}, "
-                f"limit: {here}, where its inputs are; make it there, or pass it on as a number"
-            )
-
     def _around(self, value: Boundary) -> Boundary:
         """Return a value without its graph, that nothing else writes to."""
         apart, current = self._gradients.apart, self._executor.current
@@ -395,11 +384,8 @@ class UnitRunning:
 
     def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
         """Return the gradients of what entered the shard."""
-        found: list[Tensor | None] = []
-        for arrival in arrivals:
-            gradient = None if arrival is None else arrival.gradient
-            found.append(None if gradient is None else self._gradients.apart(gradient, self._executor.current))
-        return found
+        found = [None if arrival is None else arrival.gradient for arrival in arrivals]
+        return [None if each is None else self._gradients.apart(each, self._executor.current) for each in found]
 
     def _arrive(self, value: Boundary) -> tuple[list[Arrival | None], list[Tensor]]:
         """Bring a value into this shard's graph, where it needs gradients."""
@@ -428,7 +414,7 @@ class UnitRunning:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self._executor.current = "loss_fn"
-        target = micro.target.build(micro.target.tensors)
+        target = micro.target.value()
         if self._inspector is not None:
             self._inspector.enters_layer(value, Frame({}), target)
         loss = self._executor.loss_fn(value, target)
@@ -439,11 +425,10 @@ class UnitRunning:
 
     def _measured(self, value: Any, micro: MicroInput) -> dict[str, float | Tensor]:
         assert micro.target is not None
-        target = micro.target
         found: dict[str, float | Tensor] = {}
         for name, metric in self._executor.metrics.items():
             self._executor.current = f"metric {name}"
-            measured = metric(value, target.build(target.tensors))
+            measured = metric(value, micro.target.value())
             found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
         return found
 
@@ -474,6 +459,16 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
                 torch.autograd.backward(outputs, gradients)
+
+
+def _check_place(value: Boundary, here: torch.device, layer: str) -> None:
+    """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
+    for tensor in value.tensors:
+        if tensor.device.type != here.type:
+            raise ValueError(
+                f"layer {layer} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, limit: {here}, where "
+                f"its inputs are; make it there, or pass it on as a number"
+            )
 
 
 def _leaving(name: str, frame: Frame) -> Boundary:
