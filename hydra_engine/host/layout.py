@@ -19,7 +19,6 @@ from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parame
 
 
 def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Round up to the alignment."""
     return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -264,7 +263,6 @@ class ModelLayout:
         return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
-        """Round up to the alignment."""
         return aligned(num_bytes, self._alignment_bytes)
 
     def buffer_bytes(self, buffer: Tensor) -> int:
@@ -396,7 +394,6 @@ class Structure:
         return self._placeholders[dtype]
 
     def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:
-        """Point parameters and buffers at these tensors."""
         for index, view in views.items():
             self.parameters[index].data = view
         for index, buffer in buffers.items():

@@ -25,7 +25,6 @@ class LossScale:
 
     @classmethod
     def of(cls, task: ModelTask) -> LossScale | None:
-        """A task's own."""
         return cls(task.grad_scaler) if task.precision == "float16" else None
 
     @property

@@ -54,7 +54,6 @@ class KnownUnits:
         self._units, self._proven = {}, set()
 
     def forget_batches(self) -> None:
-        """Forget what fitted."""
         self._batches = {}
 
     def cannot_count(self) -> None:

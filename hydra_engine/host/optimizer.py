@@ -56,7 +56,6 @@ class BeforeUpdate:
 
 
 def _with_copies(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    """Each value of a parameter's state, with a copy of it."""
     return None if state is None else {name: (value, copied(value)) for name, value in state.items()}
 
 
@@ -97,10 +96,6 @@ class Averages:
             if slot.name not in saved:
                 raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
             self.tensors[slot.index] = saved[slot.name]
-
-    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state dict with the averages in the place of the weights."""
-        return with_averages(model, {id(slot.parameter): self.tensors[slot.index] for slot in self._slots})
 
 
 # What torch itself keeps and changes on an optimizer.
@@ -434,8 +429,10 @@ class TaskOptimizer:
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
-        is_there = self._averages.decay is not None and self._num_steps > 0
-        return self._averages.state_dict(self._task.model) if is_there else None
+        if self._averages.decay is None or not self._num_steps:
+            return None
+        averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
+        return with_averages(self._task.model, averages)
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -456,7 +453,6 @@ def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> t
 
 
 def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-    """Parameters, or one dict for each set of options."""
     if task.param_groups is None:
         return list(parameters.values())
     groups: list[dict[str, Any]] = []

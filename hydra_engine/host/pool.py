@@ -64,7 +64,6 @@ class Gradients:
                 self._free.put(storage)
 
     def close(self) -> None:
-        """Give the room back."""
         for storage in self.storages:
             self._host.let_go(storage)
         self.storages, self.places, self._lent, self._free = [], [], {}, SimpleQueue()

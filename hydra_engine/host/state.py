@@ -110,11 +110,9 @@ class TaskState:
 
     @property
     def steps_on_device(self) -> bool:
-        """Return True if devices step the optimizer."""
         return self.pool.gradients.room is GradientRoom.NONE
 
     def step_on_device(self) -> None:
-        """Let devices step the optimizer, each shard's at the end of its backward unit."""
         self.pool.gradients.room = GradientRoom.NONE
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:

@@ -44,7 +44,6 @@ class Claims:
         self._device.ledger.request(ticket)
 
     def begin(self, unit: Unit) -> Claim:
-        """Return the claim of a unit that is to be computed."""
         claim, _ = self._waiting.pop(unit)
         with self._lock:
             self._at_work.add(claim)
@@ -63,8 +62,8 @@ class Claims:
             self._device.ledger.release(0, deactivates=True)
             self.end(claim)
 
-        is_loading = any(not load.is_late for load in claim.slabs.values())
-        self._device.submit(LOAD, f"drop {unit}", free, at_once=not is_loading)
+        at_once = all(load.is_late for load in claim.slabs.values())  # nothing is loading
+        self._device.submit(LOAD, f"drop {unit}", free, at_once=at_once)
 
     def let_go(self, claim: Claim) -> None:
         """Leave a unit's shard to the next unit that needs it, or give its slabs back."""
@@ -72,8 +71,7 @@ class Claims:
         while claim.slabs:
             region, load = claim.slabs.popitem()
             # After an error the load may still be under way: into a region that is then nobody else's yet.
-            is_whole = load.settle()
-            self._residents.unpin(region.key, is_whole=is_whole and claim.error is None)
+            self._residents.unpin(region.key, is_whole=load.settle() and claim.error is None)
         with self._lock:
             self._at_work.discard(claim)
         if not claim.freed.is_done:

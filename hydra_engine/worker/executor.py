@@ -383,7 +383,6 @@ class UnitRunning:
         return value.around([apart(tensor, current) for tensor in value.tensors])
 
     def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
-        """Return the gradients of what entered the shard."""
         found = [None if arrival is None else arrival.gradient for arrival in arrivals]
         return [None if each is None else self._gradients.apart(each, self._executor.current) for each in found]
 

@@ -83,7 +83,6 @@ class Spiller:
         return {index: self._bring(tensor) for index, tensor in buffers_of(state, shard, part, after=after).items()}
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
-        """Bring the gradients of the parts of the step before this one."""
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 

@@ -39,14 +39,12 @@ class MicroInput:
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
     def tensors(self) -> list[Tensor]:
-        """Return all of them."""
         values = [value for value in (self.value, self.target, *self.skips.values()) if value]
         gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
         return [t for t in (*itertools.chain(*(value.tensors for value in values)), *gradients) if t is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes on the device."""
         return storage_bytes(self.tensors())
 
 
@@ -109,7 +107,6 @@ class SlabLoad:
 
     @property
     def is_whole(self) -> bool:
-        """The slab is filled."""
         return self.slab.is_done and self.slab.is_kept()
 
     def settle(self) -> bool:
@@ -156,7 +153,6 @@ class Claim:
         self.freed: Promise[None] = Promise()
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Remember the first error."""
         forget_frames(error)
         if self.error is None:
             self.error, self.where = error, where
@@ -203,7 +199,6 @@ class Account:
         return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
 
     def measured(self) -> UnitBytes:
-        """Return what the unit took, as metered."""
         return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
 
     def total_bytes(self, work_bytes: int) -> int:
@@ -211,7 +206,6 @@ class Account:
         return self.beside_bytes + self.measured()._replace(work=work_bytes).total(self.num_micro_batches)
 
     def grow(self, num_bytes: int) -> None:
-        """Take more bytes than were granted."""
         self.ledger.grow(num_bytes)
         self.held_bytes += num_bytes
 

@@ -68,11 +68,9 @@ class Worker:
         )
 
     def executor(self, name: str) -> Executor:
-        """Return the executor of a task's units, on this device's copy of its structure."""
         return self._executors[name]
 
     def dismiss(self, name: str) -> None:
-        """Forget a task."""
         self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
         self._forget_passages(name)
@@ -107,7 +105,6 @@ class Worker:
         self._claims.request(unit, state)
 
     def drop(self, unit: Unit) -> None:
-        """Give up a claim."""
         self._claims.drop(unit)
 
     def run(self, unit: Unit) -> None:
@@ -136,7 +133,6 @@ class Worker:
         self.device.ledger.request(Ticket(num_bytes=num_bytes, granted=granted, refused=refused, activates=True))
 
     def settle(self, task: str | None = None) -> None:
-        """Wait until nothing of a task, or of any, is on its way through the device."""
         self._claims.settle(task)
 
     def close(self) -> None:
