@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
@@ -16,6 +16,8 @@ from hydra_engine.data import copy_of, flat
 from hydra_engine.host.layout import ModelLayout, Slot
 from hydra_engine.system import Freed, HostMemory, is_alone
 
+Cast: TypeAlias = "tuple[int, torch.dtype | None]"  # of a group; None: its weights
+Missing: TypeAlias = "dict[Cast, Slot]"
 Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
 
 
@@ -90,23 +92,32 @@ class FrozenBlocks:
     def brought(self, layout: ModelLayout) -> tuple[list[Slot], list[Slot]]:
         """The frozen slots whose weights a planned layout brings, and those whose casts: no other has them before."""
         with self._lock:
-            known: set[tuple[int, torch.dtype | None]] = set()  # with None: the weights
-            for group, block in self._blocks.items():
-                known |= {(group, None), *((group, dtype) for dtype in block.links)}
-            weights: list[Slot] = []
-            casts: list[Slot] = []
+            known = self._known()
+            weights: Missing = {}
+            casts: Missing = {}
             for each in self._layouts:
-                weights, casts = [], []
-                for slot in _frozen(each):
-                    group = self._group(slot.parameter)
-                    if (group, None) not in known:
-                        weights.append(slot)
-                    if (group, slot.link_dtype) not in known and slot.link_dtype != slot.dtype:
-                        casts.append(slot)
-                    known |= {(group, None), (group, slot.link_dtype)}
+                weights, casts = self._missing(each, known)
+                known |= {*weights, *casts}
                 if each is layout:
                     break
-            return weights, casts
+            return list(weights.values()), list(casts.values())
+
+    def _known(self) -> set[Cast]:
+        """The casts that are here, and with None the weights."""
+        blocks = self._blocks.items()
+        return {(group, dtype) for group, block in blocks for dtype in (None, *block.links)}
+
+    def _missing(self, layout: ModelLayout, known: Set[Cast]) -> tuple[Missing, Missing]:
+        """Slots whose weights, and slots whose casts, are not among those that are known."""
+        weights: Missing = {}
+        casts: Missing = {}
+        for slot in _frozen(layout):
+            group = self._group(slot.parameter)
+            if (group, None) not in known:
+                weights.setdefault((group, None), slot)
+            if slot.link_dtype != slot.dtype and (group, slot.link_dtype) not in known:
+                casts.setdefault((group, slot.link_dtype), slot)
+        return weights, casts
 
     def acquire(
         self, layout: ModelLayout, host: HostMemory | None = None
@@ -115,15 +126,8 @@ class FrozenBlocks:
         host = HostMemory() if host is None else host
         with self._lock:
             groups = {slot.index: self._group(slot.parameter) for slot in _frozen(layout)}
-            new: dict[int, Slot] = {}
-            uncast: dict[tuple[int, torch.dtype], Slot] = {}
-            for slot in _frozen(layout):
-                group = groups[slot.index]
-                block = self._blocks.get(group)
-                if block is None:
-                    new.setdefault(group, slot)
-                if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
-                    uncast.setdefault((group, slot.link_dtype), slot)
+            weights, uncast = self._missing(layout, self._known())
+            new = {group: slot for (group, _), slot in weights.items()}
             # Weights that all tasks here are sent casts of cross no link themselves.
             planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
             crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -275,11 +276,10 @@ class ModelLayout:
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""
-        firsts = [0, *boundaries[:-1]]
         owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
         holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
         spans = []
-        for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
+        for j, (first, last) in enumerate(itertools.pairwise([0, *boundaries])):
             end = last if last < self.num_layers else len(self.layers)
             held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
             for slot in held:

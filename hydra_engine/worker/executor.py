@@ -41,20 +41,14 @@ class UnitSpec(NamedTuple):
 
     kind: str
     shard: Shard
-    # Of the step's micro-batches, those that the unit has: some of them where the step is spread over devices.
-    micro_batches: range = range(1)
-    # The shard draws from generators that exist once in the process, and runs with these installed.
-    locked: bool = False
+    micro_batches: range = range(1)  # of the step's, those that the unit has: all, or some where devices share a step
+    locked: bool = False  # it draws from generators that exist once in the process, and runs with these installed
     # A layer may draw random numbers. Without it, none is looked for on a device, where kernels would wait.
     draws: bool = True
-    # A layer differentiates inside its own forward, which must find what it saved.
-    keep_saved: bool = False
-    # Gradients leave with each micro-batch's output, instead of as one sum.
-    in_pieces: bool = False
-    # No gradients of other micro-batches will be added to these: narrow ones are rounded.
-    is_last: bool = True
-    # Buffers that a backward is known to write to.
-    written: Collection[int] = ()
+    keep_saved: bool = False  # a layer differentiates inside its own forward, which must find what it saved
+    in_pieces: bool = False  # gradients leave with each micro-batch's output, instead of as one sum
+    is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
+    written: Collection[int] = ()  # buffers that a backward is known to write to
     on_recomputed: OnRecomputed | None = None
 
 
