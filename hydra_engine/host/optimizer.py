@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as base
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
+from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, part_of, step_narrow
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -505,13 +504,6 @@ def _step_watched(part: torch.optim.Optimizer) -> None:
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a step runs nothing but torch's own code, which draws no random numbers."""
     return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if something is called before or after each of its steps."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
-    own = [getattr(optimizer, name, None) for name in names]
-    return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
 
 
 def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

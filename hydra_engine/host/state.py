@@ -86,11 +86,14 @@ class TaskState:
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""
-        crosses = shard.borrowed or shard.upper or shard.arriving or shard.leaving
-        alone = shard.index not in self.cut.locked | self.cut.keep_saved | self.measured.uncounted
+        j, cut = shard.index, self.cut
+        if j in cut.locked or j in cut.keep_saved or j in self.measured.uncounted:
+            return False
+        if shard.borrowed or shard.upper or shard.arriving or shard.leaving:
+            return False
         # A backward sees the buffers as its own micro-batch's forward left them.
-        alone = alone and not (self.cut.num_micro_batches > 1 and self.changes_buffers(shard))
-        return alone and not crosses and self.cut.lowest_backward <= shard.index < len(self.cut.shards) - 1
+        is_changed = cut.num_micro_batches > 1 and self.changes_buffers(shard)
+        return not is_changed and cut.lowest_backward <= j < len(cut.shards) - 1
 
     def regions(self, shard: Shard) -> list[Region]:
         """The slabs of a shard: of its trainable parameters, and of its frozen ones."""

@@ -23,15 +23,13 @@ class KeptGraphs:
         claim, account = run.claim, run.account
         state, shard, kind = claim.state, claim.shard, claim.unit.kind
         wanted_bytes = account.wanted_bytes
-        if kind not in (FORWARD, BACKWARD) or (kind == BACKWARD and wanted_bytes is None):
+        if kind not in (FORWARD, BACKWARD) or not state.may_keep_graph(shard):
             return wanted_bytes
         num_bytes = state.measured.graph_bytes_of(shard, account.signature)
         if kind == FORWARD and num_bytes is None:
-            run.graphs.saved = SavedTensors() if state.may_keep_graph(shard) else None
+            run.graphs.saved = SavedTensors()
             return wanted_bytes
-        if wanted_bytes is None or not num_bytes:
-            return wanted_bytes
-        if shard.index < state.cut.keeps_from or not state.may_keep_graph(shard):
+        if wanted_bytes is None or not num_bytes or shard.index < state.cut.keeps_from:
             return wanted_bytes
         if kind == BACKWARD:
             return self._go_on(run, wanted_bytes, num_bytes)
