@@ -19,10 +19,6 @@ from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
 
-def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    return -(-num_bytes // alignment_bytes) * alignment_bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """One parameter of a task and its place in the host buffers of its kind (trainable or frozen).
@@ -264,7 +260,7 @@ class ModelLayout:
         return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
-        return aligned(num_bytes, self._alignment_bytes)
+        return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def buffer_bytes(self, buffer: Tensor) -> int:
         """Bytes that a buffer takes on a device."""
@@ -357,8 +353,8 @@ class Structure:
     """
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
-        narrow = layout.narrow if casts else None
         self.device = device
+        self.narrow = layout.narrow if casts else None
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
@@ -368,12 +364,11 @@ class Structure:
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self._registered = layout.originals.registered
         self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
-        if narrow is not None:
+        if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
-                compute_norms_in_float32(layer, narrow)
+                compute_norms_in_float32(layer, self.narrow)
         self.names = layout.names
         self.slot_names = [slot.name for slot in layout.slots]
-        self.narrow = narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)

@@ -99,7 +99,7 @@ class StepParts:
                 self._add_waiting(shard, self._num_added[shard])
 
     def _add_waiting(self, shard: int, end: int) -> None:
-        waiting = self._waiting[shard]
+        waiting, first = self._waiting[shard], end
         while end in waiting:
             for slot, gradient in waiting.pop(end).items():
                 if gradient is None:
@@ -111,13 +111,11 @@ class StepParts:
                     self._sum(slot).copy_(gradient)
                     self._has_gradient[slot] = True
             end += 1
-            if end == self._num_micro_batches:
-                for slot in self._slots[shard]:
-                    if slot in self._wide:
-                        self._place(slot).copy_(self._wide[slot])
         if end == self._num_micro_batches:
             for slot in self._slots[shard]:
-                self._wide.pop(slot, None)
+                wide = self._wide.pop(slot, None)
+                if wide is not None and end > first:  # the last was added here
+                    self._place(slot).copy_(wide)
         self._num_added[shard] = end
 
     def _sum(self, slot: int) -> Tensor:

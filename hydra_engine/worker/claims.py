@@ -9,7 +9,7 @@ from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
 from hydra_engine.host import Region, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Claim, ClaimStage, GivenUp, SlabLoad
+from hydra_engine.worker.unit import Claim, ClaimStage, SlabLoad
 
 
 class Claims:
@@ -94,7 +94,7 @@ class Claims:
             self.drop(unit)
         with self._lock:
             for claim in self._outstanding:
-                claim.fail(GivenUp(f"{claim.unit} was given up: the run is closing"))
+                claim.fail(RuntimeError(f"{claim.unit} was given up: the run is closing"))
             self._outstanding = {claim for claim in self._outstanding if claim.stage is ClaimStage.IN_LANES}
         self.settle()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -116,21 +116,22 @@ class Spiller:
             self._send(state.pool.narrow(slot), views[slot.index])
             if state.layout.narrow is not None:
                 self._send(slot.parameter.data, stepped.masters.get(slot.index, views[slot.index]))
-        states = {}
-        for index, after in stepped.states.items():
-            before = host.states[index]
-            states[index] = {
-                k: self._stored(before.get(k), v) if isinstance(v, Tensor) else v for k, v in after.items()
+        stepper.keep(
+            {
+                index: {k: self._stored(host.states[index].get(k), v) for k, v in after.items()}
+                for index, after in stepped.states.items()
             }
-        stepper.keep(states)
+        )
 
-    def _stored(self, before: Any, tensor: Tensor) -> Tensor:
+    def _stored(self, before: Any, value: Any) -> Any:
         """Send a state to DRAM, to the place it had if it still fits there."""
-        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
-        if not kept or before.stride() != tensor.stride():
-            return self._sent(tensor)
-        self._send(before, tensor)
-        return cast("Tensor", before)
+        if not isinstance(value, Tensor):
+            return value
+        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (value.dtype, value.shape)
+        if not kept or before.stride() != value.stride():
+            return self._sent(value)
+        self._send(before, value)
+        return before
 
     def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
         """Make room for what one micro-batch of a unit starts from; `has_graph`: its forward's input is not needed.

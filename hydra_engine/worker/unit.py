@@ -93,10 +93,6 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-class GivenUp(RuntimeError):
-    """A unit that was on its way when its run closed."""
-
-
 class SlabLoad:
     """A slab that is being filled, or was, for every unit that needs it."""
 
