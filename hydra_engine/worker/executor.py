@@ -16,20 +16,19 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.data import RandomState
 from hydra_engine.devices import DeviceGenerator
-from hydra_engine.host import DeviceStep, LayerFault, Shard, Structure
+from hydra_engine.host import LayerFault, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
-from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.worker.unit import MicroInput, MicroOutput, Step, UnitOutput
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
 from partitioners.skips import Frame, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
-Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
 
 
 def _drop(_: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
 T = TypeVar("T")
+Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
 
 
 @dataclass(kw_only=True)
@@ -299,7 +300,7 @@ class UnitRun:
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
 
-    def take_step(self) -> Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep] | None:
+    def take_step(self) -> Step | None:
         """Return what steps the optimizer on the device; None: the host does. It is no longer kept here."""
         loaded, self.step = self.step, None
         return None if self.stepper is None or loaded is None else partial(self.stepper.step, self.claim.shard, loaded)
