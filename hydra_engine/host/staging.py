@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.data import NO_BATCH, RandomState, Signature, residue, same_bits
+from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
 from hydra_engine.host.layout import Shard
 from hydra_engine.schedule import part_ranges
 from partitioners.boundary import Boundary
@@ -207,14 +207,16 @@ class StepStaging:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]
 
-    def put_boundary(self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place) -> None:
+    def put_boundary(
+        self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place = place_in_dram
+    ) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
         places = _stored(old.tensors if old else (), value.tensors, copy, place_for)
         self._boundaries[shard, m] = value.around([place for place in places if place is not None])
 
     def put_gradients(
-        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place
+        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place = place_in_dram
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
         self._gradients[shard, m] = _stored(self._gradients.get((shard, m), ()), values, copy, place_for)
