@@ -64,6 +64,8 @@ ALIGNMENT_BYTES = 64
 class LayerCost:
     """Costs of one layer for one micro-batch. The last layer includes the loss function, and its output is the loss."""
 
+    # One row of measurements, so wide: partitioners, planners and tables read whichever they need.
+
     index: int
     name: str
     param_bytes: int  # of all its parameters; one shared with another layer counts in both (each shard loads its own)

@@ -17,8 +17,7 @@ ALIGNMENT_BYTES = 64
 
 def residue(tensor: Tensor) -> int:
     """Bytes from a multiple of 64 to a tensor's first element in DRAM; 0 on a device, or if it is not strided."""
-    is_here = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return tensor.data_ptr() % ALIGNMENT_BYTES if is_here else 0
+    return tensor.data_ptr() % ALIGNMENT_BYTES if tensor.is_cpu and tensor.layout == torch.strided else 0
 
 
 def place_for(tensor: Tensor, device: torch.device | None = None, start: int | None = None) -> Tensor:
@@ -27,14 +26,10 @@ def place_for(tensor: Tensor, device: torch.device | None = None, start: int | N
         return with_bits_of(tensor, place_for(memory_of(tensor), device, start))
     device = device if device is not None else tensor.device
     start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
-    if not start and tensor.is_contiguous():
-        place = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        # Dimensions of size 1 may have any stride, and torch tells channels_last by them.
-        if place.stride() == tensor.stride():
-            return place
-    storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)  # type: ignore[no-untyped-call]
-    if start:
-        storage = storage[start:]  # a storage of its own in the same memory, of as many bytes as a copy has elsewhere
+    if not start:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    # A storage of its own in the same memory, of as many bytes as a copy has elsewhere.
+    storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)[start:]  # type: ignore[no-untyped-call]
     # By `set_`, not as a view: autograd lets nobody work in place on a view that enters a graph.
     return torch.empty(0, dtype=tensor.dtype, device=device).set_(storage, 0, tensor.shape, tensor.stride())
 

@@ -1,6 +1,6 @@
 """Weights at home: how a model is laid out in DRAM, the pool that owns it, and its optimizer."""
 
-from hydra_engine.host.blocked import part_of
+from hydra_engine.host.blocked import has_step_hooks, part_of
 from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
@@ -11,7 +11,6 @@ from hydra_engine.host.optimizer import (
     DeviceStep,
     StepRecord,
     TaskOptimizer,
-    has_step_hooks,
     is_torchs,
     kept_groups,
     make_optimizer,

@@ -106,6 +106,13 @@ def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     return part
 
 
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return True if something is called before or after each of its steps."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
+    own = [getattr(optimizer, name, None) for name in names]
+    return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
+
+
 def _scratch(num_elements: int) -> Tensor:
     """Scratch memory of the thread. Made anew for each update, it would leave gaps between the first ones' states."""
     held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
@@ -116,16 +123,10 @@ def _scratch(num_elements: int) -> Tensor:
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """Return True if a step may be taken piece by piece without anybody noticing."""
-    hooks = (
-        base._global_optimizer_pre_hooks,
-        base._global_optimizer_post_hooks,
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-    )
     instead = {"step", "grad_scale", "found_inf"}  # put on an instance by schedulers and by GradScaler
     return (
         type(optimizer) in ELEMENTWISE
-        and not any(hooks)
+        and not has_step_hooks(optimizer)
         and not instead & vars(optimizer).keys()
         and not any(_is_special(group) for group in optimizer.param_groups)
     )
@@ -135,9 +136,8 @@ def _is_special(group: Mapping[str, Any]) -> bool:
     """Options that reach beyond one step on plain numbers: graphs, and learning rates and betas that are tensors."""
     values = [value for key, value in group.items() if key != "params"]
     values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
-    return bool(
-        group.get("capturable") or group.get("differentiable") or any(isinstance(value, Tensor) for value in values)
-    )
+    has_tensors = any(isinstance(value, Tensor) for value in values)
+    return bool(group.get("capturable") or group.get("differentiable") or has_tensors)
 
 
 def _blocks(updates: Sequence[NarrowUpdate], cuts: Sequence[bool]) -> Iterator[tuple[list[NarrowUpdate], bool]]:

@@ -57,7 +57,7 @@ class Cut:
         return shard.index == len(self.shards) - 1
 
 
-class Progress:
+class UnitProgress:
     """Tells when a task's shards are needed next, by the units of the step in progress that were begun."""
 
     def __init__(self, cut: Cut, measured: Measured) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
@@ -16,11 +16,13 @@ from hydra_engine.data import copy_of, flat
 from hydra_engine.host.layout import ModelLayout, Slot
 from hydra_engine.system import Freed, HostMemory, is_alone
 
+Cast: TypeAlias = "tuple[int, torch.dtype | None]"  # of a group; None: its weights
+Missing: TypeAlias = "dict[Cast, Slot]"
 Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
 
 
 @dataclass(eq=False, kw_only=True)
-class Block:
+class FrozenBlock:
     """One frozen parameter, and its casts that devices are sent; where nothing is cast, the two are one."""
 
     serial: int  # never used twice, so that a device can tell blocks apart
@@ -65,7 +67,7 @@ class FrozenBlocks:
         self._lock = threading.Lock()
         self._serials = count()
         self._layouts: list[ModelLayout] = []  # in order, whose parameters will be here, or are
-        self._blocks: dict[int, Block] = {}  # by group
+        self._blocks: dict[int, FrozenBlock] = {}  # by group
         # By id: a parameter, the group of those that lay on one memory with it, and where it lies as far as is known
         # here. One by one they are moved, for a rehearsal, say, and are still of one group.
         self._members: dict[int, tuple[nn.Parameter, int, Hashable]] = {}
@@ -90,40 +92,42 @@ class FrozenBlocks:
     def brought(self, layout: ModelLayout) -> tuple[list[Slot], list[Slot]]:
         """The frozen slots whose weights a planned layout brings, and those whose casts: no other has them before."""
         with self._lock:
-            known: set[tuple[int, torch.dtype | None]] = set()  # with None: the weights
-            for group, block in self._blocks.items():
-                known |= {(group, None), *((group, dtype) for dtype in block.links)}
-            weights: list[Slot] = []
-            casts: list[Slot] = []
+            known = self._known()
+            weights: Missing = {}
+            casts: Missing = {}
             for each in self._layouts:
-                weights, casts = [], []
-                for slot in _frozen(each):
-                    group = self._group(slot.parameter)
-                    if (group, None) not in known:
-                        weights.append(slot)
-                    if (group, slot.link_dtype) not in known and slot.link_dtype != slot.dtype:
-                        casts.append(slot)
-                    known |= {(group, None), (group, slot.link_dtype)}
+                weights, casts = self._missing(each, known)
+                known |= {*weights, *casts}
                 if each is layout:
                     break
-            return weights, casts
+            return list(weights.values()), list(casts.values())
+
+    def _known(self) -> set[Cast]:
+        """The casts that are here, and with None the weights."""
+        blocks = self._blocks.items()
+        return {(group, dtype) for group, block in blocks for dtype in (None, *block.links)}
+
+    def _missing(self, layout: ModelLayout, known: Set[Cast]) -> tuple[Missing, Missing]:
+        """Slots whose weights, and slots whose casts, are not among those that are known."""
+        weights: Missing = {}
+        casts: Missing = {}
+        for slot in _frozen(layout):
+            group = self._group(slot.parameter)
+            if (group, None) not in known:
+                weights.setdefault((group, None), slot)
+            if slot.link_dtype != slot.dtype and (group, slot.link_dtype) not in known:
+                casts.setdefault((group, slot.link_dtype), slot)
+        return weights, casts
 
     def acquire(
         self, layout: ModelLayout, host: HostMemory | None = None
-    ) -> tuple[dict[int, Block], list[torch.UntypedStorage]]:
+    ) -> tuple[dict[int, FrozenBlock], list[torch.UntypedStorage]]:
         """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them by `host`."""
         host = HostMemory() if host is None else host
         with self._lock:
             groups = {slot.index: self._group(slot.parameter) for slot in _frozen(layout)}
-            new: dict[int, Slot] = {}
-            uncast: dict[tuple[int, torch.dtype], Slot] = {}
-            for slot in _frozen(layout):
-                group = groups[slot.index]
-                block = self._blocks.get(group)
-                if block is None:
-                    new.setdefault(group, slot)
-                if slot.link_dtype != slot.dtype and (block is None or slot.link_dtype not in block.links):
-                    uncast.setdefault((group, slot.link_dtype), slot)
+            weights, uncast = self._missing(layout, self._known())
+            new = {group: slot for (group, _), slot in weights.items()}
             # Weights that all tasks here are sent casts of cross no link themselves.
             planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
             crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
@@ -133,7 +137,9 @@ class FrozenBlocks:
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
                 start = offset + slot.residue
-                block = Block(serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start)
+                block = FrozenBlock(
+                    serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start
+                )
                 block.links[slot.dtype] = (storage, start)
                 flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
@@ -153,7 +159,7 @@ class FrozenBlocks:
                 offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
 
-    def _bind(self, block: Block, parameter: nn.Parameter) -> None:
+    def _bind(self, block: FrozenBlock, parameter: nn.Parameter) -> None:
         block.bind(parameter)
         self._moved(parameter)
 
@@ -185,7 +191,7 @@ class FrozenBlocks:
         self._join(parameter, group)
         return group
 
-    def release(self, blocks: Iterable[Block]) -> None:
+    def release(self, blocks: Iterable[FrozenBlock]) -> None:
         """A task is through with them; whose last user it was gets ordinary storage again."""
         with self._lock:
             alone: dict[int, bool] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -22,10 +22,13 @@ _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mo
 
 def has_hooks(layout: ModelLayout) -> bool:
     """Return True if the user has registered hooks on parameters."""
-    return any(
-        slot.parameter._backward_hooks or getattr(slot.parameter, "_post_accumulate_grad_hooks", None)
-        for slot in layout.trainable_slots()
-    )
+    return any(any(_hooks(slot.parameter)) for slot in layout.trainable_slots())
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
+    """Hooks on its gradient, and those that are called once that is in place."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list((parameter._backward_hooks or {}).values()), list((after or {}).values())
 
 
 def check_no_hooks(name: str, layout: ModelLayout) -> None:
@@ -51,17 +54,16 @@ def call_hooks(
     """
     hooked: dict[int, Tensor] = {}
     drawing: dict[int, torch.Generator] = {}  # that hooks of other parameters draw from
-    places: _Places | None = None
+    places: _UserPlaces | None = None
     for slot in slots:
         parameter = slot.parameter
-        hooks = list((parameter._backward_hooks or {}).values())
-        after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks, after = _hooks(parameter)
         if not (hooks or after) or not staging.has_gradient.get(slot.index):
             continue
         secure(None)
         gradient = hooked[slot.index] = finished(slot)
-        places = places or _Places(pool.layout, staging, pool)
-        with _HookWatch(slot, places, is_early=pool.early_release) as watch, _GradientReads(slot, places):
+        places = places or _UserPlaces(pool.layout, staging, pool)
+        with _HookWatch(slot, places, is_early=pool.early_release) as watch, _HookGradientReads(slot, places):
             for hook in hooks:
                 changed = hook(gradient)
                 if changed is not None and changed is not gradient:
@@ -86,7 +88,7 @@ def call_hooks(
     return hooked
 
 
-class _Places:
+class _UserPlaces:
     """Addresses of the user's parameters and buffers, for hooks that are called in the place of a backward."""
 
     def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
@@ -117,7 +119,7 @@ class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_s
     In the plain loop hooks are called in the middle of the backward; here they are after it, on the host.
     """
 
-    def __init__(self, slot: Slot, places: _Places, *, is_early: bool) -> None:
+    def __init__(self, slot: Slot, places: _UserPlaces, *, is_early: bool) -> None:
         super().__init__(f"a hook on parameter {slot.name}")
         self._own, self._places, self._is_early = f"parameter {slot.name}", places, is_early
         self.may_step = False  # the parameter itself
@@ -156,10 +158,10 @@ class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_s
                 )
 
 
-class _GradientReads(TorchFunctionMode):
+class _HookGradientReads(TorchFunctionMode):
     """Raises RuntimeError where a hook asks for the gradient of another parameter than its own."""
 
-    def __init__(self, slot: Slot, places: _Places) -> None:
+    def __init__(self, slot: Slot, places: _UserPlaces) -> None:
         super().__init__()
         self._slot, self._places = slot, places
 

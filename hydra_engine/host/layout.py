@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
-from hydra_engine.host.bound_copy import LayerFault, Layers, Registered, StalePlace
+from hydra_engine.host.bound_copy import LayerFault, Layers, Registered
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
-
-
-def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """Round up to the alignment."""
-    return -(-num_bytes // alignment_bytes) * alignment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +58,13 @@ class Slot:
         start = offset // self.link_dtype.itemsize
         return torch.empty(0, dtype=self.link_dtype).set_(storage, start, self.shape, self.gradient_stride)
 
-    def view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
-        """The parameter's tensor at byte `offset` of a host buffer."""
-        return self._view(storage, offset, self.dtype)
-
     def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The tensor that devices compute with, at byte `offset` of a slab or a host buffer."""
-        return self._view(storage, offset, self.link_dtype)
+        return self.view(storage, offset, self.link_dtype)
 
-    def _view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> Tensor:
+    def view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The parameter's tensor at byte `offset` of a host buffer; `dtype`: another than its own."""
+        dtype = dtype or self.dtype
         # By `set_`, not by slicing one tensor: views share a version counter, and a load into another slab of the same
         # arena would then make autograd refuse this one.
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
@@ -103,17 +97,15 @@ class Shard:
     index: int
     first: int
     last: int
-    slots: tuple[int, ...]  # every parameter it holds
-    offsets: tuple[int, ...]  # of each within the slab
+    offsets: dict[int, int]  # by slot, of every parameter it holds: where it lies in the slab
     pieces: tuple[SlabPiece, ...]  # one per kind, and one for each tied parameter that a lower shard owns
     slab_bytes: int
     own_bytes: int  # of these, for trainable parameters, which come first; frozen ones may be other tasks', too
     owned: tuple[int, ...]  # trainable parameters it updates
-    borrowed: tuple[int, ...]  # trainable parameters that a lower shard owns
+    borrowed: dict[int, int]  # trainable parameters that a lower shard owns, and which
     upper: dict[int, int]  # slot -> the next higher shard that holds it, whose gradient is handed down
     buffers: tuple[int, ...]
     buffer_bytes: int
-    needs: tuple[int, ...]  # shards whose update this one's load waits for
     arriving: tuple[str, ...] = ()  # names of the values that skip layers and are gotten here
     leaving: tuple[str, ...] = ()  # names of those that are put here and gotten above
     above: dict[str, int] = field(default_factory=dict)  # by such a name: the next higher shard that gets it
@@ -121,6 +113,16 @@ class Shard:
     @property
     def is_first(self) -> bool:
         return self.index == 0
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Every parameter it holds."""
+        return tuple(self.offsets)
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """Shards whose update this one's load waits for."""
+        return tuple(sorted({*self.borrowed.values(), *([self.index] if self.owned else ())}))
 
 
 class ModelLayout:
@@ -159,25 +161,20 @@ class ModelLayout:
         self.parameters: list[list[Binding]] = []  # by layer
         self.buffer_bindings: list[list[Binding]] = []
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
-        numbers: dict[int, int] = {}
-        buffer_numbers: dict[int, int] = {}
+        numbers: dict[int, int] = {}  # by id
         for k, layer in enumerate(self.layers):
-            bindings = []
-            for path, name, parameter in _named_parameters(layer):
+            for path, name, parameter in _named(layer, "_parameters"):
                 if id(parameter) not in numbers:
                     numbers[id(parameter)] = len(self.slots)
                     link_dtype = self.narrow if self.narrow and id(parameter) not in kept else parameter.dtype
                     is_trainable = trains and parameter.requires_grad
-                    self._place(k, self.full_name(k, path, name), parameter, is_trainable, link_dtype)
-                bindings.append(Binding(path, name, numbers[id(parameter)]))
-            self.parameters.append(bindings)
-            bindings = []
-            for path, name, buffer in _named_buffers(layer):
-                if id(buffer) not in buffer_numbers:
-                    buffer_numbers[id(buffer)] = len(self.buffers)
+                    self._place(k, self._full_name(k, path, name), parameter, is_trainable, link_dtype)
+            for _, _, buffer in _named(layer, "_buffers"):
+                if id(buffer) not in numbers:
+                    numbers[id(buffer)] = len(self.buffers)
                     self.buffers.append(buffer)
-                bindings.append(Binding(path, name, buffer_numbers[id(buffer)]))
-            self.buffer_bindings.append(bindings)
+            for kind, found in (("_parameters", self.parameters), ("_buffers", self.buffer_bindings)):
+                found.append([Binding(path, name, numbers[id(each)]) for path, name, each in _named(layer, kind)])
             self._ends.append(dict(self.link_bytes))
 
     def _place(
@@ -207,7 +204,7 @@ class ModelLayout:
         self.num_bytes[is_trainable] += self.aligned(start + num_bytes)
         self.link_bytes[is_trainable] += self.aligned(link_start + slot.link_bytes)
 
-    def full_name(self, layer: int, path: str, attribute: str) -> str:
+    def _full_name(self, layer: int, path: str, attribute: str) -> str:
         """Name of an attribute as a state dict of the model has it."""
         return ".".join(filter(None, (self.names[layer], path, attribute)))
 
@@ -220,7 +217,7 @@ class ModelLayout:
         names: dict[int, str] = {}
         for k, bindings in enumerate(self.buffer_bindings):
             for path, attribute, number in bindings:
-                names.setdefault(number, f"buffer {self.full_name(k, path, attribute)}")
+                names.setdefault(number, f"buffer {self._full_name(k, path, attribute)}")
         parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
         buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
         return Layers(self.layers, self.names, [*parameters, *buffers])
@@ -228,7 +225,7 @@ class ModelLayout:
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
         return {
-            self.full_name(k, path, attribute): number
+            self._full_name(k, path, attribute): number
             for k, layer in enumerate(self.layers[: self.num_layers])
             for path, attribute, number in self.buffer_bindings[k]
             if attribute not in layer.get_submodule(path)._non_persistent_buffers_set
@@ -238,7 +235,7 @@ class ModelLayout:
         """Parameters by every name that they have, and whether a loss holds it."""
         for k, bindings in enumerate(self.parameters):
             for path, attribute, number in bindings:
-                yield self.full_name(k, path, attribute), self.slots[number], k >= self.num_layers
+                yield self._full_name(k, path, attribute), self.slots[number], k >= self.num_layers
 
     def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
         """Give the user's modules these values, by number; `numbers`: only these of them."""
@@ -263,8 +260,7 @@ class ModelLayout:
         return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
 
     def aligned(self, num_bytes: int) -> int:
-        """Round up to the alignment."""
-        return aligned(num_bytes, self._alignment_bytes)
+        return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def buffer_bytes(self, buffer: Tensor) -> int:
         """Bytes that a buffer takes on a device."""
@@ -276,11 +272,10 @@ class ModelLayout:
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""
-        firsts = [0, *boundaries[:-1]]
         owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
         holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
         spans = []
-        for j, (first, last) in enumerate(zip(firsts, boundaries, strict=True)):
+        for j, (first, last) in enumerate(itertools.pairwise([0, *boundaries])):
             end = last if last < self.num_layers else len(self.layers)
             held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
             for slot in held:
@@ -326,36 +321,27 @@ class ModelLayout:
             index=j,
             first=first,
             last=last,
-            slots=tuple(held),
-            offsets=tuple(offsets[index] for index in held),
+            offsets={index: offsets[index] for index in held},
             pieces=tuple(pieces),
             slab_bytes=target,
             own_bytes=own_bytes,
             owned=tuple(index for index in trainable if owner_shard[index] == j),
-            borrowed=tuple(index for index in trainable if owner_shard[index] != j),
+            borrowed={index: owner_shard[index] for index in trainable if owner_shard[index] != j},
             upper=upper,
             buffers=tuple(buffers),
             buffer_bytes=sum(self.buffer_bytes(self.buffers[index]) for index in buffers),
-            needs=tuple(sorted({owner_shard[index] for index in trainable})),
             arriving=tuple(s.name for s in skips if s.put < first and any(first <= k < last for k in s.gets)),
             leaving=tuple(skip.name for skip in held_skips if first <= skip.put < last),
             above={name: sum(end <= layer for end in boundaries) for name, layer in next_get.items()},
         )
 
 
-def _named_parameters(layer: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+def _named(layer: nn.Module, kind: str) -> Iterator[tuple[str, str, Any]]:
     # Attributes, not tensors, are what a structure binds: one parameter under two names is found twice.
     for path, module in layer.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield path, name, parameter
-
-
-def _named_buffers(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    for path, module in layer.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield path, name, buffer
+        for name, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                yield path, name, tensor
 
 
 class Structure:
@@ -367,8 +353,8 @@ class Structure:
     """
 
     def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
-        narrow = layout.narrow if casts else None
         self.device = device
+        self.narrow = layout.narrow if casts else None
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
@@ -376,21 +362,17 @@ class Structure:
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
-        self.layers: list[nn.Module]
-        self.stale: list[StalePlace]
         self._registered = layout.originals.registered
         self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
-        if narrow is not None:
+        if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
-                compute_norms_in_float32(layer, narrow)
+                compute_norms_in_float32(layer, self.narrow)
         self.names = layout.names
         self.slot_names = [slot.name for slot in layout.slots]
-        self.narrow = narrow
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
-
         places = {(id(module), name): index for each in self._buffer_places for module, name, index in each}
         holders = Counter(places.values())
         self._shared_places = [each for of in self._buffer_places for each in of if holders[each[2]] > 1]
@@ -407,7 +389,6 @@ class Structure:
         return self._placeholders[dtype]
 
     def bind(self, views: dict[int, Tensor], buffers: dict[int, Tensor]) -> None:
-        """Point parameters and buffers at these tensors."""
         for index, view in views.items():
             self.parameters[index].data = view
         for index, buffer in buffers.items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from hydra_engine.tasks import ModelTask
 
@@ -18,66 +19,36 @@ class LossScale:
     https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler, whose own `update` wants its own `step`.
     """
 
-    def __init__(
-        self,
-        scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        num_finite: int = 0,
-    ) -> None:
-        self.scale = scale
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._num_finite = num_finite
+    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Begin as `scaler` stands, which is read and never changed."""
+        self._state = (torch.amp.GradScaler("cpu") if scaler is None else scaler).state_dict()
 
     @classmethod
     def of(cls, task: ModelTask) -> LossScale | None:
-        """A task's own: as its `grad_scaler` stands, which is read and never changed."""
-        if task.precision != "float16":
-            return None
-        scaler = task.grad_scaler
-        if scaler is None:
-            return cls()
-        return cls(
-            scaler.get_scale(),
-            scaler.get_growth_factor(),
-            scaler.get_backoff_factor(),
-            scaler.get_growth_interval(),
-            scaler.state_dict()["_growth_tracker"],
-        )
+        return cls(task.grad_scaler) if task.precision == "float16" else None
+
+    @property
+    def scale(self) -> float:
+        return float(self._state["scale"])
 
     def state_dict(self) -> dict[str, Any]:
         """State that `torch.amp.GradScaler` can load."""
-        return {
-            "scale": self.scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._num_finite,
-        }
+        return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as that one stood."""
-        self.scale = state["scale"]
-        self._growth_factor = state["growth_factor"]
-        self._backoff_factor = state["backoff_factor"]
-        self._growth_interval = state["growth_interval"]
-        self._num_finite = state["_growth_tracker"]
+        self._state = dict(state)
 
     def update(self, is_finite: bool) -> None:
         """Take in whether all of a step's gradients were finite."""
+        state = self._state
+        state["_growth_tracker"] = state["_growth_tracker"] + 1 if is_finite else 0
         if not is_finite:
-            self.scale = _float32(self.scale * self._backoff_factor)
-            self._num_finite = 0
-            return
-        self._num_finite += 1
-        if self._num_finite == self._growth_interval:
-            grown = _float32(self.scale * self._growth_factor)
-            if math.isfinite(grown):
-                self.scale = grown
-            self._num_finite = 0
+            state["scale"] = _float32(self.scale * state["backoff_factor"])
+        elif state["_growth_tracker"] == state["growth_interval"]:
+            grown = _float32(self.scale * state["growth_factor"])
+            state["scale"] = grown if math.isfinite(grown) else self.scale
+            state["_growth_tracker"] = 0
 
 
 def _float32(value: float) -> float:

@@ -54,7 +54,6 @@ class KnownUnits:
         self._units, self._proven = {}, set()
 
     def forget_batches(self) -> None:
-        """Forget what fitted."""
         self._batches = {}
 
     def cannot_count(self) -> None:
@@ -204,8 +203,7 @@ class Measured:
         # Bytes that a forward's graphs take beside the slab, by (shard, signature).
         self.graph_bytes: dict[tuple[int, Signature], int] = {}
         self.uncounted: set[int] = set()  # shards whose graphs hold more than can be counted
-        # Shards, by their layers [first, last), whose forward was seen to repeat in a backward.
-        self._repeating: set[tuple[int, int]] = set()
+        self.repeating: set[tuple[int, int]] = set()  # layers [first, last) whose forward repeats in a backward
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
 
@@ -213,14 +211,6 @@ class Measured:
         """Forget what goes by shards that are others now."""
         self.known.forget_units()
         self.graph_bytes, self.uncounted = {}, set()
-
-    def repeats(self, shard: Shard) -> bool:
-        """Return True if a shard's forward was seen to repeat in a backward."""
-        return (shard.first, shard.last) in self._repeating
-
-    def note_repeating(self, shard: Shard) -> None:
-        """Remember that a shard's forward repeats."""
-        self._repeating.add((shard.first, shard.last))
 
     def graph_bytes_of(self, shard: Shard, signature: Signature) -> int | None:
         """Bytes that a forward's graphs take at most beside the slab; None: they have to be counted."""

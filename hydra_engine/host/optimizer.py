@@ -8,18 +8,17 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as base
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
+from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, part_of, step_narrow
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -34,18 +33,11 @@ class BeforeUpdate:
     Gradients too: clipping scales them in place, and so do some optimizers.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        slots: Sequence[Slot],
-        gradients: Iterable[Tensor],
-        averages: Iterable[Tensor],
-    ) -> None:
-        """`slots`: that the update may step."""
+    def __init__(self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot], others: Iterable[Tensor]) -> None:
+        """`slots`: that the update may step. `others`: gradients and averages."""
         self._optimizer = optimizer
         self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
-        tensors = [*(place for _, place in self._places), *gradients, *averages]
-        self._tensors = [(tensor, tensor.clone()) for tensor in tensors]
+        self._tensors = [(tensor, tensor.clone()) for tensor in (*(place for _, place in self._places), *others)]
         self._states = [(slot.parameter, _with_copies(optimizer.state.get(slot.parameter))) for slot in slots]
 
     @torch.no_grad()
@@ -63,7 +55,6 @@ class BeforeUpdate:
 
 
 def _with_copies(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    """Each value of a parameter's state, with a copy of it."""
     return None if state is None else {name: (value, copied(value)) for name, value in state.items()}
 
 
@@ -105,10 +96,6 @@ class Averages:
                 raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
             self.tensors[slot.index] = saved[slot.name]
 
-    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state dict with the averages in the place of the weights."""
-        return with_averages(model, {id(slot.parameter): self.tensors[slot.index] for slot in self._slots})
-
 
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
@@ -119,13 +106,21 @@ TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
 class StepRecord:
     """A step as its updates need it, as of its commit: the next step and the scheduler go on meanwhile."""
 
-    groups: list[dict[str, Any]]  # hyperparameters and parameters of each group
-    has_gradient: dict[int, bool]
-    total_norm: Tensor | None
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters and parameters of each group
+    has_gradient: dict[int, bool] = field(default_factory=dict)
+    total_norm: Tensor | None = None
     is_first: bool = False
     loss_scale: float | None = None  # that the gradients carry
     is_skipped: bool = False  # a gradient was not finite: nothing is updated
     hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
+
+    def received(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Those of the slots that have a gradient."""
+        return [slot for slot in slots if self.has_gradient.get(slot.index)]
+
+    def gradient(self, slot: Slot, pool: HostPool) -> Tensor:
+        """A slot's gradient, as its update begins with it."""
+        return self.hooked[slot.index] if slot.index in self.hooked else pool.gradients.of(slot)
 
 
 class DeviceStep(NamedTuple):
@@ -170,7 +165,11 @@ class TaskOptimizer:
         """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""
         self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
-            return self._commit_released(epoch)
+            with self._releasing:
+                self.reach_epoch(epoch)
+                released, self._released = self._released, None
+                self._count_step()
+            return released or StepRecord()
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
@@ -201,7 +200,7 @@ class TaskOptimizer:
 
     def skipped(self) -> StepRecord:
         """The record of a step that changes nothing, nor the loss scale."""
-        return StepRecord(groups=[], has_gradient={}, total_norm=None, loss_scale=self.loss_scale, is_skipped=True)
+        return StepRecord(loss_scale=self.loss_scale, is_skipped=True)
 
     def _count_step(self) -> None:
         self._num_steps += 1
@@ -210,40 +209,20 @@ class TaskOptimizer:
 
     def end_step(self, record: StepRecord) -> None:
         """Move the scheduler past a committed step: what it raises comes after the step, as in the plain loop."""
-        if self._task.lr_scheduler_interval == "step" and not record.is_skipped:
-            self._move_schedule()
+        if not record.is_skipped:
+            self._move_schedule("step")
 
-    def _move_schedule(self) -> None:
-        if self.scheduler is not None:
+    def _move_schedule(self, interval: str) -> None:
+        if self.scheduler is not None and self._task.lr_scheduler_interval == interval:
             with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
                 self.scheduler.step()
 
-    def _watched(self) -> AbstractContextManager[Any]:
-        """Around a step of the optimizer. Those of torch draw nothing, and take less time than the watch would."""
-        return nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
-
     def _step_part(self, part: torch.optim.Optimizer) -> None:
-        """Step the parameters of some shards.
-
-        On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
-        """
+        """Step some parameters. Optimizers of torch draw and keep nothing; a watch would take longer than they do."""
         if self._is_torchs:
             part.step()
-            return
-        kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
-        versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
-        with self._watched():
-            part.step()
-        found = vars(part)
-        changed = [name for name in found if name not in TORCHS and found[name] is not kept.get(name)]
-        for group, before in zip(part.param_groups, groups, strict=True):
-            changed += [key for key in group if group[key] is not before.get(key)]
-        if changed or any(tensor._version != version for tensor, version in versions):
-            raise RuntimeError(
-                f"optimizer: {type(self.optimizer).__name__} changed {', '.join(changed) or 'a tensor of its groups'} "
-                f"in a step, which it did not on trial; outside of each parameter's state it is lost where shards are "
-                f"stepped one by one: set optimizer_scope='task'"
-            )
+        else:
+            _step_watched(part)
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
@@ -264,14 +243,12 @@ class TaskOptimizer:
         with self._releasing:
             self.reach_epoch(epoch)
             if self._released is None:
-                self._released = StepRecord(
-                    groups=kept_groups(self.optimizer), has_gradient={}, total_norm=None, is_first=self._num_steps == 0
-                )
+                self._released = StepRecord(groups=kept_groups(self.optimizer), is_first=self._num_steps == 0)
             return self._released
 
     @property
     def counts_on_device(self) -> bool:
-        """Return True if counts of steps lie beside the parameters, as with fused and capturable optimizers."""
+        """True if counts of steps lie beside the parameters, as with fused and capturable optimizers."""
         return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
 
     def host_step(self, shard: Shard) -> DeviceStep:
@@ -289,47 +266,34 @@ class TaskOptimizer:
         received = {index: gradients[index] for index in shard.owned}
         if self._is_torchs:  # see `_without`
             received = {index: gradient for index, gradient in received.items() if gradient is not None}
-        own: dict[int, nn.Parameter] = {}  # by id of the user's parameter
+        own: dict[int, nn.Parameter] = {}  # by slot
         for index, gradient in received.items():
-            master = loaded.masters.get(index)
-            parameter = parameters[index] if master is None else nn.Parameter(master)
+            parameter = own[index] = (
+                nn.Parameter(loaded.masters[index]) if index in loaded.masters else parameters[index]
+            )
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-            own[id(self._layout.slots[index].parameter)] = parameter
         self.secure(())  # the schedule may go on to an epoch
+        mine = {id(self._layout.slots[index].parameter): parameter for index, parameter in own.items()}
         groups = self._record_released(self.epoch).groups
         part = part_of(
-            self.optimizer, [{**g, "params": [own[id(p)] for p in g["params"] if id(p) in own]} for g in groups]
+            self.optimizer, [{**g, "params": [mine[id(p)] for p in g["params"] if id(p) in mine]} for g in groups]
         )
-        part.state = defaultdict(dict)
-        for index in received:
-            parameter = own[id(self._layout.slots[index].parameter)]
-            part.state[parameter] = loaded.states[index]
+        part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
         try:
-            if received:
+            if own:
                 self._step_part(part)
         finally:
             for parameter in own.values():
                 parameter.grad = None
-        found = {index: own[id(self._layout.slots[index].parameter)] for index in received}
-        for index, parameter in found.items():
-            if index in loaded.masters:
-                parameters[index].data.copy_(parameter.data)
-        return DeviceStep(
-            masters={index: parameter.data for index, parameter in found.items() if index in loaded.masters},
-            states={index: part.state[parameter] for index, parameter in found.items()},
-        )
+        masters = {index: parameter.data for index, parameter in own.items() if index in loaded.masters}
+        for index, master in masters.items():
+            parameters[index].data.copy_(master)
+        return DeviceStep(masters, {index: part.state[parameter] for index, parameter in own.items()})
 
-    def keep(self, shard: Shard, states: dict[int, dict[str, Any]]) -> None:
-        """Take over the states of a shard that are in DRAM again."""
+    def keep(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take over states that are in DRAM again, by slot."""
         for index, state in states.items():
             self.optimizer.state[self._layout.slots[index].parameter] = state
-
-    def _commit_released(self, epoch: int) -> StepRecord:
-        with self._releasing:
-            self.reach_epoch(epoch)
-            record, self._released = self._released, None
-            self._count_step()
-        return record or StepRecord(groups=[], has_gradient={}, total_norm=None)
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
@@ -341,24 +305,20 @@ class TaskOptimizer:
     def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
         slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
-        for slot in slots:
-            slot.parameter.grad = finished(slot)
         try:
-            if self._task.max_grad_norm is not None:
-                nn.utils.clip_grad_norm_([slot.parameter for slot in slots], self._task.max_grad_norm)
-            with self._watched():
-                self.optimizer.step()
+            with _gradients_set(slots, finished) as parameters:
+                if self._task.max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
+                with nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}"):
+                    self.optimizer.step()
         finally:
-            for slot in slots:
-                slot.parameter.grad = None
             pool.bring_back(self._slots)
         pool.renew(self._slots)
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""
         while self._schedule_epoch < epoch:
-            if self._task.lr_scheduler_interval == "epoch":
-                self._move_schedule()
+            self._move_schedule("epoch")
             self._schedule_epoch += 1
 
     def update(self, shard: Shard, pool: HostPool, record: StepRecord) -> None:
@@ -366,10 +326,8 @@ class TaskOptimizer:
         if record.is_skipped:
             return
         self.secure(shard.owned)
-        slots = [slot for slot in pool.owned(shard) if record.has_gradient.get(slot.index)]
-        hooked = [slot for slot in slots if slot.index in record.hooked]
-        self._step(hooked, pool, record, None)
-        without = self._without(pool.owned(shard), record)
+        slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
+        self._step([slot for slot in slots if slot.index in record.hooked], pool, record, None)
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._step(rest, pool, record, record.loss_scale, without)
         if not self._is_torchs:
@@ -384,11 +342,10 @@ class TaskOptimizer:
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
         """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
         owned = pool.owned(shard) if not record.is_skipped else []
-        slots = [slot for slot in owned if record.has_gradient.get(slot.index)]
-        gradients = [record.hooked.get(slot.index, pool.gradients.of(slot)) for slot in slots]
-        known = self._averages.tensors
-        averages = [known[slot.index] for slot in owned if slot.index in known]
-        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], gradients, averages)
+        slots, known = record.received(owned), self._averages.tensors
+        tensors = [record.gradient(slot, pool) for slot in slots]
+        tensors += [known[slot.index] for slot in owned if slot.index in known]
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors)
 
     def _step(
         self,
@@ -404,17 +361,16 @@ class TaskOptimizer:
         mine = {id(slot.parameter) for slot in (*slots, *without)}
         groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
         part = part_of(self.optimizer, groups)
+        norm, limit = record.total_norm, self._task.max_grad_norm
         if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls
-            self._step_wide(part, slots, pool, record)
+            with _gradients_set(slots, partial(record.gradient, pool=pool)) as parameters:
+                if norm is not None and limit is not None:
+                    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+                self._step_part(part)
             return
-        updates = [
-            NarrowUpdate(slot.parameter, record.hooked.get(slot.index, pool.gradients.of(slot)), pool.narrow(slot))
-            for slot in slots
-        ]
-        clip = None
-        if record.total_norm is not None and self._task.max_grad_norm is not None:
-            # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
-            clip = torch.clamp(self._task.max_grad_norm / (record.total_norm + 1e-6), max=1.0)
+        updates = [NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot)) for slot in slots]
+        # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
+        clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
         def finish(gradient: Tensor) -> None:
             if scale is not None:
@@ -424,20 +380,6 @@ class TaskOptimizer:
 
         is_plain = scale is None and clip is None
         step_narrow(part, updates, None if is_plain else finish, partial(self._step_part, part))
-
-    def _step_wide(
-        self, part: torch.optim.Optimizer, slots: Sequence[Slot], pool: HostPool, record: StepRecord
-    ) -> None:
-        try:
-            for slot in slots:
-                slot.parameter.grad = record.hooked.get(slot.index, pool.gradients.of(slot))
-            if record.total_norm is not None and self._task.max_grad_norm is not None:
-                parameters = [slot.parameter for slot in slots]
-                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, record.total_norm)
-            self._step_part(part)
-        finally:
-            for slot in slots:
-                slot.parameter.grad = None
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
@@ -486,8 +428,10 @@ class TaskOptimizer:
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
-        is_there = self._averages.decay is not None and self._num_steps > 0
-        return self._averages.state_dict(self._task.model) if is_there else None
+        if self._averages.decay is None or not self._num_steps:
+            return None
+        averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
+        return with_averages(self._task.model, averages)
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -508,7 +452,6 @@ def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> t
 
 
 def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
-    """Parameters, or one dict for each set of options."""
     if task.param_groups is None:
         return list(parameters.values())
     groups: list[dict[str, Any]] = []
@@ -524,21 +467,51 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
+@contextmanager
+def _gradients_set(slots: Sequence[Slot], gradient: Callable[[Slot], Tensor]) -> Iterator[list[nn.Parameter]]:
+    """Give parameters their gradients while the body steps them."""
+    try:
+        for slot in slots:
+            slot.parameter.grad = gradient(slot)
+        yield [slot.parameter for slot in slots]
+    finally:
+        for slot in slots:
+            slot.parameter.grad = None
+
+
+def _step_watched(part: torch.optim.Optimizer) -> None:
+    """Step the parameters of some shards with an optimizer that is not torch's own.
+
+    On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
+    """
+    who = f"optimizer: {type(part).__name__}"
+    kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
+    versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
+    with DrawsRefused(who):
+        part.step()
+    found = vars(part)
+    changed = [name for name in found if name not in TORCHS and found[name] is not kept.get(name)]
+    for group, before in zip(part.param_groups, groups, strict=True):
+        changed += [key for key in group if group[key] is not before.get(key)]
+    if changed or any(tensor._version != version for tensor, version in versions):
+        raise RuntimeError(
+            f"{who} changed {', '.join(changed) or 'a tensor of its groups'} in a step, which it did not on trial; "
+            f"outside of each parameter's state it is lost where shards are stepped one by one: set "
+            f"optimizer_scope='task'"
+        )
+
+
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a step runs nothing but torch's own code, which draws no random numbers."""
     return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if something is called before or after each of its steps."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which one around another may lack
-    own = [getattr(optimizer, name, None) for name in names]
-    return any((*own, base._global_optimizer_pre_hooks, base._global_optimizer_post_hooks))
-
-
 def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Its groups as they are now, for updates that come after the schedule has moved on."""
-    return [{name: _kept(value) for name, value in group.items()} for group in optimizer.param_groups]
+    return [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in optimizer.param_groups
+    ]
 
 
 def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -556,10 +529,6 @@ def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
     order = [index for _, indices in group_tensors([kinds], with_indices=True).values() for index in indices]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
     return total
-
-
-def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

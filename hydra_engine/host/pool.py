@@ -64,7 +64,6 @@ class Gradients:
                 self._free.put(storage)
 
     def close(self) -> None:
-        """Give the room back."""
         for storage in self.storages:
             self._host.let_go(storage)
         self.storages, self.places, self._lent, self._free = [], [], {}, SimpleQueue()
@@ -224,7 +223,7 @@ class HostPool:
     def frozen_key(self, shard: Shard) -> Hashable:
         """Key that shards share, in any task, whose slabs have the same frozen parameters at the same places."""
         found: list[tuple[int, ...]] = []
-        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+        for index, offset in shard.offsets.items():
             if not self.layout.slots[index].trainable:
                 block = self._blocks[index]
                 found.append((block.serial, block.version, offset - shard.own_bytes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -19,8 +19,8 @@ from partitioners.boundary import Boundary
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
-# DRAM for a copy of a device's tensor.
-Place: TypeAlias = "Callable[[Tensor], Tensor]"
+Place: TypeAlias = "Callable[[Tensor], Tensor]"  # gives DRAM for a copy of a device's tensor
+Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
 
 
 class BuffersChanged(RuntimeError):
@@ -76,7 +76,7 @@ class StepParts:
         shard: int,
         end: int,
         gradients: Gradients,
-        copy: Callable[[Tensor, Tensor], None],
+        copy: Copy,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`."""
@@ -99,7 +99,7 @@ class StepParts:
                 self._add_waiting(shard, self._num_added[shard])
 
     def _add_waiting(self, shard: int, end: int) -> None:
-        waiting = self._waiting[shard]
+        waiting, first = self._waiting[shard], end
         while end in waiting:
             for slot, gradient in waiting.pop(end).items():
                 if gradient is None:
@@ -111,13 +111,11 @@ class StepParts:
                     self._sum(slot).copy_(gradient)
                     self._has_gradient[slot] = True
             end += 1
-            if end == self._num_micro_batches:
-                for slot in self._slots[shard]:
-                    if slot in self._wide:
-                        self._place(slot).copy_(self._wide[slot])
         if end == self._num_micro_batches:
             for slot in self._slots[shard]:
-                self._wide.pop(slot, None)
+                wide = self._wide.pop(slot, None)
+                if wide is not None and end > first:  # the last was added here
+                    self._place(slot).copy_(wide)
         self._num_added[shard] = end
 
     def _sum(self, slot: int) -> Tensor:
@@ -210,39 +208,18 @@ class StepStaging:
         return self._gradients[shard, m]
 
     def put_boundary(
-        self,
-        shard: int | str,
-        m: int,
-        value: Boundary,
-        copy: Callable[[Tensor, Tensor], None],
-        place_for: Place = place_in_dram,
+        self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place = place_in_dram
     ) -> None:
         """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
-        places = [
-            _place(place, t, place_for)
-            for place, t in zip(_or_none(old.tensors if old is not None else None), value.tensors, strict=False)
-        ]
-        for place, tensor in zip(places, value.tensors, strict=True):
-            copy(place, tensor)
-        self._boundaries[shard, m] = value.around(places)
+        places = _stored(old.tensors if old else (), value.tensors, copy, place_for)
+        self._boundaries[shard, m] = value.around([place for place in places if place is not None])
 
     def put_gradients(
-        self,
-        shard: Enters,
-        m: int,
-        values: Sequence[Tensor | None],
-        copy: Callable[[Tensor, Tensor], None],
-        place_for: Place = place_in_dram,
+        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place = place_in_dram
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
-        stored: list[Tensor | None] = []
-        for old, value in zip(_or_none(self._gradients.get((shard, m))), values, strict=False):
-            place = None if value is None else _place(old, value, place_for)
-            if place is not None and value is not None:
-                copy(place, value)
-            stored.append(place)
-        self._gradients[shard, m] = stored
+        self._gradients[shard, m] = _stored(self._gradients.get((shard, m), ()), values, copy, place_for)
 
     def signature_of(self, part: int) -> Signature:
         """Signature that decides the memory of the units of a part of the step."""
@@ -265,9 +242,17 @@ class StepStaging:
         return self.buffers_before[key]
 
 
-def _or_none(places: Sequence[Tensor | None] | None) -> Iterator[Tensor | None]:
-    """The old places, then None for ever."""
-    return itertools.chain(places or (), itertools.repeat(None))
+def _stored(
+    places: Sequence[Tensor | None], values: Sequence[Tensor | None], copy: Copy, place_for: Place
+) -> list[Tensor | None]:
+    """Copy these values to DRAM, each to the old place that it had if it fits there; None stays None."""
+    stored: list[Tensor | None] = []
+    for old, value in zip(itertools.chain(places, itertools.repeat(None)), values, strict=False):
+        place = None if value is None else _place(old, value, place_for)
+        if place is not None and value is not None:
+            copy(place, value)
+        stored.append(place)
+    return stored
 
 
 def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
 from hydra_engine.host.bound_copy import LayerFault
-from hydra_engine.host.cut import Cut, Progress
+from hydra_engine.host.cut import Cut, UnitProgress
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
@@ -77,7 +77,7 @@ class TaskState:
         self.cut = Cut()
         self.measured = Measured()
         self.observed = Observed(index_limit=direct_limit(layout.layers[0]))
-        self.progress = Progress(self.cut, self.measured)
+        self.progress = UnitProgress(self.cut, self.measured)
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
@@ -86,16 +86,19 @@ class TaskState:
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""
-        crosses = shard.borrowed or shard.upper or shard.arriving or shard.leaving
-        alone = shard.index not in self.cut.locked | self.cut.keep_saved | self.measured.uncounted
+        j, cut = shard.index, self.cut
+        if j in cut.locked or j in cut.keep_saved or j in self.measured.uncounted:
+            return False
+        if shard.borrowed or shard.upper or shard.arriving or shard.leaving:
+            return False
         # A backward sees the buffers as its own micro-batch's forward left them.
-        alone = alone and not (self.cut.num_micro_batches > 1 and self.changes_buffers(shard))
-        return alone and not crosses and self.cut.lowest_backward <= shard.index < len(self.cut.shards) - 1
+        is_changed = cut.num_micro_batches > 1 and self.changes_buffers(shard)
+        return not is_changed and cut.lowest_backward <= j < len(cut.shards) - 1
 
     def regions(self, shard: Shard) -> list[Region]:
         """The slabs of a shard: of its trainable parameters, and of its frozen ones."""
-        sizes = {True: shard.own_bytes, False: shard.slab_bytes - shard.own_bytes}
-        return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes.items() if num_bytes]
+        sizes = ((True, shard.own_bytes), (False, shard.slab_bytes - shard.own_bytes))
+        return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes if num_bytes]
 
     def _key(self, shard: Shard, trainable: bool) -> Hashable:
         if trainable:  # of one version
@@ -110,11 +113,9 @@ class TaskState:
 
     @property
     def steps_on_device(self) -> bool:
-        """Return True if devices step the optimizer."""
         return self.pool.gradients.room is GradientRoom.NONE
 
     def step_on_device(self) -> None:
-        """Let devices step the optimizer, each shard's at the end of its backward unit."""
         self.pool.gradients.room = GradientRoom.NONE
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
@@ -141,9 +142,8 @@ class TaskState:
 
     def _is_sized_by_batch(self, shard: Shard) -> bool:
         """Return True if a batch's sizes decide what a shard's units take: no layer up to there resizes a buffer."""
-        return not self.observed.resized or all(
-            self.observed.resized.isdisjoint(s.buffers) for s in self.cut.shards[: shard.index + 1]
-        )
+        resized = self.observed.resized
+        return not resized or all(resized.isdisjoint(each.buffers) for each in self.cut.shards[: shard.index + 1])
 
     def step_bytes(self, shard: Shard) -> int:
         """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
@@ -201,7 +201,7 @@ class TaskState:
                 )
         self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
-        self.progress = Progress(self.cut, self.measured)
+        self.progress = UnitProgress(self.cut, self.measured)
 
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""
@@ -251,7 +251,7 @@ class TaskState:
                 f"generator instead of one of the layer"
             )
         if m == self.staging.num_micro_batches - 1:
-            self.measured.note_repeating(shard)
+            self.measured.repeating.add((shard.first, shard.last))
 
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""

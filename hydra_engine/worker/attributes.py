@@ -118,7 +118,6 @@ class Attributes:
         return list(found)
 
     def put_back(self) -> None:
-        """Make everything as it was."""
         if self.is_changed():
             self.install(self._saved)
 
@@ -127,7 +126,6 @@ class Attributes:
         return [_contents(node.container) for node in self._nodes] if self.is_changed() else None
 
     def install(self, captured: Sequence[Contents]) -> None:
-        """Make everything as it was captured."""
         for node, contents in zip(self._nodes, captured, strict=True):
             container = node.container
             if not _is_same(_contents(container), contents):

@@ -9,7 +9,7 @@ from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
 from hydra_engine.host import Region, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Claim, GivenUp, SlabLoad, Stage
+from hydra_engine.worker.unit import Claim, ClaimStage, SlabLoad
 
 
 class Claims:
@@ -33,7 +33,7 @@ class Claims:
             return sum(region.num_bytes for region in claim.regions if region.key not in self._residents)
 
         def granted(_: int) -> None:
-            claim.stage = Stage.GRANTED
+            claim.stage = ClaimStage.GRANTED
             for region in claim.regions:
                 claim.slabs[region] = self._pinned(claim, region)
 
@@ -44,7 +44,6 @@ class Claims:
         self._device.ledger.request(ticket)
 
     def begin(self, unit: Unit) -> Claim:
-        """Return the claim of a unit that is to be computed."""
         claim, _ = self._waiting.pop(unit)
         with self._lock:
             self._at_work.add(claim)
@@ -53,7 +52,7 @@ class Claims:
     def drop(self, unit: Unit) -> None:
         """Give up the claim of a unit that will not be computed."""
         claim, ticket = self._waiting.pop(unit)
-        if self._device.ledger.cancel(ticket) or claim.stage is Stage.ASKED:
+        if self._device.ledger.cancel(ticket) or claim.stage is ClaimStage.ASKED:
             self.end(claim)
             return
         self._device.ledger.activate()  # its bytes come back once its load is through
@@ -63,8 +62,8 @@ class Claims:
             self._device.ledger.release(0, deactivates=True)
             self.end(claim)
 
-        is_loading = any(not load.is_late for load in claim.slabs.values())
-        self._device.submit(LOAD, f"drop {unit}", free, at_once=not is_loading)
+        at_once = all(load.is_late for load in claim.slabs.values())  # nothing is loading
+        self._device.submit(LOAD, f"drop {unit}", free, at_once=at_once)
 
     def let_go(self, claim: Claim) -> None:
         """Leave a unit's shard to the next unit that needs it, or give its slabs back."""
@@ -72,8 +71,7 @@ class Claims:
         while claim.slabs:
             region, load = claim.slabs.popitem()
             # After an error the load may still be under way: into a region that is then nobody else's yet.
-            is_whole = load.settle()
-            self._residents.unpin(region.key, is_whole=is_whole and claim.error is None)
+            self._residents.unpin(region.key, is_whole=load.settle() and claim.error is None)
         with self._lock:
             self._at_work.discard(claim)
         if not claim.freed.is_done:
@@ -96,8 +94,8 @@ class Claims:
             self.drop(unit)
         with self._lock:
             for claim in self._outstanding:
-                claim.fail(GivenUp(f"{claim.unit} was given up: the run is closing"))
-            self._outstanding = {claim for claim in self._outstanding if claim.stage is Stage.IN_LANES}
+                claim.fail(RuntimeError(f"{claim.unit} was given up: the run is closing"))
+            self._outstanding = {claim for claim in self._outstanding if claim.stage is ClaimStage.IN_LANES}
         self.settle()
 
     def _pinned(self, claim: Claim, region: Region) -> SlabLoad:
@@ -111,11 +109,11 @@ class Claims:
         if found is not None:
             return found
         is_late = self._device.copies_at_once(shard.slab_bytes)
-        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region.trainable, self._make_room), late=is_late)
+        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region, self._make_room), late=is_late)
 
         def dispose() -> None:
             if load.is_whole:
-                self._spiller.unload(load.slab.result())
+                self._device.give_slab_back(load.slab.result())
 
         residents.add(region.key, load, region.num_bytes, state.name, next_use_s, dispose)
         if not is_late:
@@ -130,6 +128,6 @@ class Claims:
         if self._residents.give_up_slab():
             return True
         with self._lock:
-            granted = [claim for claim in self._at_work if claim.stage is not Stage.ASKED]
+            granted = [claim for claim in self._at_work if claim.stage is not ClaimStage.ASKED]
             loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
         return bool(loaded) and loaded[0].freed.is_kept()

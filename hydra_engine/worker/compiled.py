@@ -128,7 +128,8 @@ class CompiledLayers:
         self.any_graph |= form.has_graph
         modes = _get_current_dispatch_mode_stack()
         if form.obstacle or not form.was_run or any(isinstance(mode, MemoryMeter) for mode in modes):
-            return self._run_uncompiled(index, form, value)
+            drawn = next((mode for mode in reversed(modes) if isinstance(mode, TaskGenerator)), None)
+            return self._run_uncompiled(index, form, value, drawn)
         begun = self._begun[index]
         if form not in begun and len(begun) == MAX_FORMS:
             self._tell(index, form, f"it was called in {MAX_FORMS} other ways before, which is the limit")
@@ -165,17 +166,13 @@ class CompiledLayers:
         form.has_graph = self.any_graph = True
         return found
 
-    def _run_uncompiled(self, index: int, form: Form, value: Any) -> Any:
-        modes = _get_current_dispatch_mode_stack()
-        drawn = next((mode for mode in reversed(modes) if isinstance(mode, TaskGenerator)), None)
-        if drawn is None:  # known to draw nothing
-            form.was_run = True
-            return self._structure.layers[index](value)
-        before, drawn.drew_elsewhere = drawn.state, False
+    def _run_uncompiled(self, index: int, form: Form, value: Any, drawn: TaskGenerator | None) -> Any:
+        """Run a layer as it is; drawn: sees whether it draws; None: it is known that it does not."""
+        if drawn is not None:
+            before, drawn.drew_elsewhere = drawn.state, False
         found = self._structure.layers[index](value)
-        after = drawn.state
         with _disable_current_modes():
-            if drawn.drew_elsewhere or (after is not before and not torch.equal(before, after)):
+            if drawn is not None and (drawn.drew_elsewhere or not torch.equal(before, drawn.state)):
                 form.obstacle = form.obstacle or "it draws random numbers, which compiled code has no generator for"
                 self._tell(index, form, form.obstacle)
         form.was_run = True

@@ -16,21 +16,19 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.data import RandomState
 from hydra_engine.devices import DeviceGenerator
-from hydra_engine.host import DeviceStep, LayerFault, Shard, Structure
+from hydra_engine.host import LayerFault, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.gradients import Gradients
-from hydra_engine.worker.graphs import Arrival, Arrive, Graph, Saved
-from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
+from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
+from hydra_engine.worker.unit import MicroInput, MicroOutput, Step, UnitOutput
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
 from partitioners.skips import Frame, replayed
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
-Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
 
 
 def _drop(_: Any) -> Any:
@@ -42,20 +40,14 @@ class UnitSpec(NamedTuple):
 
     kind: str
     shard: Shard
-    # Of the step's micro-batches, those that the unit has: some of them where the step is spread over devices.
-    micro_batches: range = range(1)
-    # The shard draws from generators that exist once in the process, and runs with these installed.
-    locked: bool = False
+    micro_batches: range = range(1)  # of the step's, those that the unit has: all, or some where devices share a step
+    locked: bool = False  # it draws from generators that exist once in the process, and runs with these installed
     # A layer may draw random numbers. Without it, none is looked for on a device, where kernels would wait.
     draws: bool = True
-    # A layer differentiates inside its own forward, which must find what it saved.
-    keep_saved: bool = False
-    # Gradients leave with each micro-batch's output, instead of as one sum.
-    in_pieces: bool = False
-    # No gradients of other micro-batches will be added to these: narrow ones are rounded.
-    is_last: bool = True
-    # Buffers that a backward is known to write to.
-    written: Collection[int] = ()
+    keep_saved: bool = False  # a layer differentiates inside its own forward, which must find what it saved
+    in_pieces: bool = False  # gradients leave with each micro-batch's output, instead of as one sum
+    is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
+    written: Collection[int] = ()  # buffers that a backward is known to write to
     on_recomputed: OnRecomputed | None = None
 
 
@@ -129,7 +121,7 @@ class Executor:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor] | None = None,
-        saved: Saved | None = None,
+        saved: SavedTensors | None = None,
         graphs: Sequence[Graph] = (),
     ) -> UnitRunning:
         """Return a context that runs a unit: `micro` for each of its micro-batches in order, then `end`.
@@ -182,23 +174,18 @@ class UnitRunning:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor],
-        saved: Saved | None,
+        saved: SavedTensors | None,
         graphs: Sequence[Graph],
     ) -> None:
-        self._executor = executor
-        self._structure = executor.structure
-        self._inspector = executor.inspector
-        self._spec = spec
-        self._shard = shard = spec.shard
+        self._executor, self._structure, self._inspector = executor, executor.structure, executor.inspector
+        self._spec, self._shard = spec, spec.shard
         # With the loss's module, which counts as part of the last layer's shard.
-        self._end = shard.last if shard.last < executor.num_layers else len(executor.structure.layers)
-        self._views = views
-        self._buffers = buffers
-        self._so_far = so_far
-        self._saved = saved
-        self._graphs = graphs
-        self._gradients = Gradients(executor.structure, shard, (*views.values(), *buffers.values()))
-        self._written = {index for index in shard.buffers if index in spec.written}
+        is_last = spec.shard.last == executor.num_layers
+        self._end = len(executor.structure.layers) if is_last else spec.shard.last
+        self._views, self._buffers, self._so_far = views, buffers, so_far
+        self._saved, self._graphs = saved, graphs
+        self._gradients = GradientSums(executor.structure, spec.shard, (*views.values(), *buffers.values()))
+        self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
 
@@ -301,17 +288,14 @@ class UnitRunning:
             hooks = saved_tensors_hooks(_drop, _drop)
         with hooks, drawing.forward(), Frame(arriving) as frame:
             value = self._layers(micro.value.build(tensors), frame)
+            changed = ""
             if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
-                raise ValueError(
-                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on a "
-                    f"value that they got from skips, which other layers may get too; clone it first"
-                )
-            if micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
-                raise ValueError(
-                    f"layers {self._structure.names[self._shard.first]} to {executor.current} work in place on an "
-                    f"input that shares memory with another input, which crossing between shards takes apart; clone it "
-                    f"first"
-                )
+                changed = "a value that they got from skips, which other layers may get too"
+            elif micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
+                changed = "an input that shares memory with another input, which crossing between shards takes apart"
+            if changed:
+                layers = f"layers {self._structure.names[self._shard.first]} to {executor.current}"
+                raise ValueError(f"{layers} work in place on {changed}; clone it first")
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
             loss = self._loss(value, micro) if micro.target is not None else None
@@ -340,13 +324,13 @@ class UnitRunning:
     def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
         """Return what a forward leaves to the shards above."""
         out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
-        self._check_place(out)
+        _check_place(out, self._structure.device, self._executor.current)
         if saved is not None:
             saved.weigh(out.tensors)
             if saved.graphs is not None:
                 edges = [get_gradient_edge(t) if t.requires_grad else None for t in out.tensors]
                 saved.graphs.append(Graph(arrivals=arrivals, outputs=edges, frame=frame))
-        leaving = {name: self._leaving(name, frame) for name in self._shard.leaving}
+        leaving = {name: _leaving(name, frame) for name in self._shard.leaving}
         skipping = {t.untyped_storage().data_ptr() for each in leaving.values() for t in each.tensors}
         if skipping & {tensor.untyped_storage().data_ptr() for tensor in out.tensors}:
             out = out._replace(shares_memory=True)  # crossing takes it apart from what skips layers
@@ -373,26 +357,18 @@ class UnitRunning:
 
         By their versions, which kernels of torch do not always move: on trial by their bits.
         """
+        if not self._shard.buffers:
+            yield
+            return
         structure, first, end, inspector = self._structure, self._shard.first, self._end, self._inspector
         before = structure.buffer_versions(first, end)
-        if before and inspector is not None:
+        if inspector is not None:
             inspector.begins_backward(structure.current_buffers(first, end))
         yield
-        if before:
-            after = structure.buffer_versions(first, end)
-            self._written |= {index for index, version in after.items() if version != before.get(index)}
-            if inspector is not None:
-                self._written |= inspector.ends_backward(structure.current_buffers(first, end))
-
-    def _check_place(self, value: Boundary) -> None:
-        """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
-        here = self._structure.device
-        strange = next((tensor for tensor in value.tensors if tensor.device.type != here.type), None)
-        if strange is not None:
-            raise ValueError(
-                f"layer {self._executor.current} gave a tensor of shape {tuple(strange.shape)} on {strange.device}, "
-                f"limit: {here}, where its inputs are; make it there, or pass it on as a number"
-            )
+        after = structure.buffer_versions(first, end)
+        self._written |= {index for index, version in after.items() if version != before.get(index)}
+        if inspector is not None:
+            self._written |= inspector.ends_backward(structure.current_buffers(first, end))
 
     def _around(self, value: Boundary) -> Boundary:
         """Return a value without its graph, that nothing else writes to."""
@@ -400,17 +376,8 @@ class UnitRunning:
         return value.around([apart(tensor, current) for tensor in value.tensors])
 
     def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
-        """Return the gradients of what entered the shard."""
-        found: list[Tensor | None] = []
-        for arrival in arrivals:
-            gradient = None if arrival is None else arrival.gradient
-            found.append(None if gradient is None else self._gradients.apart(gradient, self._executor.current))
-        return found
-
-    def _leaving(self, name: str, frame: Frame) -> Boundary:
-        if name not in frame.values:
-            raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
-        return Boundary.of(frame.values[name], f"the skip {name!r}")
+        found = [None if arrival is None else arrival.gradient for arrival in arrivals]
+        return [None if each is None else self._gradients.apart(each, self._executor.current) for each in found]
 
     def _arrive(self, value: Boundary) -> tuple[list[Arrival | None], list[Tensor]]:
         """Bring a value into this shard's graph, where it needs gradients."""
@@ -439,7 +406,7 @@ class UnitRunning:
     def _loss(self, value: Any, micro: MicroInput) -> Tensor:
         assert micro.target is not None
         self._executor.current = "loss_fn"
-        target = micro.target.build(micro.target.tensors)
+        target = micro.target.value()
         if self._inspector is not None:
             self._inspector.enters_layer(value, Frame({}), target)
         loss = self._executor.loss_fn(value, target)
@@ -450,11 +417,10 @@ class UnitRunning:
 
     def _measured(self, value: Any, micro: MicroInput) -> dict[str, float | Tensor]:
         assert micro.target is not None
-        target = micro.target
         found: dict[str, float | Tensor] = {}
         for name, metric in self._executor.metrics.items():
             self._executor.current = f"metric {name}"
-            measured = metric(value, target.build(target.tensors))
+            measured = metric(value, micro.target.value())
             found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
         return found
 
@@ -475,7 +441,7 @@ class UnitRunning:
         roots: list[tuple[Tensor, Tensor]] = []
         # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.
         for name in sorted(micro.skip_gradients, key=lambda each: -shard.above[each]):
-            found = skips[name][1] if name in skips else self._leaving(name, frame).tensors
+            found = skips[name][1] if name in skips else _leaving(name, frame).tensors
             roots += [(t, g) for t, g in zip(found, micro.skip_gradients[name], strict=True) if g is not None]
         roots += [(t, g) for t, g in zip(tensors, micro.gradients, strict=True) if g is not None]
         # A tied parameter is a root with the gradient from above: added to before the shard's own uses, which is
@@ -485,6 +451,22 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
                 torch.autograd.backward(outputs, gradients)
+
+
+def _check_place(value: Boundary, here: torch.device, layer: str) -> None:
+    """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
+    for tensor in value.tensors:
+        if tensor.device.type != here.type:
+            raise ValueError(
+                f"layer {layer} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, limit: {here}, where "
+                f"its inputs are; make it there, or pass it on as a number"
+            )
+
+
+def _leaving(name: str, frame: Frame) -> Boundary:
+    if name not in frame.values:
+        raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
+    return Boundary.of(frame.values[name], f"the skip {name!r}")
 
 
 def _number(value: Tensor) -> float | Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from hydra_engine.devices import Ledger, Residents
 from hydra_engine.schedule import BACKWARD, FORWARD
-from hydra_engine.worker.graphs import Graph, Saved
+from hydra_engine.worker.graphs import Graph, SavedTensors
 from hydra_engine.worker.unit import Claim, UnitRun
 
 
@@ -23,21 +23,19 @@ class KeptGraphs:
         claim, account = run.claim, run.account
         state, shard, kind = claim.state, claim.shard, claim.unit.kind
         wanted_bytes = account.wanted_bytes
-        if kind not in (FORWARD, BACKWARD) or (kind == BACKWARD and wanted_bytes is None):
+        if kind not in (FORWARD, BACKWARD) or not state.may_keep_graph(shard):
             return wanted_bytes
         num_bytes = state.measured.graph_bytes_of(shard, account.signature)
         if kind == FORWARD and num_bytes is None:
-            run.graphs.saved = Saved() if state.may_keep_graph(shard) else None
+            run.graphs.saved = SavedTensors()
             return wanted_bytes
-        if wanted_bytes is None or not num_bytes:
-            return wanted_bytes
-        if shard.index < state.cut.keeps_from or not state.may_keep_graph(shard):
+        if wanted_bytes is None or not num_bytes or shard.index < state.cut.keeps_from:
             return wanted_bytes
         if kind == BACKWARD:
             return self._go_on(run, wanted_bytes, num_bytes)
         following = max(each.slab_bytes for each in state.cut.shards)
         if self._ledger.can_hold(wanted_bytes + num_bytes, claim.shard.slab_bytes + following):
-            run.graphs.saved, run.graphs.granted_bytes = Saved(num_bytes), num_bytes
+            run.graphs.saved, run.graphs.granted_bytes = SavedTensors(num_bytes), num_bytes
             return wanted_bytes + num_bytes
         return wanted_bytes
 

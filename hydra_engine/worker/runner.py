@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import add
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
@@ -16,13 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceLost
-from hydra_engine.host import BuffersChanged, TaskOptimizer
-from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
+from hydra_engine.host import BuffersChanged
+from hydra_engine.schedule import FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
-from hydra_engine.worker.executor import Executor, Step, UnitSpec
+from hydra_engine.worker.executor import Executor, UnitSpec
 from hydra_engine.worker.kept_graphs import KeptGraphs
-from hydra_engine.worker.spiller import Arriving, Spiller
+from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
 
 T = TypeVar("T")
@@ -74,7 +75,9 @@ class Runner:
             with run.account.metered(run.graphs.saved) if run.is_metered else nullcontext():
                 output = self._run_micro_batches(run, executor)
             if run.is_metered and not run.graphs.granted_bytes:  # what a forward keeps is counted apart
-                self._learn(run)
+                claim.state.learn_unit_bytes(
+                    claim.unit.kind, claim.shard, run.account.signature, run.account.measured()
+                )
             if timer is not None:
                 timer.launched()
             if claim.state.note_resized(output.buffers) and not run.is_metered:
@@ -84,7 +87,8 @@ class Runner:
         try:
             device.finish()  # before anything that it works with is given back
             if timer is not None and claim.error is None:
-                self._note(claim, timer.timing())
+                timing = claim.state.measured.timings[claim.unit.kind, claim.unit.shard] = timer.timing()
+                self.timing = Timing(*map(add, self.timing, timing))
         except BaseException as error:
             self._struck = self._struck or claim.unit
             claim.fail(error, "a kernel")
@@ -104,7 +108,7 @@ class Runner:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
         claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
         state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
-        is_forward, shows_output = kind == FORWARD, kind == BACKWARD and not state.measured.repeats(claim.shard)
+        layers, is_forward = (claim.shard.first, claim.shard.last), kind == FORWARD
         spec = UnitSpec(
             kind,
             claim.shard,
@@ -115,7 +119,7 @@ class Runner:
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
             written=state.observed.written_buffers,
-            on_recomputed=state.check_repeated if shows_output else None,
+            on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
@@ -130,19 +134,19 @@ class Runner:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
                 del entered, out  # before the next one's arrive
-            output = running.end(None if run.stepper is None else self._step(run, run.stepper))
+            output = running.end(run.take_step())
         output.last = last
         return output
 
     def _hand_over(self, run: UnitRun, start_s: float) -> None:
         """Give back what a computed unit needs no more, report it, and have its output stored."""
         claim, held_bytes, kept_bytes = run.claim, run.account.held_bytes, run.account.output_bytes
-        has_output = has_stepped = False
+        goes_at_once = has_stepped = False
         if run.output is not None:  # held by nobody here when it is stored
-            has_output, has_stepped = True, run.output.stepped is not None
+            has_stepped = run.output.stepped is not None
             kept_bytes += run.output.num_bytes
-        # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
-        goes_at_once = has_output and not has_stepped and self._device.copies_at_once(kept_bytes)
+            # Where the device has stepped the optimizer, weights and states go down too: never in this thread.
+            goes_at_once = not has_stepped and self._device.copies_at_once(kept_bytes)
         # Buffers stay until they are stored; weights that were stepped are in the slab.
         if has_stepped:
             kept_bytes += run.account.beside_bytes
@@ -204,10 +208,8 @@ class Runner:
         claim = run.claim
         if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
             return
-        num_bytes = self._spiller.buffer_bytes(claim.state, claim.shard, claim.unit.part, after=after)
-        if num_bytes > run.account.buffer_bytes:
-            run.account.grow(num_bytes - run.account.buffer_bytes)
-            run.account.count_buffers(num_bytes)
+        buffers = buffers_of(claim.state, claim.shard, claim.unit.part, after=after)
+        run.account.count_buffers(sum(map(claim.state.layout.buffer_bytes, buffers.values())))
 
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""
@@ -234,10 +236,8 @@ class Runner:
         return arriving
 
     def _take_input(self, run: UnitRun, m: int) -> MicroInput:
-        promise = run.inputs.pop(m, None)
-        micro, run.first_input = run.first_input if promise is None else promise.result(), None
-        assert micro is not None
-        return micro
+        micro, run.first_input = run.first_input, None
+        return run.inputs.pop(m).result() if micro is None else micro
 
     # -- what a unit leaves
 
@@ -282,12 +282,6 @@ class Runner:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
 
-    def _step(self, run: UnitRun, stepper: TaskOptimizer) -> Step:
-        """Return what steps the optimizer on the device."""
-        loaded, run.step = run.step, None
-        assert loaded is not None
-        return partial(stepper.step, run.claim.shard, loaded)
-
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
         claim, output, spiller = run.claim, run.output, self._spiller
@@ -328,18 +322,6 @@ class Runner:
                 run.passage.passed.give_up(claim.error)
             run.passage.stored.give_up(claim.error)
             run.forget()
-
-    # -- what it took, and what went wrong
-
-    def _learn(self, run: UnitRun) -> None:
-        """Remember what a metered unit took."""
-        unit, account = run.claim.unit, run.account
-        run.claim.state.learn_unit_bytes(unit.kind, run.claim.shard, account.signature, account.measured())
-
-    def _note(self, claim: Claim, timing: Timing) -> None:
-        """Add what a unit took of the interpreter and of the device."""
-        self.timing = Timing(self.timing.launch_s + timing.launch_s, self.timing.device_s + timing.device_s)
-        claim.state.measured.timings[claim.unit.kind, claim.unit.shard] = timing
 
     def _failed(self, claim: Claim, error: BaseException) -> Failed:
         """Report a unit that has failed, or the whole device under it: then what was computed is to blame."""

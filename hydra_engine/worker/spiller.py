@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import BuffersChanged, DeviceStep, Shard, TaskOptimizer, TaskState
+from hydra_engine.host import BuffersChanged, DeviceStep, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -46,21 +46,21 @@ class Spiller:
         self._device = device
         self._residents = residents
 
-    def load_slab(self, state: TaskState, shard: Shard, trainable: bool, make_room: Callable[[], bool]) -> Slab:
+    def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
         """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece.
 
         make_room: makes some in the arena; False: there is nothing that could.
         """
-        base = 0 if trainable else shard.own_bytes
-        num_bytes = shard.own_bytes if trainable else shard.slab_bytes - shard.own_bytes
-        slab = self._device.take_slab(num_bytes, make_room)
+        base = 0 if region.trainable else shard.own_bytes
+        slab = self._device.take_slab(region.num_bytes, make_room)
         try:
             try:
-                pairs = []
-                for piece in shard.pieces:
-                    if piece.trainable == trainable:
-                        for start, source in state.pool.sources(piece):
-                            pairs.append((slab.bytes(piece.target - base + start, len(source)), source))
+                pairs = [
+                    (slab.bytes(piece.target - base + start, len(source)), source)
+                    for piece in shard.pieces
+                    if piece.trainable == region.trainable
+                    for start, source in state.pool.sources(piece)
+                ]
                 self._device.copy(LOAD, pairs)
             finally:
                 self._device.finish()
@@ -72,54 +72,34 @@ class Spiller:
     def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
         """A shard's parameters, by slot, in its slabs by whether they are trainable."""
         found = {}
-        for index, offset in zip(shard.slots, shard.offsets, strict=True):
+        for index, offset in shard.offsets.items():
             slot = state.layout.slots[index]
             slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
             found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
         return found
 
-    def unload(self, slab: Slab) -> None:
-        """Give a slab back."""
-        self._device.give_slab_back(slab)
-
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
-        """Bring the buffers that a shard's forward begins with; a shard below may have changed a shared one.
-
-        after: as all forwards of the step left them, which is what a backward that runs none of them sees.
-        """
-        if not shard.buffers:
-            return {}
-        sources = self._buffers(state, shard, part, after=after)
-        return {index: self._bring(tensor) for index, tensor in sources.items()}
-
-    def buffer_bytes(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> int:
-        """Return the bytes that the same take on the device."""
-        return sum(map(state.layout.buffer_bytes, self._buffers(state, shard, part, after=after).values()))
-
-    @staticmethod
-    def _buffers(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
-        sources = state.staging.buffers_for(shard, part, state.pool.buffers)
-        if after:
-            sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
-        return sources
+        """Bring the buffers that a unit begins with."""
+        return {index: self._bring(tensor) for index, tensor in buffers_of(state, shard, part, after=after).items()}
 
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
-        """Bring the gradients of the parts of the step before this one."""
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
     def load_step(self, stepper: TaskOptimizer, shard: Shard) -> DeviceStep:
         """Bring what stepping a shard on the device takes."""
         host = stepper.host_step(shard)
+        is_read = not stepper.counts_on_device
+
+        def bring(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
+            return value.clone() if is_read and not value.dim() else self._bring(value)
+
         return DeviceStep(
             masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
-            states={
-                index: {
-                    k: self._bring_state(v, is_read=not stepper.counts_on_device) if isinstance(v, Tensor) else v
-                    for k, v in state.items()
-                }
-                for index, state in host.states.items()
-            },
+            states={index: {k: bring(v) for k, v in state.items()} for index, state in host.states.items()},
         )
 
     def store_step(
@@ -136,21 +116,22 @@ class Spiller:
             self._send(state.pool.narrow(slot), views[slot.index])
             if state.layout.narrow is not None:
                 self._send(slot.parameter.data, stepped.masters.get(slot.index, views[slot.index]))
-        states = {}
-        for index, after in stepped.states.items():
-            before = host.states[index]
-            states[index] = {
-                k: self._stored(before.get(k), v) if isinstance(v, Tensor) else v for k, v in after.items()
+        stepper.keep(
+            {
+                index: {k: self._stored(host.states[index].get(k), v) for k, v in after.items()}
+                for index, after in stepped.states.items()
             }
-        stepper.keep(shard, states)
+        )
 
-    def _stored(self, before: Any, tensor: Tensor) -> Tensor:
+    def _stored(self, before: Any, value: Any) -> Any:
         """Send a state to DRAM, to the place it had if it still fits there."""
-        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (tensor.dtype, tensor.shape)
-        if not kept or before.stride() != tensor.stride():
-            return self._sent(tensor)
-        self._send(before, tensor)
-        return cast("Tensor", before)
+        if not isinstance(value, Tensor):
+            return value
+        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (value.dtype, value.shape)
+        if not kept or before.stride() != value.stride():
+            return self._sent(value)
+        self._send(before, value)
+        return before
 
     def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
         """Make room for what one micro-batch of a unit starts from; `has_graph`: its forward's input is not needed.
@@ -160,12 +141,9 @@ class Spiller:
         copied over what kernels are still to read.
         """
         staging, j, copies = state.staging, shard.index, Copies([], [])
-        value = staging.entering(j, m)
-        value = value.around(() if has_graph else self._place_or_find(state, VALUE, j, m, value.tensors, copies))
+        value, key = staging.entering(j, m), (state.name, VALUE, staging.serial, j, m)
+        value = value.around(() if has_graph else self._place_or_find(key, value.tensors, copies))
         micro = MicroInput(value=value, random=staging.random[j, m])
-
-        def placed(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-            return [None if each is None else self._place(each, copies.loads) for each in tensors]
 
         def placed_all(value: Boundary) -> Boundary:
             return value.around([self._place(each, copies.loads) for each in value.tensors])
@@ -177,10 +155,12 @@ class Spiller:
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
-            micro.gradients = self._place_or_find(state, GRADIENT, j + 1, m, gradients, copies)
+            key = (state.name, GRADIENT, staging.serial, j + 1, m)
+            micro.gradients = self._place_or_find(key, gradients, copies)
             for name in (*shard.arriving, *shard.leaving):
                 if name in shard.above:
-                    micro.skip_gradients[name] = placed(staging.gradients_of((name, shard.above[name]), m))
+                    gradients = staging.gradients_of((name, shard.above[name]), m)
+                    micro.skip_gradients[name] = self._place_all(gradients, copies.loads)
         if kind not in (FORWARD, EVALUATE):
             for slot, above in shard.upper.items():
                 gradient = staging.tied.get((slot, above, m))
@@ -266,7 +246,7 @@ class Spiller:
 
     def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
         """Keep the input of a shard's forward for its backward, if there is room; is_held: others have its memory."""
-        self._keep(state, VALUE, shard.index, m, tensors, shard, 0, is_held=is_held)
+        self._keep(state, VALUE, shard, m, tensors, is_held=is_held)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
         """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.
@@ -275,31 +255,29 @@ class Spiller:
         """
         j, shards = shard.index, state.cut.shards
         if out.value is not None and j + 1 < len(shards):
-            tensors = out.value.tensors
-            return self._keep(state, VALUE, j + 1, m, tensors, shards[j + 1], granted_bytes, is_held=out.is_held)
+            return self._keep(state, VALUE, shards[j + 1], m, out.value.tensors, granted_bytes, is_held=out.is_held)
         if out.gradients is not None and j > 0:
-            return self._keep(state, GRADIENT, j, m, out.gradients, shards[j - 1], granted_bytes)
+            return self._keep(state, GRADIENT, shards[j - 1], m, out.gradients, granted_bytes)
         return 0
 
     def _keep(
         self,
         state: TaskState,
         what: str,
-        j: int,
+        user: Shard,
         m: int,
         tensors: Sequence[Tensor | None],
-        user: Shard,
-        granted_bytes: int,
+        granted_bytes: int = 0,
         *,
         is_held: bool = False,
     ) -> int:
+        """Keep what the next unit of a shard starts from: a value that enters it, or the gradients of its output."""
         present = [tensor for tensor in tensors if tensor is not None]
         num_bytes = sum(map(extent_bytes, present))
         if num_bytes < LEAST_KEPT_BYTES or not all(map(_is_compact, present)):
             return 0
-        staging = state.staging
-        serial = staging.serial
-        key = (state.name, what, serial, j, m)
+        staging, serial = state.staging, state.staging.serial
+        key = (state.name, what, serial, user.index + (what == GRADIENT), m)
 
         def next_use_s() -> float:
             return state.progress.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
@@ -310,22 +288,21 @@ class Spiller:
         self._residents.offer(key, kept, num_bytes, state.name, next_use_s)
         return 0
 
-    def _place_or_find(
-        self, state: TaskState, what: str, j: int, m: int, tensors: Sequence[Tensor | None], copies: Copies
-    ) -> list[Any]:
+    def _place_or_find(self, key: Hashable, tensors: Sequence[Tensor | None], copies: Copies) -> list[Any]:
         # Its bytes are counted among those that the unit was granted for its inputs.
-        found = self._residents.take((state.name, what, state.staging.serial, j, m)) if self._residents else None
+        found = self._residents.take(key) if self._residents else None
         if found is None:
-            return [None if each is None else self._place(each, copies.loads) for each in tensors]
+            return self._place_all(tensors, copies.loads)
         kept, is_held = found
-        if not is_held:
-            return [None if each is None else _alias(each) for each in kept]
         # A layer may work in place on what it gets: what others hold as well is copied for it.
-        return [None if each is None else self._place(each, copies.on_device) for each in kept]
+        return (
+            self._place_all(kept, copies.on_device)
+            if is_held
+            else [None if each is None else _alias(each) for each in kept]
+        )
 
-    def _bring_state(self, tensor: Tensor, *, is_read: bool) -> Tensor:
-        # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
-        return tensor.clone() if is_read and not tensor.dim() else self._bring(tensor)
+    def _place_all(self, tensors: Sequence[Tensor | None], pairs: Pairs) -> list[Any]:
+        return [None if each is None else self._place(each, pairs) for each in tensors]
 
     def _bring(self, tensor: Tensor) -> Tensor:
         """In the compute lane, as all that units work on is."""
@@ -347,6 +324,19 @@ class Spiller:
 
     def _send(self, place: Tensor, tensor: Tensor) -> None:
         self._device.copy(STORE, [(flat(place), flat(tensor))])
+
+
+def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
+    """Buffers that a shard's forward begins with, in DRAM; a shard below may have changed a shared one.
+
+    after: as all forwards of the step left them, which is what a backward that runs none of them sees.
+    """
+    if not shard.buffers:
+        return {}
+    sources = state.staging.buffers_for(shard, part, state.pool.buffers)
+    if after:
+        sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
+    return sources
 
 
 def _is_compact(tensor: Tensor) -> bool:

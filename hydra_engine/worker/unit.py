@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
 from hydra_engine.host import DeviceStep, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
-from hydra_engine.worker.graphs import GraphUse, Saved
+from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
 T = TypeVar("T")
+Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
 
 
 @dataclass(kw_only=True)
@@ -38,15 +40,12 @@ class MicroInput:
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
     def tensors(self) -> list[Tensor]:
-        """Return all of them."""
-        target = self.target.tensors if self.target else ()
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values())]
-        return [*self.value.tensors, *target, *self.tied.values(), *skips, *(t for t in gradients if t is not None)]
+        values = [value for value in (self.value, self.target, *self.skips.values()) if value]
+        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
+        return [t for t in (*itertools.chain(*(value.tensors for value in values)), *gradients) if t is not None]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes on the device."""
         return storage_bytes(self.tensors())
 
 
@@ -69,10 +68,9 @@ class MicroOutput:
     @property
     def num_bytes(self) -> int:
         """Bytes that stay on the device until they are stored."""
-        skips = [tensor for value in self.skips.values() for tensor in value.tensors]
-        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
-        gradients += self.pieces.values()
-        return storage_bytes([*(self.value.tensors if self.value else ()), *skips, *gradients])
+        gradients = [*(self.gradients or ()), *itertools.chain(*self.skip_gradients.values())]
+        values = itertools.chain(*(value.tensors for value in (self.value, *self.skips.values()) if value))
+        return storage_bytes([*values, *gradients, *self.tied.values(), *self.pieces.values()])
 
 
 @dataclass(kw_only=True)
@@ -96,10 +94,6 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-class GivenUp(RuntimeError):
-    """A unit that was on its way when its run closed."""
-
-
 class SlabLoad:
     """A slab that is being filled, or was, for every unit that needs it."""
 
@@ -110,7 +104,6 @@ class SlabLoad:
 
     @property
     def is_whole(self) -> bool:
-        """The slab is filled."""
         return self.slab.is_done and self.slab.is_kept()
 
     def settle(self) -> bool:
@@ -125,7 +118,7 @@ class SlabLoad:
             self.slab.give_up(error)
 
 
-class Stage(Enum):
+class ClaimStage(Enum):
     """Stages of a claim."""
 
     ASKED = auto()  # the ledger has not granted its slabs, or has refused them
@@ -151,13 +144,12 @@ class Claim:
         self.regions = state.regions(self.shard)
         self.slabs: dict[Region, SlabLoad] = {}
         self.views: dict[int, Tensor] = {}
-        self.stage = Stage.ASKED
+        self.stage = ClaimStage.ASKED
         self.error: BaseException | None = None
         self.where = ""
         self.freed: Promise[None] = Promise()
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Remember the first error."""
         forget_frames(error)
         if self.error is None:
             self.error, self.where = error, where
@@ -183,37 +175,20 @@ class Claim:
             promise.give_up(error)
 
 
+@dataclass(kw_only=True)
 class Account:
-    """Bytes that a unit takes beside its slabs: known before, granted, and seen.
+    """Bytes that a unit takes beside its slabs: known before, granted, and seen."""
 
-    Attributes:
-        known: what such a unit took at most so far; None: it has to be metered.
-        buffer_bytes: of its shard's buffers.
-        beside_bytes: granted beside `known`: for buffers, the optimizer's step, gradients that it adds to.
-        held_bytes: granted now.
-        work_bytes: peak of what a metered unit created.
-        input_bytes, output_bytes: of one micro-batch, the largest seen.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        signature: Signature,
-        known: UnitBytes | None,
-        num_micro_batches: int,
-        buffer_bytes: int,
-        beside_bytes: int,
-    ) -> None:
-        self._ledger = ledger
-        self.signature = signature
-        self.known = known
-        self.num_micro_batches = num_micro_batches
-        self.buffer_bytes = buffer_bytes
-        self.beside_bytes = beside_bytes
-        self.held_bytes = 0
-        self.work_bytes = 0
-        self.input_bytes = 0
-        self.output_bytes = 0
+    ledger: Ledger
+    signature: Signature
+    known: UnitBytes | None  # what such a unit took at most so far; None: it has to be metered
+    num_micro_batches: int
+    buffer_bytes: int  # of its shard's buffers
+    beside_bytes: int  # granted beside `known`: for buffers, the optimizer's step, gradients that it adds to
+    held_bytes: int = 0  # granted now
+    work_bytes: int = 0  # peak of what a metered unit created
+    input_bytes: int = 0  # of one micro-batch, the largest seen
+    output_bytes: int = 0  # likewise
 
     @property
     def wanted_bytes(self) -> int | None:
@@ -221,21 +196,18 @@ class Account:
         return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
 
     def measured(self) -> UnitBytes:
-        """Return what the unit took, as metered."""
         return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
 
     def total_bytes(self, work_bytes: int) -> int:
         """Bytes that the unit takes beside its slabs, where it has created so many."""
-        measured = UnitBytes(work_bytes, self.input_bytes, self.output_bytes)
-        return self.beside_bytes + measured.total(self.num_micro_batches)
+        return self.beside_bytes + self.measured()._replace(work=work_bytes).total(self.num_micro_batches)
 
     def grow(self, num_bytes: int) -> None:
-        """Take more bytes than were granted."""
-        self._ledger.grow(num_bytes)
+        self.ledger.grow(num_bytes)
         self.held_bytes += num_bytes
 
     @contextmanager
-    def metered(self, saved: Saved | None) -> Iterator[None]:
+    def metered(self, saved: SavedTensors | None) -> Iterator[None]:
         """Count the bytes that the body creates, and grow where they are more than was granted.
 
         saved: told what is alive.
@@ -255,13 +227,15 @@ class Account:
         self.work_bytes = meter.peak_bytes
         if self.known is None:
             needed = self.total_bytes(self.work_bytes)
-            self._ledger.settle(self.held_bytes, needed)
+            self.ledger.settle(self.held_bytes, needed)
             self.held_bytes = needed
 
     def count_buffers(self, num_bytes: int) -> None:
-        """Replace the bytes of its buffers."""
-        self.beside_bytes += num_bytes - self.buffer_bytes
-        self.buffer_bytes = num_bytes
+        """Charge buffers that are larger than what was granted for them."""
+        more = num_bytes - self.buffer_bytes
+        if more > 0:
+            self.grow(more)
+            self.beside_bytes, self.buffer_bytes = self.beside_bytes + more, num_bytes
 
 
 class Sums(Enum):
@@ -303,13 +277,17 @@ class UnitRun:
                 self.sums = Sums.IN_PIECES
             elif has_gradients:
                 self.sums = Sums.GOES_ON
-        signature = staging.signature_of(unit.part)
-        known = state.unit_bytes(unit.kind, shard, signature)
-        buffer_bytes = state.buffer_bytes(shard) if state.observed.resized else shard.buffer_bytes
-        beside_bytes = buffer_bytes
-        beside_bytes += 0 if self.stepper is None else state.step_bytes(shard)
-        beside_bytes += state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
-        self.account = Account(ledger, signature, known, len(self.micro_batches), buffer_bytes, beside_bytes)
+        signature, buffer_bytes = staging.signature_of(unit.part), state.buffer_bytes(shard)
+        step_bytes = 0 if self.stepper is None else state.step_bytes(shard)
+        sum_bytes = state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
+        self.account = Account(
+            ledger=ledger,
+            signature=signature,
+            known=state.unit_bytes(unit.kind, shard, signature),
+            num_micro_batches=len(self.micro_batches),
+            buffer_bytes=buffer_bytes,
+            beside_bytes=buffer_bytes + step_bytes + sum_bytes,
+        )
         self.is_metered = False
         self.graphs = GraphUse()
         self.after = after
@@ -321,6 +299,11 @@ class UnitRun:
         self.inputs: dict[int, Promise[MicroInput]] = {}
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
+
+    def take_step(self) -> Step | None:
+        """Return what steps the optimizer on the device; None: the host does. It is no longer kept here."""
+        loaded, self.step = self.step, None
+        return None if self.stepper is None or loaded is None else partial(self.stepper.step, self.claim.shard, loaded)
 
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""

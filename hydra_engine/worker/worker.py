@@ -30,7 +30,7 @@ from hydra_engine.worker.executor import Executor, Modes
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Passage, Stage, UnitRun
+from hydra_engine.worker.unit import ClaimStage, Passage, UnitRun
 
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
@@ -68,11 +68,9 @@ class Worker:
         )
 
     def executor(self, name: str) -> Executor:
-        """Return the executor of a task's units, on this device's copy of its structure."""
         return self._executors[name]
 
     def dismiss(self, name: str) -> None:
-        """Forget a task."""
         self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
         self._forget_passages(name)
@@ -107,7 +105,6 @@ class Worker:
         self._claims.request(unit, state)
 
     def drop(self, unit: Unit) -> None:
-        """Give up a claim."""
         self._claims.drop(unit)
 
     def run(self, unit: Unit) -> None:
@@ -121,8 +118,8 @@ class Worker:
         wanted_bytes = self._kept_graphs.prepare(run)
 
         def granted(num_bytes: int) -> None:
-            if claim.stage is Stage.GRANTED:
-                claim.stage = Stage.IN_LANES
+            if claim.stage is ClaimStage.GRANTED:
+                claim.stage = ClaimStage.IN_LANES
             run.account.held_bytes = num_bytes
             job = partial(self._runner.compute, run, self._executors[unit.task])
             self.device.submit(COMPUTE, claim.label, job)
@@ -136,7 +133,6 @@ class Worker:
         self.device.ledger.request(Ticket(num_bytes=num_bytes, granted=granted, refused=refused, activates=True))
 
     def settle(self, task: str | None = None) -> None:
-        """Wait until nothing of a task, or of any, is on its way through the device."""
         self._claims.settle(task)
 
     def close(self) -> None:

@@ -204,7 +204,9 @@ def test_another_model_is_refused():
 
 
 def test_a_loss_scale_goes_on_as_grad_scaler_would():
-    scale = LossScale(growth_interval=2, num_finite=1)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 1})
+    scale = LossScale(scaler)
     scale.update(True)
     scale.update(True)
     found = LossScale()

@@ -129,8 +129,8 @@ class TestLayout:
         ]
         assert layout.num_bytes == {True: 128, False: 128}
         lower, upper = layout.shards([1, 3])
-        assert (lower.slots, lower.owned, lower.borrowed, lower.upper) == ((0, 1), (0, 1), (), {0: 1})
-        assert (upper.slots, upper.owned, upper.borrowed, upper.upper) == ((0, 2, 3), (), (0,), {})
+        assert (lower.slots, lower.owned, lower.borrowed, lower.upper) == ((0, 1), (0, 1), {}, {0: 1})
+        assert (upper.slots, upper.owned, upper.borrowed, upper.upper) == ((0, 2, 3), (), {0: 0}, {})
         assert (lower.needs, upper.needs) == ((0,), (0,))
         assert (lower.slab_bytes, upper.slab_bytes) == (128, 192)
 
@@ -198,7 +198,7 @@ class TestShards:
                     flat[piece.target + start :][: len(source)] = source
             assert ends <= shard.slab_bytes
             assert (flat[shard.slab_bytes :] == 0xA5).all()
-            for index, offset in zip(shard.slots, shard.offsets, strict=True):
+            for index, offset in shard.offsets.items():
                 slot = layout.slots[index]
                 view = slot.view(slab, offset)
                 assert view.data_ptr() % 64 == slot.parameter.data_ptr() % 64

@@ -311,7 +311,7 @@ class TestLayout:
         for ends in ([10], [3, 10], list(range(1, 11))):
             for shard in layout.shards(ends):
                 assert shard.own_bytes % 64 == shard.slab_bytes % 64 == 0
-                for index, offset in zip(shard.slots, shard.offsets, strict=True):
+                for index, offset in shard.offsets.items():
                     assert offset % 64 == layout.slots[index].parameter.data_ptr() % 64
 
     def test_places_of_other_devices_are_at_multiples_of_their_own_alignment(self):
