@@ -19,6 +19,7 @@ class Candidate(NamedTuple):
     served_order: int = 0  # lower: a unit of the task was begun longer ago; 0: never
     used_s: float = 0.0  # compute seconds of the task, plus its credit for having come later
     weight: float = 1.0  # of the task, `ModelTask(weight=)`
+    passes: float = 0.0  # of the task through its shards so far, in step with others: see `Dispatch.begin_pass`
 
 
 class Policy(Protocol):
@@ -55,6 +56,14 @@ class Locality(ShardedLRTF):
     """
 
     prefers_resident = True
+
+
+class InStep:
+    """x."""
+
+    def key(self, candidate: Candidate) -> float:
+        """Passes made, the fewest first."""
+        return candidate.passes
 
 
 class ShortestRemaining:
@@ -116,6 +125,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fair-share": FairShare,
     "fifo": FIFO,
     "locality": Locality,
+    "in-step": InStep,
     "random": RandomOrder,
     "round-robin": RoundRobin,
     "sharded-lrtf": ShardedLRTF,

@@ -324,6 +324,7 @@ class Scheduler:
             assert batch is not None
             num_parts = min(batch.num_micro_batches, self._num_devices_for(task)) if task.training else 1
             self._out.append(Begin(task.added.task, task.step, num_parts))
+            self._dispatch.begin_pass(task)
             self._begin_chain(task, num_parts, batch.num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:
