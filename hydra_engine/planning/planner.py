@@ -564,6 +564,7 @@ class PlannedTask:
             launch_share=_launch_share(state),
             one_device_because=self.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
+            doubled_bytes=self._frozen.doubled_bytes(self.layout),
             ceilings="" if self._ceilings is None or self._ceilings.origin == STATED else self._ceilings.source,
         )
 

@@ -259,7 +259,7 @@ class ScheduledTask:
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
     used_s: float = 0.0
     served_order: int = 0
-    num_passes: int = 0  # through its shards, with the one in progress and those that it came too late for
+    num_passes: int = 0  # through its shards, with the one in progress and those before it came
 
     def go_to(self, phase: Phase) -> None:
         """Come nearer to the end, if it is not as near already."""
