@@ -72,7 +72,7 @@ def _with_heads(base: nn.Module, names: list[str]) -> nn.Module:
 
 
 def _copy_but(base: nn.Module, own: set[int]) -> tuple[nn.Module, dict[int, nn.Parameter]]:
-    """Copy a model around its parameters, but for those with these ids; by their copies' ids, what they are copies of."""
+    """Copy a model around its parameters, but for those with these ids; with the latter by the ids of their copies."""
     memo: dict[int, object] = {id(each): each for each in base.parameters() if id(each) not in own}
     model = copy.deepcopy(base, memo)
     return model, {id(memo[id(each)]): each for each in base.parameters() if id(each) in own}
@@ -96,11 +96,13 @@ def _names(base: nn.Module, names: Iterable[str]) -> list[str]:
     return found
 
 
-def _checked(config: LoraConfig, index: int) -> LoraConfig:
+def _checked(config: Trained, index: int) -> LoraConfig:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError(f"adapters need peft ({error}); pip install 'hydra_engine[huggingface]'", name="peft") from error
+        raise ImportError(
+            f"adapters need peft ({error}); pip install 'hydra_engine[huggingface]'", name="peft"
+        ) from error
     if not isinstance(config, LoraConfig):
         raise TypeError(f"trained[{index}]: a {type(config).__name__}, known: LoraConfig, names of modules")
     if config.init_lora_weights not in KEEPS_BASE:

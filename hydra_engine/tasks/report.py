@@ -99,8 +99,8 @@ class Plan:
         if doubling:
             lines.append(
                 f"{', '.join(doubling)}: {format_bytes(sum(doubling.values()))} of frozen weights are equal to another "
-                f"task's and lie in DRAM, and cross the link, by themselves; give these tasks the same layers, or models "
-                f"made by hydra_engine.integrations.huggingface.adapters"
+                f"task's, yet lie in DRAM and cross the link by themselves; give these tasks the same layers, or models"
+                f" made by hydra_engine.integrations.huggingface.adapters"
             )
         if len(self.devices) > 1:
             alike: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Adapters and heads over one base: the base once in DRAM, its shards loaded once for all, and the bits of each alone."""
+"""Adapters and heads over one base: it lies in DRAM once, is loaded once for all, and each has the bits of it alone."""
 
 import copy
 from collections import Counter
@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask  # noqa: E402
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask  # noqa: E402
 from hydra_engine.host import HostPool  # noqa: E402
 from hydra_engine.integrations.huggingface import adapters, causal_lm_loss, sequential  # noqa: E402
 from hydra_engine.worker.spiller import Spiller  # noqa: E402
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 TOKENS = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 LLAMA = TOKENS | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-LR, STEPS = 0.1, 3
+LR, STEPS = 0.1, 4
 
 
 def llama():
@@ -50,14 +50,17 @@ def batches():
     return [(ids, ids) for ids in torch.randint(3, 64, (STEPS, 2, 9), generator=generator)]
 
 
+def task_of(model, k, **options):
+    options |= {"name": f"t{k}", "seed": k, "optimizer": torch.optim.AdamW}
+    return ModelTask(sequential(model), causal_lm_loss, batches(), LR, **options)
+
+
 def trained(models, memory, policy="in-step"):
     """The models trained together: the report, bytes of frozen weights loaded, and of those that came into the pool."""
-    tasks = [
-        ModelTask(sequential(model), causal_lm_loss, batches(), LR, name=f"t{k}", seed=k, optimizer=torch.optim.AdamW)
-        for k, model in enumerate(models)
-    ]
+    tasks = [task_of(model, k) for k, model in enumerate(models)]
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory)], policy=policy)
     orchestra.verbose = 0
+    orchestra.generate()  # which opens pools, too
     loaded, brought = Counter(), []
     opened, load_slab = HostPool.open, Spiller.load_slab
 
@@ -116,7 +119,7 @@ def test_heads_adapters_and_biases_are_trained_side_by_side():
     models = adapters(base, configs)
     plain = copy.deepcopy(models)
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
-    report, _, _ = trained(models, bytes_of(base))
+    report, _, _ = trained(models, "512KiB")
     assert_trained_as_alone(report, models, plain)
     assert all(torch.equal(parameter, before[name]) for name, parameter in base.named_parameters())
 
@@ -131,6 +134,25 @@ def test_a_trained_adapter_is_saved_alone(tmp_path):
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
 
 
+def test_a_model_over_the_base_may_be_made_and_join_while_others_train():
+    base = llama()
+    [first] = adapters(base, [lora()])
+    plain = [copy.deepcopy(first)]
+    late = []
+
+    class AddOne(Callback):
+        def on_epoch_end(self, report, epoch):
+            late.extend(adapters(base, [lora(r=2)]))
+            plain.extend(copy.deepcopy(late))
+            orchestra.add_task(task_of(late[0], 1))
+
+    orchestra = ModelOrchestrator([task_of(first, 0, callbacks=[AddOne()])], devices=[EmulatedDevice("16MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    assert_trained_as_alone(report, [first, *late], plain)
+    assert {p.data_ptr() for p in base.parameters()} < {p.data_ptr() for p in late[0].parameters()}
+
+
 # --- the models ---
 
 
@@ -138,18 +160,19 @@ def test_models_are_those_that_get_peft_model_makes_of_copies():
     configs = [lora(), lora(r=2, init_lora_weights="gaussian", modules_to_save=["lm_head"])]
     base, ids = llama().eval(), batches()[0][0]
     expected_logits, names = base(ids).logits, list(base.state_dict())
+    copies = [copy.deepcopy(base) for _ in configs]
     torch.manual_seed(5)
     models = adapters(base, configs)
     torch.manual_seed(5)
-    for model, config in zip(models, configs, strict=True):
-        expected = peft.get_peft_model(llama().eval(), config)
+    for model, each, config in zip(models, copies, configs, strict=True):
+        expected = peft.get_peft_model(each, copy.deepcopy(config))
         assert type(model) is type(expected)
         assert {name: p.requires_grad for name, p in model.named_parameters()} == {
             name: p.requires_grad for name, p in expected.named_parameters()
         }
-        for (name, value), (other, theirs) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
-            assert name == other
-            assert torch.equal(value, theirs), name
+        theirs = expected.state_dict()
+        assert list(model.state_dict()) == list(theirs)
+        assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
     # The base runs as before, has no adapters in it, and is in each of them.
     assert list(base.state_dict()) == names
     assert torch.equal(base(ids).logits, expected_logits)
@@ -164,7 +187,7 @@ def test_a_head_is_trained_under_all_names_of_its_weights():
     base = gpt2()
     [model] = adapters(base, [["lm_head"]])
     assert model.lm_head.weight is model.transformer.wte.weight
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["transformer.wte.weight"]
+    assert [name for name, each in model.named_parameters() if each.requires_grad] == ["transformer.wte.weight"]
     assert model.lm_head.weight is not base.lm_head.weight
     assert torch.equal(model.lm_head.weight, base.lm_head.weight)
 
@@ -248,5 +271,5 @@ def test_frozen_weights_of_other_models_are_not_equal():
 def test_two_models_made_of_one_base_by_get_peft_model_are_refused():
     base = llama()
     first, second = peft.get_peft_model(base, lora()), peft.get_peft_model(base, lora())
-    with pytest.raises(ValueError, match=r"share the trainable parameter .*lora_A.* huggingface\.adapters"):
+    with pytest.raises(ValueError, match=r"share the trainable parameter .*lora_A.*huggingface\.adapters"):
         plan_of(first, second)
