@@ -5,8 +5,8 @@
     python examples/lora_sweep.py path/to/model --memory 6GiB --save path/to/best
 
 All trials hold the same base, so DRAM holds it once. With the policy "in-step" they pass through its shards side by
-side, and a device loads each shard once for all of them. The text is the source of Python's own `argparse`, a byte a token. A
-model of yours is a folder that `save_pretrained` wrote. Needs `pip install 'hydra_engine[huggingface]'`.
+side, and a device loads each shard once for all of them. The text is the source of Python's `argparse`, a byte a token.
+A model of yours is a folder that `save_pretrained` wrote. Needs `pip install 'hydra_engine[huggingface]'`.
 """
 
 import argparse
