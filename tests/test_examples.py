@@ -155,6 +155,17 @@ def test_finetune_huggingface_trains_saves_and_loads_as_plain_pytorch_does(run, 
     assert "yes: 141 of 141 weight tensors are bit-equal" in printed
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
+def test_lora_sweep_trains_trials_over_one_base_as_plain_pytorch_does(run, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    printed = run("lora_sweep.py", "--steps", "1", "--verify", "--save", str(tmp_path))
+    assert "base 4.4 MiB, 3.0 times the device" in printed
+    assert "weights of all 4 trials, the base with them: 4.7 MiB of DRAM" in printed
+    assert "verify: 4 of 4 trials have the bits of plain PyTorch" in printed
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
 def test_plain_and_with_hydra_print_the_same_result(run):
     plain, with_hydra = run("plain.py"), run("with_hydra.py")
     assert plain.startswith("loss ")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_engine.data import copy_of, flat
+from hydra_engine.data import copy_of, flat, identical
 from hydra_engine.host.layout import ModelLayout, Slot
 from hydra_engine.system import Freed, HostMemory, is_alone
 
@@ -119,6 +119,24 @@ class FrozenBlocks:
                 casts.setdefault((group, slot.link_dtype), slot)
         return weights, casts
 
+    def doubled_bytes(self, layout: ModelLayout) -> int:
+        """Bytes of the frozen weights that a planned layout brings although one before it has equal ones elsewhere.
+
+        None where that is the smaller part: norms of ones are equal in all models. Values are compared where the first
+        of them are equal, so that weights of other models cost nothing.
+        """
+        brought, _ = self.brought(layout)
+        before = takewhile(lambda each: each is not layout, list(self._layouts))
+        others: dict[Hashable, list[nn.Parameter]] = {}
+        for slot in (slot for each in before for slot in _frozen(each)):
+            others.setdefault(_first_values(slot.parameter), []).append(slot.parameter)
+        doubled = sum(
+            slot.num_bytes
+            for slot in brought
+            if any(identical(slot.parameter, other) for other in others.get(_first_values(slot.parameter), ()))
+        )
+        return doubled if 2 * doubled > sum(slot.num_bytes for slot in brought) else 0
+
     def acquire(
         self, layout: ModelLayout, host: HostMemory | None = None
     ) -> tuple[dict[int, FrozenBlock], list[torch.UntypedStorage]]:
@@ -220,6 +238,12 @@ class FrozenBlocks:
 
 def _frozen(layout: ModelLayout) -> list[Slot]:
     return [slot for slot in layout.slots if not slot.trainable]
+
+
+def _first_values(parameter: nn.Parameter) -> Hashable:
+    """Key that parameters have in common whose values may be equal."""
+    values = () if parameter.is_meta else tuple(flat(parameter).reshape(-1)[:16].tolist())
+    return parameter.dtype, tuple(parameter.shape), parameter.stride(), values or id(parameter)
 
 
 def _place(parameter: nn.Parameter) -> Hashable:

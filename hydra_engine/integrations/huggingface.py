@@ -22,6 +22,7 @@ from torch import Tensor, nn
 try:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    from hydra_engine.integrations.huggingface_adapters import adapters
     from hydra_engine.integrations.huggingface_layers import (
         BIDIRECTIONAL,
         FULL,
@@ -46,7 +47,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["causal_lm_loss", "inputs_and_labels", "load_pretrained", "num_target_tokens", "sequential"]
+__all__ = ["adapters", "causal_lm_loss", "inputs_and_labels", "load_pretrained", "num_target_tokens", "sequential"]
 
 IGNORED = -100  # the label that `transformers` leaves out of a loss
 ATTENTION = ("eager", "sdpa")

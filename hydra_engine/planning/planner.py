@@ -314,6 +314,11 @@ class PlannedTask:
         return self.state.measured.unit_s
 
     @property
+    def doubled_bytes(self) -> int:
+        """Frozen weights that another task has equal ones of, elsewhere in DRAM."""
+        return self._frozen.doubled_bytes(self.layout)
+
+    @property
     def dram(self) -> dict[str, int]:
         """Bytes of DRAM by what they hold; before the task is cut, without what depends on shards.
 
@@ -555,6 +560,7 @@ class Planner:
             launch_share=sum(timing.launch_s for timing in timings) / device_s if device_s else None,
             one_device_because=spreading.one_device_because,
             graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
+            doubled_bytes=self._planned.doubled_bytes,
             ceilings="" if known is None or known.origin == STATED else known.source,
         )
 

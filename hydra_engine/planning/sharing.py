@@ -17,7 +17,7 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
             if other != each.name:
                 raise ValueError(
                     f"tasks {other} and {each.name} share the trainable parameter {slot.name}; freeze it in both, or "
-                    f"give each task its own copy"
+                    f"give each task its own copy (of adapters: by hydra_engine.integrations.huggingface.adapters)"
                 )
         for owner in [read.setdefault(id(held), each.name) for held in _moved_by_reading(each.task.dataloader)]:
             if owner != each.name:

@@ -41,7 +41,7 @@ class ModelOrchestrator:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
         devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM.
         policy: one of `hydra_engine.schedule.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
-            "shortest-remaining", "fair-share"), or an object with `key` (see `Policy` there).
+            "shortest-remaining", "fair-share", "in-step", "locality"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
         checkpoint_dir: where `train_models` saves, made if it is not there: hydra_engine/checkpoints/checkpoint.md says
             what is in it. One run at a time writes to a directory. None: nothing is saved, unless a device is lost.

@@ -43,6 +43,7 @@ class Dispatch:
         self._served_count = 0
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
+        self._num_passes = 0  # of the task that has made the most
         self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
         self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
         self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
@@ -64,6 +65,10 @@ class Dispatch:
         """Let a task share compute time from now on."""
         task.used_s = self._share_s * task.added.weight
         self.refresh(task)  # it counts from now on
+
+    def begin_pass(self, task: ScheduledTask) -> None:
+        """Count one more pass of a task through its shards: the one that the furthest task is in, if it came late."""
+        self._num_passes = task.num_passes = max(task.num_passes + 1, self._num_passes)
 
     def computed(self, event: Computed, part: Part) -> ScheduledDevice:
         """Take a unit from its device, and charge its time; the device has to be freed."""
@@ -129,6 +134,7 @@ class Dispatch:
             task.served_order,
             task.used_s,
             added.weight,
+            task.passes(),
         )
         return (-added.priority, self._policy.key(candidate), task.order, part.index)
 

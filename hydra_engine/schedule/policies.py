@@ -19,6 +19,7 @@ class Candidate(NamedTuple):
     served_order: int = 0  # lower: a unit of the task was begun longer ago; 0: never
     used_s: float = 0.0  # compute seconds of the task, plus its credit for having come later
     weight: float = 1.0  # of the task, `ModelTask(weight=)`
+    passes: float = 0.0  # of the task through its shards, with those that others made before it came
 
 
 class Policy(Protocol):
@@ -49,10 +50,7 @@ class ShardedLRTF:
 
 
 class Locality(ShardedLRTF):
-    """Sharded-LRTF among units whose shard is on the device already; the others wait for eight units at most.
-
-    A shard that tasks share, of a frozen base for example, is then loaded once for all of them.
-    """
+    """Sharded-LRTF among units whose shard is on the device already; the others wait for eight units at most."""
 
     prefers_resident = True
 
@@ -71,6 +69,18 @@ class FIFO:
     def key(self, candidate: Candidate) -> int:
         """Order in which units became ready."""
         return candidate.ready_order
+
+
+class InStep:
+    """The task that has got the least far goes first, so tasks pass through their shards side by side.
+
+    A shard that they share, of a frozen base for example, is then loaded once for all of them. A task that comes while
+    others train, or that had to wait, begins the pass that the others are in, and catches up with them.
+    """
+
+    def key(self, candidate: Candidate) -> float:
+        """Passes through its shards, the fewest first."""
+        return candidate.passes
 
 
 class RoundRobin:
@@ -115,6 +125,7 @@ class RandomOrder:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fair-share": FairShare,
     "fifo": FIFO,
+    "in-step": InStep,
     "locality": Locality,
     "random": RandomOrder,
     "round-robin": RoundRobin,

@@ -317,6 +317,7 @@ class Scheduler:
             num_micro_batches = task.batch.num_micro_batches
             num_parts = min(num_micro_batches, self._num_devices_for(task)) if task.batch.training else 1
             self._out.append(Begin(task.added.task, task.batch.step, num_parts))
+            self._dispatch.begin_pass(task)
             self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:

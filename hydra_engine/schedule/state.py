@@ -264,6 +264,7 @@ class ScheduledTask:
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
     used_s: float = 0.0
     served_order: int = 0
+    num_passes: int = 0  # through its shards, with the one in progress and those before it came
 
     def go_to(self, phase: Phase) -> None:
         """Come nearer to the end, if it is not as near already."""
@@ -325,6 +326,11 @@ class ScheduledTask:
         else:
             left_s = sum(part.share * self.left_s[part.position] for part in self.parts)
         return to_come * self.step_s + left_s
+
+    def passes(self) -> float:
+        """Return how many passes through its shards it has made, as a fraction of the one in progress, too."""
+        done = sum(part.share * part.position for part in self.parts) if self.chain else 0.0
+        return self.num_passes + done / max(1, len(self.chain))
 
     def measured(self, node: tuple[str, int], seconds: float) -> None:
         """Take a measurement of a unit into its estimate."""

@@ -36,6 +36,7 @@ class TaskPlan:
     one_device_because: str = ""  # why it is never spread
     graph_bytes: list[int] = field(default_factory=list)  # by shard: that its forward keeps for its backward; 0: none
     launch_share: float | None = None  # of the time that a device works, that launching takes; None: it is the same
+    doubled_bytes: int = 0  # of its frozen weights that another task has equal ones of, elsewhere in DRAM
     ceilings: str = ""  # where the link's rates come from; "": the user stated them
 
     @property
@@ -84,6 +85,13 @@ class Plan:
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
+        doubling = {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}
+        if doubling:
+            lines.append(
+                f"{', '.join(doubling)}: {format_bytes(sum(doubling.values()))} of frozen weights are equal to another "
+                f"task's, yet lie in DRAM and cross the link by themselves; give these tasks the same layers, or models"
+                f" made by hydra_engine.integrations.huggingface.adapters"
+            )
         if len(self.devices) > 1:
             alike: dict[str, list[str]] = {}
             for plan in self.tasks.values():

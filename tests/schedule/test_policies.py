@@ -11,6 +11,7 @@ from hydra_engine.schedule.policies import (
     POLICIES,
     Candidate,
     FairShare,
+    InStep,
     RandomOrder,
     RoundRobin,
     ShardedLRTF,
@@ -30,6 +31,7 @@ def candidates_of(rng, count):
             served_order=rng.randrange(4),
             used_s=rng.choice([0.0, 0.5, 7.0]),
             weight=rng.choice([0.5, 1.0, 3.0]),
+            passes=rng.choice([0.0, 1.25, 2.0]),
         )
         for k in rng.sample(range(10), count)
     ]
@@ -87,6 +89,11 @@ def test_round_robin_takes_the_task_whose_turn_was_longest_ago():
     served = [Candidate("a", 0, 1.0, 1, served_order=5), Candidate("b", 1, 1.0, 2, served_order=2)]
     assert first(RoundRobin(), *served) == "b"
     assert first(RoundRobin(), *served, Candidate("never", 2, 1.0, 3)) == "never"
+
+
+def test_in_step_takes_who_got_the_least_far():
+    ahead, behind = Candidate("ahead", 0, 9.0, 1, passes=3.5), Candidate("behind", 1, 1.0, 2, passes=3.25)
+    assert first(InStep(), ahead, behind) == "behind"
 
 
 def test_fair_share_takes_who_had_least_of_its_share():

@@ -44,7 +44,7 @@ from hydra_engine.schedule.events import (
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
-from hydra_engine.schedule.units import Unit, evaluation_chain, training_chain
+from hydra_engine.schedule.units import BACKWARD, Unit, evaluation_chain, training_chain
 
 TRAIN, EVALUATE = True, False
 
@@ -615,6 +615,51 @@ def test_walks_spread_steps():
 
 
 # -- drawn schedules
+
+
+class TestInStep:
+    """Tasks of two shards on one device: a step is f0, fb1, b0."""
+
+    def world(self):
+        world = World("in-step", double_buffer=False)
+        world.add_device(0)
+        return world
+
+    def add(self, world, name, seconds=1.0):
+        world.add_task(task_added(name, 2, seconds=seconds, num_steps=9), [TRAIN] * 9)
+        world.read(world.tasks[name])
+
+    def order(self, world, num, seconds=1.0):
+        """The units that the device computes."""
+        found = []
+        for _ in range(num):
+            unit = world.running[0]
+            found.append(str(unit))
+            task = world.tasks[unit.task]
+            world.compute(0, seconds=seconds)
+            world.store(task)
+            if unit.kind == BACKWARD:
+                world.read(task)
+                world.commit(task)
+                for shard in range(2):
+                    world.update(task, shard)
+        return found
+
+    def test_tasks_pass_through_their_shards_side_by_side(self):
+        world = self.world()
+        for name, seconds in (("a", 1.0), ("b", 5.0), ("c", 0.1)):
+            self.add(world, name, seconds)
+        step = [f"{task}.{unit}@{{}}" for unit in ("f0", "fb1", "b0") for task in "abc"]
+        assert self.order(world, 18) == [unit.format(k) for k in range(2) for unit in step]
+
+    def test_one_that_comes_late_catches_up_with_the_pass_that_the_others_are_in(self):
+        world = self.world()
+        self.add(world, "a")
+        assert self.order(world, 7)[-2:] == ["a.b0@1", "a.f0@2"]
+        self.add(world, "b")  # while a.fb1@2 runs
+        # What one has computed is on its way to DRAM while the other computes.
+        assert self.order(world, 4) == ["a.fb1@2", "b.f0@0", "a.b0@2", "b.fb1@0"]
+        assert self.order(world, 5) == ["a.f0@3", "b.b0@0", "a.fb1@3", "b.f0@1", "a.b0@3"]
 
 
 class TestLocality:

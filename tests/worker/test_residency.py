@@ -356,6 +356,19 @@ def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, p
     assert models[0][0].base.weight.untyped_storage().nbytes() == WIDTH * WIDTH * 4
 
 
+def test_a_plan_says_whose_frozen_weights_are_equal_to_another_tasks():
+    models = [adapted(base_layers(), k) for k in range(2)]
+    models.append(adapted([layer.base for layer in models[1]], 2))
+    tasks = [ModelTask(model, F.mse_loss, regression_batches(), 0.1, name=f"t{k}") for k, model in enumerate(models)]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
+    orchestra.verbose = 0
+    plan = orchestra.generate()
+    # The last one has the very layers of the second.
+    assert [task.doubled_bytes for task in plan.tasks.values()] == [0, 4 * (WIDTH * WIDTH + WIDTH) * 4, 0]
+    assert "t1: " in str(plan)
+    assert "of frozen weights are equal to another task's" in str(plan)
+
+
 def test_locality_loads_a_shared_base_less_often():
     """Three tasks of other lengths over one base, on a device that holds little of it."""
 
