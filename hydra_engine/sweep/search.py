@@ -35,6 +35,8 @@ from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Report, TaskReport
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
 
+_TORCH_RANDOM: Any = torch.random
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
@@ -52,7 +54,7 @@ class SearchSettings:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
         seed = stream_seed(self.seed, trial.number, 0)
         with CallbackDraws(name_of(trial), seed, set(), set).calling():
-            torch.random.default_generator.manual_seed(seed)  # this thread's, now; no loader's, and no GPU's
+            _TORCH_RANDOM.default_generator.manual_seed(seed)  # this thread's, now; no loader's, and no GPU's
             return self.build_task(trial)
 
 

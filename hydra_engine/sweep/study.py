@@ -1,4 +1,4 @@
-"""The study: trials that are asked for, reported and told. Only this module and `sweep` know Optuna, by its public API."""
+"""The study: trials that are asked for, reported and told, by Optuna's public API."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> Any
     found = [direction.name.lower() for direction in study.directions]
     if found != list(directions):
         raise ValueError(
-            f"direction: {list(directions)}, limit: {found}, with which the study {STUDY_NAME!r} in {shown!r} was made; "
+            f"direction: {list(directions)}, limit: {found}, of the study {STUDY_NAME!r} that is in {shown!r} already; "
             f"give that, or another storage"
         )
     return study
