@@ -73,6 +73,7 @@ class Search:
         self._may_join = all(device.has_room_for_planning for device in settings.devices)
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
+        self._is_running = False
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
         self._has_room = True  # False: DRAM had none for the next trial; until one is over
         self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
@@ -178,14 +179,8 @@ class Search:
                 orchestra.verbose = 0
             else:
                 orchestra.add_task(live.task)
-        except HostOutOfMemory as error:
-            if self._live:
-                self._has_room = False
-                self._trials.put_back(live.trial)
-            else:
-                self._failed(live.trial, error)
         except Exception as error:
-            self._failed(live.trial, error)
+            self._refused(live, error)
         else:
             self._live[live.name] = live
             self._note_plan(live)
@@ -200,9 +195,17 @@ class Search:
         except Exception as error:
             self._orchestra.stop_task(live.name)
             del self._live[live.name]
-            self._failed(live.trial, error)
+            self._refused(live, error)
         else:
             self._note_plan(live)
+
+    def _refused(self, live: LiveTrial, error: Exception) -> None:
+        """The trial has failed; or it waits, where only DRAM is missing that others have now."""
+        if isinstance(error, HostOutOfMemory) and self._live:
+            self._has_room = False
+            self._trials.put_back(live.trial)
+        else:
+            self._failed(live.trial, error)
 
     def _note_plan(self, live: LiveTrial) -> None:
         plan = None if self._orchestra is None else self._orchestra.plan
@@ -214,6 +217,7 @@ class Search:
 
     def _train(self) -> None:
         assert self._orchestra is not None
+        self._is_running = True
         thread = threading.Thread(target=self._keep_full, name="sweep", daemon=True)
         thread.start()
         wait_s: float | None = INTERRUPTED_S
@@ -221,6 +225,7 @@ class Search:
             report = self._trained(self._orchestra)
             wait_s = None
         finally:
+            self._is_running = False
             self._events.put(None)
             thread.join(wait_s)
         for name, live in list(self._live.items()):
@@ -250,8 +255,8 @@ class Search:
                 self._error = self._error or error
 
     def _wants_more(self) -> bool:
-        # One that was added and not planned came too late: the run is over.
-        is_running = all(live.is_planned for live in self._live.values())
+        # One that was added and not planned came too late.
+        is_running = self._is_running and all(live.is_planned for live in self._live.values())
         return is_running and self._has_room and len(self._live) < self._settings.parallel
 
     # -- trials end

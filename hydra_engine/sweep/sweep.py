@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from hydra_engine.checkpoints import load_newest
+from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.run import ModelOrchestrator
-from hydra_engine.schedule import Policy
+from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.objective import Objective
@@ -94,13 +94,14 @@ class Sweep:
             )
         if metric is not None and direction is None and (study is None or isinstance(study, str)):
             raise ValueError(f"direction: not given, and metric {metric!r} may be any; give 'minimize' or 'maximize'")
+        CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
         devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._settings = SearchSettings(
             build_task=build_task,
             objective=self._objective,
             parallel=parallel or min(num_trials, MODELS_PER_DEVICE * len(devices)),
             devices=devices,
-            policy=policy,
+            policy=resolve_policy(policy),
             checkpoint_every=checkpoint_every,
             seed=seed,
         )
@@ -125,8 +126,7 @@ class Sweep:
             if folder is not None:
                 folder.check_is_of(trials.num_known)
             Search(self._settings, trials, None if folder is None else folder.checkpoints, self.verbose).run()
-        self._study = self._study if isinstance(self._study, str) and folder is None else study
-        self._directions = None
+        self._study, self._directions = study, None  # another call goes on with it
         return study
 
     def model(self, trial: optuna.trial.FrozenTrial) -> Model:

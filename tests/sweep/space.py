@@ -98,6 +98,19 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def study_in(folder):
+    """A study on disk, without pruning."""
+    import optuna
+
+    return optuna.create_study(
+        study_name="own",
+        storage=f"sqlite:///{folder / 'own.db'}",
+        load_if_exists=True,
+        sampler=optuna.samplers.RandomSampler(seed=1),
+        pruner=optuna.pruners.NopPruner(),
+    )
+
+
 def main(folder, number, step):
     """A sweep of 6 trials that is killed at a step of one of them; notes each trial that it builds."""
     from hydra_engine.sweep import Sweep
@@ -112,6 +125,7 @@ def main(folder, number, step):
 
     Sweep(
         build_or_kill,
+        study=study_in(folder),
         num_trials=6,
         parallel=2,
         devices=[EmulatedDevice(size) for size in DEVICES],

@@ -29,6 +29,8 @@ def run(build_task=build, **options):
         ({"build_task": 3}, TypeError, "build_task: 3 is not callable; give a function"),
         ({"num_trials": 0}, ValueError, "num_trials: 0, limit: at least 1"),
         ({"num_trials": 1.5}, TypeError, "num_trials: 1.5 is a float; give an int"),
+        ({"policy": "best"}, ValueError, "policy: 'best'"),
+        ({"checkpoint_every": "often"}, ValueError, "checkpoint_every: 'often', limit: a time above 0"),
         ({"parallel": 0}, ValueError, "parallel: 0, limit: at least 1; None is 2 per device"),
         ({"metric": "accuracy"}, ValueError, "direction: not given, and metric 'accuracy' may be any; give"),
         ({"metric": []}, ValueError, "metric: .*limit: at least one name"),

@@ -1,6 +1,7 @@
 """Trials of a sweep train as if alone, and the study says what became of them."""
 
 import _thread
+import threading
 
 import pytest
 import torch
@@ -271,3 +272,34 @@ def test_out_of_dram_alone_is_a_failed_trial(monkeypatch):
     monkeypatch.setattr(dram, "available_dram_bytes", lambda: 10)
     with pytest.raises(HostOutOfMemory):
         sweep_of(num_trials=2).run()
+
+
+def test_a_trial_that_is_built_too_late_to_join_trains_in_the_next_run():
+    is_over = threading.Event()
+    kept = {}
+
+    class End(Callback):
+        def on_task_end(self, report):
+            is_over.set()
+
+    def build_late(trial):
+        if trial.number == 0:
+            return build(trial, End())
+        if trial.number == 1:
+            assert is_over.wait(60)
+            for thread in threading.enumerate():
+                if thread.name.startswith("trial-0"):
+                    thread.join()  # the run is over
+        return keeping(kept)(trial)
+
+    study = sweep_of(build_late, num_trials=3).run()
+    assert states(study) == [COMPLETE] * 3
+    for trial in study.trials[1:]:
+        assert kept[trial.number][0] == plain(trial)[0].losses
+
+
+def test_a_second_call_goes_on_with_the_study():
+    sweep = sweep_of(num_trials=2)
+    study = sweep.run()
+    assert sweep.run() is study
+    assert len(study.trials) == 2
