@@ -91,7 +91,7 @@ class Search:
                     raise self._error
         except BaseException as error:
             if self._checkpoints is None:  # nobody can go on with them
-                for live in self._live.values():
+                for live in list(self._live.values()):
                     if not live.is_pruned:
                         self._trials.fail(live.trial, f"the sweep was ended by {type(error).__name__}")
             raise
