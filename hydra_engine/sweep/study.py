@@ -32,18 +32,22 @@ def load_optuna() -> Any:
     return optuna
 
 
-def open_study(study: Any, default_url: str | None, directions: Sequence[str] | None, num_values: int) -> Any:
+def open_study(
+    study: Any, default_url: str | None, directions: Sequence[str] | None, num_values: int
+) -> tuple[Any, Any]:
     """Return the user's study, or the one named "sweep" in a storage: a URL, None for `default_url` or memory.
+
+    With it, the storage, where it was opened here.
 
     directions: of a study that is made here. Raises TypeError, ValueError, and ConnectionError within seconds for a
     storage that cannot be reached.
     """
-    optuna = load_optuna()
+    optuna, storage = load_optuna(), None
     if isinstance(study, optuna.Study):
         if directions is not None:
             raise ValueError(f"direction: {directions!r} beside a study, which has its own; leave it out")
     elif study is None or isinstance(study, str):
-        study = _named_study(optuna, study or default_url, directions or ["minimize"] * num_values)
+        study, storage = _named_study(optuna, study or default_url, directions or ["minimize"] * num_values)
     else:
         raise TypeError(f"study: {study!r} is a {type(study).__name__}; give an optuna.Study, or a storage's URL")
     if len(study.directions) != num_values:
@@ -51,25 +55,25 @@ def open_study(study: Any, default_url: str | None, directions: Sequence[str] | 
             f"metric: {num_values} figures, limit: {len(study.directions)}, the number of the study's directions; name "
             f"one metric per direction"
         )
-    return study
+    return study, storage
 
 
-def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> Any:
+def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tuple[Any, Any]:
     for direction in directions:
         if direction not in DIRECTIONS:
             raise ValueError(f"direction: {direction!r}, known: {', '.join(map(repr, DIRECTIONS))}")
     if url is None:
-        return optuna.create_study(study_name=STUDY_NAME, directions=list(directions))
+        return optuna.create_study(study_name=STUDY_NAME, directions=list(directions)), None
 
-    def open_it() -> Any:
+    def open_it() -> tuple[Any, Any]:
         storage = optuna.storages.RDBStorage(url)
         return optuna.create_study(
             storage=storage, study_name=STUDY_NAME, directions=list(directions), load_if_exists=True
-        )
+        ), storage
 
     shown = re.sub(r"(?<=://)[^@/]*@", "...@", url)  # a password is nobody's business
     try:
-        study = _in_time(open_it, STORAGE_TIMEOUT_S)
+        study, storage = _in_time(open_it, STORAGE_TIMEOUT_S)
     except Exception as error:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConnectionError(
@@ -82,7 +86,7 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> Any
             f"direction: {list(directions)}, limit: {found}, of the study {STUDY_NAME!r} that is in {shown!r} already; "
             f"give that, or another storage"
         )
-    return study
+    return study, storage
 
 
 def _in_time(job: Callable[[], T], timeout_s: float) -> T:
@@ -113,20 +117,32 @@ class Trials:
     killed is opened again, under its own number, with the values that it was given.
     """
 
-    def __init__(self, study: Any, sweep_id: str, num_trials: int) -> None:
-        """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too."""
+    def __init__(self, study: Any, sweep_id: str, num_trials: int, storage: Any = None) -> None:
+        """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too.
+
+        storage: the study's, where it was opened here.
+        """
         self._optuna = load_optuna()
         self._study: optuna.Study = study
         self._sweep_id = sweep_id
         self._num_trials = num_trials
         self._lock = threading.RLock()
+        state = self._optuna.trial.TrialState
         mine = [each for each in study.get_trials(deepcopy=False) if self._is_mine(each)]
-        self.num_known = len(mine)  # trials of this sweep
+        begun = [each for each in mine if each.state == state.RUNNING]
         self._waiting = [
             self._optuna.trial.Trial(study, each.user_attrs[MARK]["trial_id"])
-            for each in mine
-            if not each.state.is_finished()
+            for each in begun
+            if "trial_id" in each.user_attrs[MARK]
         ]
+        self.num_known = sum("trial_id" in each.user_attrs[MARK] for each in mine)  # trials of this sweep
+        # Killed between `ask` and the second mark, so nothing was asked of it yet.
+        for each in (each for each in begun if "trial_id" not in each.user_attrs[MARK]):
+            if storage is None and not self._waiting:
+                study.tell(each.number, state=state.FAIL)  # another takes its place
+            else:
+                self._waiting.append(self._opened(storage or self._waiting[0].storage, each.number))
+                self.num_known += 1
         self._is_stopped = False  # the sampler has no more to try
 
     def _is_mine(self, trial: Any) -> bool:
@@ -145,13 +161,27 @@ class Trials:
                 return self._waiting.pop(0)
             if self.num_known >= self._num_trials or self._is_stopped:
                 return None
+            waiting = self._optuna.trial.TrialState.WAITING
+            if not self._study.get_trials(deepcopy=False, states=(waiting,)):
+                # Marked before it is asked for: a kill in between leaves no trial of which nobody knows.
+                mark = {MARK: {"sweep": self._sweep_id}}
+                self._study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=mark))
             trial = self._study.ask()
-            storage = trial.storage
-            study_id = storage.get_study_id_from_name(self._study.study_name)
-            trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
-            trial.set_user_attr(MARK, {"sweep": self._sweep_id, "trial_id": trial_id})
+            trial.set_user_attr(
+                MARK, {"sweep": self._sweep_id, "trial_id": self._trial_id(trial.storage, trial.number)}
+            )
             self.num_known += 1
             return trial
+
+    def _trial_id(self, storage: Any, number: int) -> int:
+        study_id = storage.get_study_id_from_name(self._study.study_name)
+        return int(storage.get_trial_id_from_study_id_trial_number(study_id, number))
+
+    def _opened(self, storage: Any, number: int) -> Any:
+        trial_id = self._trial_id(storage, number)
+        trial = self._optuna.trial.Trial(self._study, trial_id)
+        trial.set_user_attr(MARK, {"sweep": self._sweep_id, "trial_id": trial_id})
+        return trial
 
     def put_back(self, trial: Any) -> None:
         """Have a trial, which could not begin yet, be the next one."""

@@ -119,10 +119,10 @@ class Sweep:
         """
         path = self._checkpoint_dir
         with nullcontext() if path is None else closing(SweepFolder(path)) as folder:
-            study = open_study(
+            study, storage = open_study(
                 self._study, None if folder is None else folder.study_url, self._directions, len(self._objective.names)
             )
-            trials = Trials(study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials)
+            trials = Trials(study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials, storage)
             if folder is not None:
                 folder.check_is_of(trials.num_known)
             Search(self._settings, trials, None if folder is None else folder.checkpoints, self.verbose).run()

@@ -163,3 +163,18 @@ def test_a_trials_model_comes_back_with_its_weights(tmp_path):
         sweep.model(SimpleNamespace(number=7, params={}))
     with pytest.raises(ValueError, match="nothing was saved; give the sweep a checkpoint_dir"):
         Sweep(build, devices=[EmulatedDevice("1MiB")]).model(study.best_trial)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_killed_as_a_trial_was_asked_for(tmp_path, is_asked, is_own):
+    sweep_in(tmp_path, num_trials=1).run()
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study = optuna.load_study(study_name="sweep", storage=url)
+    mark = {"hydra_engine": {"sweep": (tmp_path / "sweep.id").read_text().strip()}}
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs=mark))
+    if is_asked:
+        study.ask()
+    study = sweep_in(tmp_path, num_trials=3, study=study if is_own else None).run()
+    expected = ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"] if is_asked and is_own else ["COMPLETE"] * 3
+    assert [trial.state.name for trial in study.trials] == expected
