@@ -24,6 +24,7 @@ ROOMS = (
     "planning",
     "display",
     "run",
+    "sweep",
     "integrations",
     "cli",
 )

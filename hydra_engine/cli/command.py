@@ -1,4 +1,4 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe`` and ``resume DIR``.
+"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe``, ``resume DIR``, ``sweep``.
 
 A command's module is imported once the line has been understood: torch takes seconds, and `--help` needs none of it.
 """
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="how a model would be cut, and what its step would take, by arithmetic"))
     _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
     _add_resume(commands.add_parser("resume", help="runs the command again that made checkpoints, from the newest one"))
+    _add_sweep(commands.add_parser("sweep", help="trains the trials of a search space together, and names the best"))
     return parser
 
 
@@ -99,3 +100,21 @@ def _add_probe(probing: argparse.ArgumentParser) -> None:
     )
     named = "as in devices= of a run, or 'emulated' for the CPU (all there are)"
     probing.add_argument("--device", nargs="+", metavar="NAME", help=named)
+
+
+def _add_sweep(sweep: argparse.ArgumentParser) -> None:
+    sweep.description = (
+        "Calls the function for each trial of an Optuna study, and trains the tasks that it returns together. With "
+        "--checkpoint-dir the same command goes on after it was killed."
+    )
+    add = sweep.add_argument
+    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="takes an Optuna trial, and returns a ModelTask")
+    add("--trials", default="12", metavar="N", help="in all (12)")
+    add("--parallel", metavar="N", help="the most models in DRAM at once (two per device)")
+    add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
+    add("--study", metavar="URL", help="the study's storage: sqlite:///sweep.db (beside the checkpoints, or in memory)")
+    add("--checkpoint-dir", metavar="DIR", help="folder of the sweep, from which it goes on")
+    add("--checkpoint-every", default="10min", metavar="TIME|STEPS", help="(10min)")
+    add("--metric", nargs="+", metavar="NAME", help="of the last validation (validation_loss)")
+    add("--direction", nargs="+", choices=("minimize", "maximize"), help="of each metric (minimize)")
+    add("--seed", type=int, default=0, metavar="N", help="of the trials' random streams (0)")

@@ -41,7 +41,7 @@ def here_importable() -> Iterator[None]:
 
 def sample_of(name: str) -> Sample:
     """Calls the function that `name` names, where nothing is allocated; raises Mistake."""
-    function = _function(name)
+    function = function_of(name)
     try:
         with torch.device("meta"):  # shapes only: a model of any size
             returned = function()
@@ -59,7 +59,8 @@ def sample_of(name: str) -> Sample:
     return _unpacked(name, returned)
 
 
-def _function(name: str) -> Callable[[], Any]:
+def function_of(name: str) -> Callable[..., Any]:
+    """Import the function that `name` names, as PACKAGE.MODULE:FUNCTION; raises Mistake."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise Mistake(f"function: {name!r}, limit: PACKAGE.MODULE:FUNCTION; write for example my_models:gpt")

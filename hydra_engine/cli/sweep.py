@@ -1,0 +1,78 @@
+"""``hydra-engine sweep``: the trials of a user's function, trained together, and the best of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.sample import function_of, here_importable
+from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
+from hydra_engine.errors import CheckpointError
+from hydra_engine.sweep import Sweep
+from hydra_engine.system import dram
+from hydra_engine.tasks import table
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the sweep, and print the best trial of each objective."""
+    devices = None if options.devices is None else _devices(options.devices)
+    with here_importable():
+        build_task = function_of(options.function)
+        try:
+            sweep = Sweep(
+                build_task,
+                study=options.study,
+                num_trials=_count(options.trials, "--trials"),
+                parallel=None if options.parallel is None else _count(options.parallel, "--parallel"),
+                devices=devices,
+                checkpoint_dir=options.checkpoint_dir,
+                checkpoint_every=_every(options.checkpoint_every),
+                metric=_one_or_all(options.metric),
+                direction=_one_or_all(options.direction),
+                seed=options.seed,
+            )
+        except (ImportError, ValueError) as error:
+            raise Mistake(str(error)) from error
+        try:
+            study = sweep.run()
+        except (ConnectionError, CheckpointError) as error:  # what a trial raised keeps its traceback
+            raise Mistake(str(error)) from error
+    print("", *table(_rows(study)), sep="\n")
+
+
+def _count(text: str, field: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
+    return int(text)
+
+
+def _every(text: str) -> str | int:
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _one_or_all(names: Sequence[str] | None) -> str | Sequence[str] | None:
+    return names[0] if names is not None and len(names) == 1 else names
+
+
+def _devices(names: Sequence[str]) -> list[DeviceSpec]:
+    try:
+        # A size is an emulated device's, and a GPU's name has no digit in front.
+        specs: list[DeviceSpec | str] = [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]
+        return resolve_devices(specs, max(1, dram.available_dram_bytes() // 2))
+    except (ValueError, RuntimeError) as error:
+        raise Mistake(f"--devices: {error}; a size such as 512MiB is an emulated device") from error
+
+
+def _rows(study: Any) -> list[tuple[str, ...]]:
+    """The best trials first, and how many there are of each other kind."""
+    rows: list[tuple[str, ...]] = [("best trial", "values", "parameters")]
+    for trial in study.best_trials if len(study.directions) > 1 else _best(study):
+        values = ", ".join(f"{value:.6g}" for value in trial.values)
+        rows.append((str(trial.number), values, ", ".join(f"{key}={value}" for key, value in trial.params.items())))
+    return rows
+
+
+def _best(study: Any) -> list[Any]:
+    return [study.best_trial] if any(trial.state.name == "COMPLETE" for trial in study.trials) else []

@@ -1,0 +1,5 @@
+"""Model selection: trials of an Optuna study, trained together on the devices of this machine."""
+
+from hydra_engine.sweep.sweep import Sweep
+
+__all__ = ["Sweep"]

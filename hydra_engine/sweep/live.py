@@ -1,0 +1,100 @@
+"""A trial while it trains: its task, and the callbacks by which the sweep follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hydra_engine.errors import StopTask
+from hydra_engine.sweep.objective import Objective
+from hydra_engine.sweep.study import Trials
+from hydra_engine.tasks import Callback, ModelTask, TaskReport
+
+
+def name_of(trial: Any) -> str:
+    """Name of a trial's task, in reports and checkpoints."""
+    return f"trial-{trial.number}"
+
+
+class LiveTrial:
+    """A trial with a task in DRAM."""
+
+    def __init__(self, trial: Any, task: ModelTask) -> None:
+        self.trial = trial
+        self.task = task
+        self.name = task.name = name_of(trial)
+        self.is_planned = False
+        self.is_pruned = False  # and the study was told
+        self.is_in_callbacks = False  # of the user's; they have ended the task where it ends there
+
+    def follow(self, trials: Trials, objective: Objective, put: Callable[[LiveTrial, TaskReport | None], None]) -> None:
+        """Call `put` at the task's first step, with None, and at its end, with its report; report its validations."""
+        first = _First(self, put)
+        last = _Last(self, trials, objective, put)
+        self.task.callbacks = (first, *self.task.callbacks, last)
+
+    def release(self) -> None:
+        """Free the DRAM of the weights that were trained; the orchestrator keeps the task until its own end."""
+        for parameter in self.task.model.parameters():
+            parameter.grad = None
+            if parameter.requires_grad:  # frozen ones may be another trial's, too
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+class _First(Callback):
+    """Called before the user's callbacks."""
+
+    def __init__(self, live: LiveTrial, put: Callable[[LiveTrial, TaskReport | None], None]) -> None:
+        self._live = live
+        self._put = put
+        self._has_begun = False
+
+    def on_step(self, report: TaskReport) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._put(self._live, None)
+        self._live.is_in_callbacks = True
+
+    def on_validation(self, report: TaskReport) -> None:
+        self._live.is_in_callbacks = True
+
+    def on_epoch(self, report: TaskReport, epoch: int) -> None:
+        self._live.is_in_callbacks = True
+
+
+class _Last(Callback):
+    """Called after the user's callbacks."""
+
+    def __init__(
+        self,
+        live: LiveTrial,
+        trials: Trials,
+        objective: Objective,
+        put: Callable[[LiveTrial, TaskReport | None], None],
+    ) -> None:
+        self._live = live
+        self._trials = trials
+        self._objective = objective
+        self._put = put
+        self._reported = trials.reported(live.trial)
+
+    def on_step(self, report: TaskReport) -> None:
+        self._live.is_in_callbacks = False
+
+    def on_validation(self, report: TaskReport) -> None:
+        self._live.is_in_callbacks = False
+        values, step = self._objective.last(report), len(report.validation_losses) - 1
+        # After a resume, validations may come again whose report was answered already.
+        if values is None or not self._trials.has_pruning or step in self._reported:
+            return
+        if self._trials.prunes(self._live.trial, values[0], step):
+            self._live.is_pruned = True
+            raise StopTask
+
+    def on_epoch(self, report: TaskReport, epoch: int) -> None:
+        self._live.is_in_callbacks = False
+
+    def on_task_end(self, report: TaskReport) -> None:
+        self._put(self._live, report)

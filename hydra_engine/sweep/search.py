@@ -1,0 +1,309 @@
+"""One call of a sweep: keeps as many trials in training as there is room for, and tells the study what became of them.
+
+    caller's thread      begins the first trial, then trains all that join, in `train_models`
+    "sweep" thread       while they train: tells trials that are over, asks for the next, builds, plans and adds it
+    callbacks' threads   one per trial: report validations, ask the pruner, and say that the trial has begun or is over
+
+What happens to a trial travels as (trial, report) to the "sweep" thread: report None is its first step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from hydra_engine.data import CallbackDraws, stream_seed
+from hydra_engine.devices import DeviceSpec
+from hydra_engine.errors import HostOutOfMemory
+from hydra_engine.run import ModelOrchestrator
+from hydra_engine.schedule import Policy
+from hydra_engine.sweep.live import LiveTrial, name_of
+from hydra_engine.sweep.objective import Objective
+from hydra_engine.sweep.study import Trials
+from hydra_engine.system import dram
+from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Report, TaskReport
+
+# After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
+INTERRUPTED_S = 10.0
+
+_TORCH_RANDOM: Any = torch.random
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """Settings of a sweep, checked."""
+
+    build_task: Callable[[Any], ModelTask]
+    objective: Objective
+    parallel: int
+    devices: Sequence[DeviceSpec]
+    policy: str | Policy
+    checkpoint_every: str | int
+    seed: int
+
+    def build(self, trial: Any) -> Any:
+        """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
+        seed = stream_seed(self.seed, trial.number, 0)
+        with CallbackDraws(name_of(trial), seed, set(), set).calling():
+            _TORCH_RANDOM.default_generator.manual_seed(seed)  # this thread's, now; no loader's, and no GPU's
+            return self.build_task(trial)
+
+
+class Search:
+    """Trains the trials of one call; thrown away after it."""
+
+    def __init__(
+        self, settings: SearchSettings, trials: Trials, checkpoints: str | os.PathLike[str] | None, verbose: int
+    ) -> None:
+        """`checkpoints`: folder of the trials' checkpoints; None: they are not saved."""
+        self._settings = settings
+        self._trials = trials
+        self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._verbose = verbose
+        # While others train, a GPU has no memory to plan with: there, as many as have room train together, to the end.
+        self._may_join = all(device.has_room_for_planning for device in settings.devices)
+        self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
+        self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
+        self._is_running = False
+        self._largest_bytes = 0  # of DRAM, that a trial has taken so far
+        self._has_room = True  # False: DRAM had none for the next trial; until one is over
+        self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
+        self._events: SimpleQueue[tuple[LiveTrial, TaskReport | None] | None] = SimpleQueue()
+        self._error: BaseException | None = None  # ends the sweep, once what trains is over
+        self._first_failure: BaseException | None = None
+        self._num_well = 0  # trials that did not fail
+
+    def run(self) -> None:
+        """Train until no trial is left."""
+        try:
+            while self._prepare():
+                self._train()
+                if self._error is not None:
+                    raise self._error
+        except BaseException as error:
+            if self._checkpoints is None:  # nobody can go on with them
+                for live in list(self._live.values()):
+                    if not live.is_pruned:
+                        self._trials.fail(live.trial, f"the sweep was ended by {type(error).__name__}")
+            raise
+        if self._first_failure is not None and not self._num_well:
+            raise self._first_failure
+
+    # -- trials begin
+
+    def _prepare(self) -> bool:
+        """Add and plan trials while nothing trains; False where none is left to train."""
+        if not self._live:
+            self._orchestra = None
+        self._has_room = True
+        for live in list(self._live.values()):
+            self._plan(live)  # those that came too late to join
+        wanted = 1 if self._may_join else self._settings.parallel
+        while len(self._live) < wanted and self._has_room and self._begin():
+            for live in list(self._live.values()):
+                self._plan(live)
+        return bool(self._live)
+
+    def _begin(self) -> bool:
+        """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
+        if self._live and dram.available_dram_bytes() < self._largest_bytes:
+            self._has_room = False
+            return False
+        trial = self._trials.next()
+        if trial is None:
+            return False
+        live = self._built(trial)
+        if live is not None:
+            self._add(live)
+        return True
+
+    def _built(self, trial: Any) -> LiveTrial | None:
+        """Call `build_task`; None where that failed the trial, or pruned it. Raises what every trial would meet."""
+        try:
+            task = self._settings.build(trial)
+        except Exception as error:
+            if self._trials.is_pruning(error):
+                self._trials.prune(trial)
+                self._num_well += 1
+                self._tell(trial, "pruned, by build_task")
+                return None
+            self._failed(trial, error)
+            if self._trials.is_of_space(error):
+                raise
+            return None
+        try:
+            self._settings.objective.check(task, name_of(trial))
+            self._check_new(task, name_of(trial))
+        except (TypeError, ValueError) as error:
+            self._failed(trial, error)
+            raise
+        live = LiveTrial(trial, task)
+        live.follow(self._trials, self._settings.objective, lambda live, report: self._events.put((live, report)))
+        return live
+
+    def _check_new(self, task: ModelTask, name: str) -> None:
+        """Refuse a model that another trial trains or has trained."""
+        for parameter_name, parameter in task.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self._parameters.get(id(parameter)) is parameter:
+                raise ValueError(
+                    f"build_task: {name} got a model whose parameter {parameter_name} another trial trains, limit: a "
+                    f"model of its own; make a new one in each call, and share frozen ones at most"
+                )
+        for parameter in task.model.parameters():
+            if parameter.requires_grad:
+                self._parameters[id(parameter)] = parameter
+
+    def _add(self, live: LiveTrial) -> None:
+        """Add a trial's task; while others train, it is planned and joins them."""
+        orchestra, settings = self._orchestra, self._settings
+        try:
+            if orchestra is None:
+                self._orchestra = orchestra = ModelOrchestrator(
+                    [live.task],
+                    devices=settings.devices,
+                    policy=settings.policy,
+                    checkpoint_dir=self._checkpoints,
+                    checkpoint_every=settings.checkpoint_every,
+                )
+                orchestra.verbose = 0
+            else:
+                orchestra.add_task(live.task)
+        except Exception as error:
+            self._refused(live, error)
+        else:
+            self._live[live.name] = live
+            self._note_plan(live)
+
+    def _plan(self, live: LiveTrial) -> None:
+        """Plan a trial while nothing trains, so that what is wrong with it is its own failure."""
+        if live.is_planned:
+            return
+        assert self._orchestra is not None
+        try:
+            self._orchestra.generate()
+        except Exception as error:
+            self._orchestra.stop_task(live.name)
+            del self._live[live.name]
+            self._refused(live, error)
+        else:
+            self._note_plan(live)
+
+    def _refused(self, live: LiveTrial, error: Exception) -> None:
+        """The trial has failed; or it waits, where only DRAM is missing that others have now."""
+        if isinstance(error, HostOutOfMemory) and self._live:
+            self._has_room = False
+            self._trials.put_back(live.trial)
+        else:
+            self._failed(live.trial, error)
+
+    def _note_plan(self, live: LiveTrial) -> None:
+        plan = None if self._orchestra is None else self._orchestra.plan
+        if plan is not None and live.name in plan.tasks:
+            live.is_planned = True
+            self._largest_bytes = max(self._largest_bytes, plan.tasks[live.name].dram_bytes)
+
+    # -- trials train
+
+    def _train(self) -> None:
+        assert self._orchestra is not None
+        self._is_running = True
+        thread = threading.Thread(target=self._keep_full, name="sweep", daemon=True)
+        thread.start()
+        wait_s: float | None = INTERRUPTED_S
+        try:
+            report = self._trained(self._orchestra)
+            wait_s = None
+        finally:
+            self._is_running = False
+            self._events.put(None)
+            thread.join(wait_s)
+        for name, live in list(self._live.items()):
+            if name in report.tasks:
+                self._over(live, report.tasks[name], is_last=True)
+
+    def _trained(self, orchestra: ModelOrchestrator) -> Report:
+        try:
+            return orchestra.train_models(resume=self._checkpoints is not None)
+        except Exception as error:
+            report = orchestra.report
+            if report is not None and any(task.exception is error for task in report.tasks.values()):
+                return report  # every trial has failed
+            raise
+
+    def _keep_full(self) -> None:
+        """Tell trials that are over, and begin others in their place, until the run is over."""
+        while (event := self._events.get()) is not None:
+            live, report = event
+            try:
+                if report is not None:
+                    self._has_room = True
+                    self._over(live, report)
+                while self._may_join and self._error is None and self._wants_more() and self._begin():
+                    pass
+            except BaseException as error:
+                self._error = self._error or error
+
+    def _wants_more(self) -> bool:
+        # One that was added and not planned came too late.
+        is_running = self._is_running and all(live.is_planned for live in self._live.values())
+        return is_running and self._has_room and len(self._live) < self._settings.parallel
+
+    # -- trials end
+
+    def _over(self, live: LiveTrial, report: TaskReport, *, is_last: bool = False) -> None:
+        """Tell the study how a trial has ended, and free its memory.
+
+        A task is stopped by its callbacks, or by an interrupt, after which the trial goes on some day. is_last: the run
+        has ended, and was not interrupted.
+        """
+        if live.name not in self._live:
+            return
+        trial = live.trial
+        is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_in_callbacks
+        if not (live.is_pruned or is_ended or is_last):
+            return
+        del self._live[live.name]
+        values = self._settings.objective.last(report)
+        if live.is_pruned:
+            self._num_well += 1
+            self._tell(trial, "pruned", report)
+        elif report.status == FAILED:
+            self._failed(trial, report.exception or RuntimeError(report.error), report.error)
+        elif report.error is not None:
+            self._failed(trial, RuntimeError(report.error))
+        elif values is None or any(value != value for value in values):
+            figures = "was validated never" if values is None else f"has {self._figures(values)}"
+            self._failed(trial, RuntimeError(f"{live.name} {figures}, limit: numbers; see its validation"))
+        else:
+            self._trials.complete(trial, values, {"steps": report.steps})
+            self._num_well += 1
+            self._tell(trial, f"completed, {self._figures(values)}", report)
+        live.release()
+
+    def _failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
+        self._first_failure = self._first_failure or error
+        said = str(error).strip()
+        line = f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
+        self._trials.fail(trial, text or line)
+        self._tell(trial, f"failed, {line}")
+
+    def _figures(self, values: Sequence[float]) -> str:
+        return ", ".join(
+            f"{name} {value:.6g}" for name, value in zip(self._settings.objective.names, values, strict=True)
+        )
+
+    def _tell(self, trial: Any, outcome: str, report: TaskReport | None = None) -> None:
+        if self._verbose:
+            steps = "" if report is None else f" after {report.steps} steps"
+            print(f"trial {trial.number}: {outcome}{steps}, {trial.params}", flush=True)

@@ -1,0 +1,243 @@
+"""The study: trials that are asked for, reported and told, by Optuna's public API."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import optuna
+
+T = TypeVar("T")
+
+# User attribute of a trial: the sweep that it belongs to, and the id by which that sweep opens it again.
+MARK = "hydra_engine"
+STUDY_NAME = "sweep"
+# A storage that does not answer is given up after this.
+STORAGE_TIMEOUT_S = 15.0
+DIRECTIONS = ("minimize", "maximize")
+
+
+def load_optuna() -> Any:
+    """Import Optuna, which the rest of the engine does without."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(
+            "hydra_engine.sweep: optuna is not installed, limit: a sweep needs it; `pip install hydra_engine[sweep]`, "
+            "or `pip install optuna`"
+        ) from error
+    return optuna
+
+
+def open_study(
+    study: Any, default_url: str | None, directions: Sequence[str] | None, num_values: int
+) -> tuple[Any, Any]:
+    """Return the user's study, or the one named "sweep" in a storage: a URL, None for `default_url` or memory.
+
+    With it, the storage, where it was opened here.
+
+    directions: of a study that is made here. Raises TypeError, ValueError, and ConnectionError within seconds for a
+    storage that cannot be reached.
+    """
+    optuna, storage = load_optuna(), None
+    if isinstance(study, optuna.Study):
+        if directions is not None:
+            raise ValueError(f"direction: {directions!r} beside a study, which has its own; leave it out")
+    elif study is None or isinstance(study, str):
+        study, storage = _named_study(optuna, study or default_url, directions or ["minimize"] * num_values)
+    else:
+        raise TypeError(f"study: {study!r} is a {type(study).__name__}; give an optuna.Study, or a storage's URL")
+    if len(study.directions) != num_values:
+        raise ValueError(
+            f"metric: {num_values} figures, limit: {len(study.directions)}, the number of the study's directions; name "
+            f"one metric per direction"
+        )
+    return study, storage
+
+
+def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tuple[Any, Any]:
+    for direction in directions:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction: {direction!r}, known: {', '.join(map(repr, DIRECTIONS))}")
+    if url is None:
+        return optuna.create_study(study_name=STUDY_NAME, directions=list(directions)), None
+
+    def open_it() -> tuple[Any, Any]:
+        storage = optuna.storages.RDBStorage(url)
+        return optuna.create_study(
+            storage=storage, study_name=STUDY_NAME, directions=list(directions), load_if_exists=True
+        ), storage
+
+    shown = re.sub(r"(?<=://)[^@/]*@", "...@", url)  # a password is nobody's business
+    try:
+        study, storage = _in_time(open_it, STORAGE_TIMEOUT_S)
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConnectionError(
+            f"study: {shown!r} cannot be opened: {said}; give sqlite:///FILE in a folder that exists, or the URL of a "
+            f"server that answers, with its driver installed"
+        ) from error
+    found = [direction.name.lower() for direction in study.directions]
+    if found != list(directions):
+        raise ValueError(
+            f"direction: {list(directions)}, limit: {found}, of the study {STUDY_NAME!r} that is in {shown!r} already; "
+            f"give that, or another storage"
+        )
+    return study, storage
+
+
+def _in_time(job: Callable[[], T], timeout_s: float) -> T:
+    """Run a job in a thread, which is left behind where it does not return."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(job())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="sweep-storage", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer in {timeout_s:g} s")
+    return results[0]
+
+
+class Trials:
+    """A sweep's trials in a study. From any thread: one call at a time, so that a decision sees all reports before it.
+
+    A trial is in the study from the moment it is asked for, and is told once. One that was running when its process was
+    killed is opened again, under its own number, with the values that it was given.
+    """
+
+    def __init__(self, study: Any, sweep_id: str, num_trials: int, storage: Any = None) -> None:
+        """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too.
+
+        storage: the study's, where it was opened here.
+        """
+        self._optuna = load_optuna()
+        self._study: optuna.Study = study
+        self._sweep_id = sweep_id
+        self._num_trials = num_trials
+        self._lock = threading.RLock()
+        state = self._optuna.trial.TrialState
+        mine = [each for each in study.get_trials(deepcopy=False) if self._is_mine(each)]
+        begun = [each for each in mine if each.state == state.RUNNING]
+        self._waiting = [
+            self._optuna.trial.Trial(study, each.user_attrs[MARK]["trial_id"])
+            for each in begun
+            if "trial_id" in each.user_attrs[MARK]
+        ]
+        self.num_known = sum("trial_id" in each.user_attrs[MARK] for each in mine)  # trials of this sweep
+        # Killed between `ask` and the second mark, so nothing was asked of it yet.
+        for each in (each for each in begun if "trial_id" not in each.user_attrs[MARK]):
+            if storage is None and not self._waiting:
+                study.tell(each.number, state=state.FAIL)  # another takes its place
+            else:
+                self._waiting.append(self._opened(storage or self._waiting[0].storage, each.number))
+                self.num_known += 1
+        self._is_stopped = False  # the sampler has no more to try
+
+    def _is_mine(self, trial: Any) -> bool:
+        mark = trial.user_attrs.get(MARK)
+        return isinstance(mark, dict) and mark.get("sweep") == self._sweep_id
+
+    @property
+    def has_pruning(self) -> bool:
+        """True if trials report values while they train; Optuna has no pruning of several objectives."""
+        return len(self._study.directions) == 1
+
+    def next(self) -> Any | None:
+        """Return the next trial to train: one that was running or put back, or else a new one; None: no more."""
+        with self._lock:
+            if self._waiting:
+                return self._waiting.pop(0)
+            if self.num_known >= self._num_trials or self._is_stopped:
+                return None
+            waiting = self._optuna.trial.TrialState.WAITING
+            if not self._study.get_trials(deepcopy=False, states=(waiting,)):
+                # Marked before it is asked for: a kill in between leaves no trial of which nobody knows.
+                mark = {MARK: {"sweep": self._sweep_id}}
+                self._study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=mark))
+            trial = self._study.ask()
+            trial.set_user_attr(
+                MARK, {"sweep": self._sweep_id, "trial_id": self._trial_id(trial.storage, trial.number)}
+            )
+            self.num_known += 1
+            return trial
+
+    def _trial_id(self, storage: Any, number: int) -> int:
+        study_id = storage.get_study_id_from_name(self._study.study_name)
+        return int(storage.get_trial_id_from_study_id_trial_number(study_id, number))
+
+    def _opened(self, storage: Any, number: int) -> Any:
+        trial_id = self._trial_id(storage, number)
+        trial = self._optuna.trial.Trial(self._study, trial_id)
+        trial.set_user_attr(MARK, {"sweep": self._sweep_id, "trial_id": trial_id})
+        return trial
+
+    def put_back(self, trial: Any) -> None:
+        """Have a trial, which could not begin yet, be the next one."""
+        with self._lock:
+            self._waiting.insert(0, trial)
+
+    def reported(self, trial: Any) -> set[int]:
+        """Return the steps that a trial has reported, before its process was killed."""
+        with self._lock:
+            found = next(each for each in self._study.get_trials(deepcopy=False) if each.number == trial.number)
+            return set(found.intermediate_values)
+
+    def prunes(self, trial: Any, value: float, step: int) -> bool:
+        """Report a value, and return True if the pruner ends the trial; it is told so then."""
+        with self._lock:
+            trial.report(value, step)
+            if not trial.should_prune():
+                return False
+            self.prune(trial)
+            return True
+
+    def complete(self, trial: Any, values: list[float], attributes: dict[str, Any]) -> None:
+        """Tell that a trial was trained to its end."""
+        self._tell(trial, self._optuna.trial.TrialState.COMPLETE, values, attributes)
+
+    def prune(self, trial: Any) -> None:
+        """Tell that a trial is not trained further."""
+        self._tell(trial, self._optuna.trial.TrialState.PRUNED)
+
+    def fail(self, trial: Any, error: str) -> None:
+        """Tell that a trial has failed."""
+        self._tell(trial, self._optuna.trial.TrialState.FAIL, attributes={"error": error})
+
+    def _tell(
+        self, trial: Any, state: Any, values: list[float] | None = None, attributes: dict[str, Any] | None = None
+    ) -> None:
+        with self._lock:
+            for key, value in (attributes or {}).items():
+                trial.set_user_attr(key, value)
+            try:
+                self._study.tell(trial, values, state=state)
+            except RuntimeError as error:
+                # A grid that is exhausted stops `optimize`, which nobody runs here; the trial is told all the same.
+                if "Study.stop" not in str(error):
+                    raise
+                self._is_stopped = True
+
+    def is_pruning(self, error: BaseException) -> bool:
+        """Return True for the exception by which user code prunes a trial."""
+        return isinstance(error, self._optuna.TrialPruned)
+
+    @staticmethod
+    def is_of_space(error: BaseException) -> bool:
+        """Return True if Optuna itself has refused what a trial asked for, such as a range without values."""
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+        return name.partition(".")[0] == "optuna"

@@ -1,0 +1,151 @@
+"""A sweep: a search space and a budget of trials in, an Optuna study out."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from hydra_engine.checkpoints import CheckpointStore, load_newest
+from hydra_engine.devices import DeviceSpec, resolve_devices
+from hydra_engine.run import ModelOrchestrator
+from hydra_engine.schedule import Policy, resolve_policy
+from hydra_engine.sweep.folder import SweepFolder
+from hydra_engine.sweep.live import name_of
+from hydra_engine.sweep.objective import Objective
+from hydra_engine.sweep.search import Search, SearchSettings
+from hydra_engine.sweep.study import Trials, load_optuna, open_study
+from hydra_engine.system import dram
+from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
+
+if TYPE_CHECKING:
+    import optuna
+
+# Models in DRAM per device: while one's weights cross the link or are updated, another computes.
+MODELS_PER_DEVICE = 2
+
+
+class Sweep:
+    """Trains the trials of an Optuna study together, so many at a time as DRAM and devices take.
+
+    Args:
+        build_task: (trial) -> ModelTask, in Optuna's define-by-run style: it asks the trial for values, and makes a new
+            model, and a task with `validation=` and without `name=`. It is called with torch's random stream seeded for
+            the trial (`seed`), so a trial's model and results depend on its number and its values alone. What it raises
+            fails the trial, and `optuna.TrialPruned` prunes it. It runs beside training: where it draws from `random`
+            or `numpy.random`, give it generators of its own.
+        study: an `optuna.Study`, with the sampler, pruner, directions and storage of your choice; or the URL of a
+            storage, in which the study is named "sweep"; or None: SQLite in `checkpoint_dir`, or memory without one.
+        num_trials: trials in all. Those of an earlier call with the same `checkpoint_dir` count.
+        parallel: the most models that are in DRAM at once; default: two per device. Fewer, while DRAM has no room.
+        devices, policy: as of `ModelOrchestrator`.
+        checkpoint_dir: folder of the sweep. Run again after it was killed, the sweep goes on with every trial from its
+            last checkpoint, and trains none again that was told. None: nothing is saved.
+        checkpoint_every: as of `ModelOrchestrator`.
+        metric: the figure of the last validation that is a trial's value: "validation_loss", or a name in the task's
+            `metrics`; for several objectives a list, one name per direction. None: the validation loss.
+        direction: "minimize" or "maximize", or a list, of a study that is made here; needed for a metric.
+        seed: of the trials' random streams.
+
+    Attributes:
+        verbose: 0 silent, 1 a line for each trial that is over.
+
+    A validation's value is reported to the study, by the validation's index from 0, and the pruner asked. A trial that
+    raises is a failed trial; `study.trials[k].user_attrs["error"]` says why. A trial that is over gives its DRAM back,
+    and the next one joins the others while they train.
+
+    Raises at once what no trial could do without: TypeError and ValueError, also for a search space that Optuna refuses
+    and for what `build_task` returns; ConnectionError for a storage that cannot be opened; CheckpointError for a folder
+    that is in use or of another study; ImportError without Optuna.
+    """
+
+    def __init__(
+        self,
+        build_task: Callable[[Any], ModelTask],
+        *,
+        study: optuna.Study | str | None = None,
+        num_trials: int = 12,
+        parallel: int | None = None,
+        devices: Sequence[DeviceSpec | str] | None = None,
+        policy: str | Policy = "sharded-lrtf",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: str | int = "10min",
+        metric: str | Sequence[str] | None = None,
+        direction: str | Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        load_optuna()
+        if not callable(build_task):
+            raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
+        for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")
+        if num_trials < 1:
+            raise ValueError(f"num_trials: {num_trials}, limit: at least 1")
+        if parallel is not None and parallel < 1:
+            raise ValueError(f"parallel: {parallel}, limit: at least 1; None is {MODELS_PER_DEVICE} per device")
+        self._objective = Objective.parse(metric)
+        self._directions = None if direction is None else [direction] if isinstance(direction, str) else list(direction)
+        if self._directions is not None and len(self._directions) != len(self._objective.names):
+            raise ValueError(
+                f"direction: {len(self._directions)}, limit: one for each of {len(self._objective.names)} metrics"
+            )
+        if metric is not None and direction is None and (study is None or isinstance(study, str)):
+            raise ValueError(f"direction: not given, and metric {metric!r} may be any; give 'minimize' or 'maximize'")
+        CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
+        devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
+        self._settings = SearchSettings(
+            build_task=build_task,
+            objective=self._objective,
+            parallel=parallel or min(num_trials, MODELS_PER_DEVICE * len(devices)),
+            devices=devices,
+            policy=resolve_policy(policy),
+            checkpoint_every=checkpoint_every,
+            seed=seed,
+        )
+        self._study = study
+        self._num_trials = num_trials
+        self._checkpoint_dir = checkpoint_dir
+        self._sweep_id = uuid.uuid4().hex  # without a folder that has one
+        self.verbose = 1
+
+    def run(self) -> optuna.Study:
+        """Train until the study has all trials, and return it.
+
+        After Ctrl-C or SIGTERM what trains is saved, and the next call goes on with it; without `checkpoint_dir` these
+        trials have failed. When every trial of the call has failed, the first failure is raised.
+        """
+        path = self._checkpoint_dir
+        with nullcontext() if path is None else closing(SweepFolder(path)) as folder:
+            study, storage = open_study(
+                self._study, None if folder is None else folder.study_url, self._directions, len(self._objective.names)
+            )
+            trials = Trials(study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials, storage)
+            if folder is not None:
+                folder.check_is_of(trials.num_known)
+            Search(self._settings, trials, None if folder is None else folder.checkpoints, self.verbose).run()
+        self._study, self._directions = study, None  # another call goes on with it
+        return study
+
+    def model(self, trial: optuna.trial.FrozenTrial) -> Model:
+        """Return the model of a completed or pruned trial with the weights that it was left with, from its checkpoint.
+
+        `sweep.model(study.best_trial)`. Raises ValueError without a `checkpoint_dir`, and for a trial that was not
+        saved.
+        """
+        if self._checkpoint_dir is None:
+            raise ValueError("model: nothing was saved; give the sweep a checkpoint_dir")
+        name = name_of(trial)
+        with closing(SweepFolder(self._checkpoint_dir)) as folder:
+            found = load_newest(folder.checkpoints)
+            over = None if found is None else found.data["tasks"].get(name, {}).get("over")
+            if over not in (FINISHED, STOPPED):
+                raise ValueError(f"model: {name} is not in {folder.path} as one that is over; give one that is")
+            task = self._settings.build(load_optuna().trial.FixedTrial(trial.params, number=trial.number))
+            task.name = name
+            orchestra = ModelOrchestrator([task], devices=self._settings.devices, checkpoint_dir=folder.checkpoints)
+            orchestra.verbose = 0
+            orchestra.train_models(resume=True)  # puts the weights back; there is nothing left to train
+            return task.model  # type: ignore[no-any-return]

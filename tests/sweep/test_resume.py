@@ -1,0 +1,180 @@
+"""A sweep that was killed goes on: no trial twice, none that was told again, and the bits of plain PyTorch."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hydra_engine import Callback, EmulatedDevice
+from hydra_engine.sweep import Sweep
+from tests.sweep.space import DEVICES, STEPS, build, keeping, plain, study_in
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def sweep_in(folder, build_task=build, **options):
+    devices = [EmulatedDevice(size) for size in DEVICES]
+    options = {"num_trials": 6, "parallel": 2, "checkpoint_every": 2, **options}
+    sweep = Sweep(build_task, devices=devices, checkpoint_dir=folder, **options)
+    sweep.verbose = 0
+    return sweep
+
+
+def outcomes(study):
+    return [(trial.number, trial.state.name, trial.params, trial.values) for trial in study.trials]
+
+
+def assert_as_alone(study):
+    for trial in study.trials:
+        validation_losses = plain(trial)[0].validation_losses
+        found = list(trial.intermediate_values.values())
+        assert trial.intermediate_values.keys() == set(range(len(found)))
+        assert found == validation_losses[: len(found)]
+        assert trial.value == found[-1]
+        if trial.state.name == "COMPLETE":
+            assert found == validation_losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "step"), [(0, 1), (3, 5), (5, 12)])
+def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
+    command = [sys.executable, "-m", "tests.sweep.space", str(tmp_path), str(number), str(step)]
+    first = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    before = study_in(tmp_path)
+    told = [each for each in outcomes(before) if each[1] == "COMPLETE"]
+    begun = [trial.params for trial in before.trials]
+    built = Counter()
+
+    def build_and_count(trial):
+        built[trial.number] += 1
+        return build(trial)
+
+    study = sweep_in(tmp_path / "sweep", build_and_count, study=before).run()
+    assert [trial.number for trial in study.trials] == list(range(6))
+    assert {trial.state.name for trial in study.trials} == {"COMPLETE"}
+    assert [each for each in outcomes(study) if each in told] == told
+    assert built == Counter(set(range(6)) - {number for number, *_ in told})
+    for trial, params in zip(study.trials, begun, strict=False):
+        assert params.items() <= trial.params.items()  # one may have been killed before it had all
+    assert_as_alone(study)
+
+
+def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path):
+    class Interrupt(Callback):
+        def __init__(self, number):
+            self.number = number
+
+        def on_step(self, report):
+            if self.number == 1 and report.steps == STEPS + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep_in(tmp_path, lambda trial: build(trial, Interrupt(trial.number))).run()
+    steps = {}
+
+    class First(Callback):
+        def __init__(self, number):
+            self.number = number
+
+        def on_step(self, report):
+            steps.setdefault(self.number, report.steps)
+
+    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number))).run()
+    assert steps[1] > STEPS
+    assert [trial.number for trial in study.trials] == list(range(6))
+    assert_as_alone(study)
+
+
+def test_a_sweep_that_is_through_trains_nothing_again(tmp_path):
+    sweep = sweep_in(tmp_path, num_trials=3)
+    expected = outcomes(sweep.run())
+    built = []
+    study = sweep_in(tmp_path, lambda trial: built.append(trial.number), num_trials=3).run()
+    assert outcomes(study) == expected
+    assert built == []
+    assert len(sweep_in(tmp_path, num_trials=4).run().trials) == 4
+    assert len(sweep.run().trials) == 4
+
+
+def test_a_study_of_ones_own_goes_on_beside_other_trials(tmp_path):
+    url = f"sqlite:///{tmp_path / 'own.db'}"
+    own = optuna.create_study(study_name="own", storage=url, sampler=optuna.samplers.RandomSampler(seed=1))
+    other = own.ask()  # another process trains this one
+    assert len(sweep_in(tmp_path / "a", study=own, num_trials=2).run().trials) == 3
+    assert len(sweep_in(tmp_path / "b", study=own, num_trials=2).run().trials) == 5
+    assert len(sweep_in(tmp_path / "a", study=own, num_trials=3).run().trials) == 6
+    assert own.trials[other.number].state.name == "RUNNING"
+
+
+def test_a_trial_that_ended_before_it_could_be_told_is_told(tmp_path):
+    """Its end was saved, and the process was killed: nothing of it is trained again."""
+    sweep = sweep_in(tmp_path, num_trials=2)
+    told = sweep.run()
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    optuna.delete_study(study_name="sweep", storage=url)
+    again = optuna.create_study(study_name="sweep", storage=url)
+    sweep_id = (tmp_path / "sweep.id").read_text().strip()
+    for trial in told_trials(told, again):
+        trial.set_user_attr("hydra_engine", {"sweep": sweep_id, "trial_id": trial_id(again, trial)})
+    steps = []
+
+    class Count(Callback):
+        def on_step(self, report):
+            steps.append(report.name)
+
+    study = sweep_in(tmp_path, lambda trial: build(trial, Count()), num_trials=2, study=again).run()
+    assert steps == []
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
+    for trial in study.trials:
+        assert trial.value == plain(trial)[0].validation_losses[-1]
+
+
+def told_trials(told, again):
+    """The trials of a study in another, as they were while they ran."""
+    for trial in told.trials:
+        again.enqueue_trial(trial.params)
+        asked = again.ask()
+        asked.suggest_categorical("width", [4, 8])
+        asked.suggest_float("lr", 1e-3, 1.0, log=True)
+        yield asked
+
+
+def trial_id(study, trial):
+    study_id = trial.storage.get_study_id_from_name(study.study_name)
+    return trial.storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+
+
+def test_a_trials_model_comes_back_with_its_weights(tmp_path):
+    kept = {}
+    sweep = sweep_in(tmp_path, keeping(kept), num_trials=3)
+    study = sweep.run()
+    assert len(kept) == 3
+    for trial in study.trials:
+        weights = kept[trial.number][2]
+        assert all(map(torch.equal, sweep_in(tmp_path).model(trial).parameters(), weights))
+    with pytest.raises(ValueError, match="trial-7 is not in"):
+        sweep.model(SimpleNamespace(number=7, params={}))
+    with pytest.raises(ValueError, match="nothing was saved; give the sweep a checkpoint_dir"):
+        Sweep(build, devices=[EmulatedDevice("1MiB")]).model(study.best_trial)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_killed_as_a_trial_was_asked_for(tmp_path, is_asked, is_own):
+    sweep_in(tmp_path, num_trials=1).run()
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    study = optuna.load_study(study_name="sweep", storage=url)
+    mark = {"hydra_engine": {"sweep": (tmp_path / "sweep.id").read_text().strip()}}
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs=mark))
+    if is_asked:
+        study.ask()
+    study = sweep_in(tmp_path, num_trials=3, study=study if is_own else None).run()
+    expected = ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"] if is_asked and is_own else ["COMPLETE"] * 3
+    assert [trial.state.name for trial in study.trials] == expected

@@ -1,0 +1,305 @@
+"""Trials of a sweep train as if alone, and the study says what became of them."""
+
+import _thread
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelTask, StopTask
+from hydra_engine.sweep import Sweep
+from hydra_engine.system import dram
+from partitioners import Presharded
+from tests.sweep.space import EPOCHS, STEPS, accuracy, batches, build, keeping, plain
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+COMPLETE, PRUNED, FAIL = (optuna.trial.TrialState[name] for name in ("COMPLETE", "PRUNED", "FAIL"))
+PRUNERS = {
+    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=2),
+    "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=EPOCHS, reduction_factor=2),
+    "none": optuna.pruners.NopPruner,
+}
+
+
+def study_of(pruner="none", sampler=None, **options):
+    sampler = sampler or optuna.samplers.RandomSampler(seed=5)
+    # Hyperband goes by the study's name.
+    return optuna.create_study(study_name="one", sampler=sampler, pruner=PRUNERS[pruner](), **options)
+
+
+def sweep_of(build_task=build, *, num_devices=1, **options):
+    options = {"num_trials": 4, "parallel": 2, **options}
+    sweep = Sweep(build_task, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)], **options)
+    sweep.verbose = 0
+    return sweep
+
+
+def states(study):
+    return [trial.state for trial in study.trials]
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+def test_one_by_one_it_decides_as_optuna_does(pruner):
+    def objective(trial):
+        result, _ = plain(trial)
+        for step, value in enumerate(result.validation_losses):
+            trial.report(value, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return result.validation_losses[-1]
+
+    expected = study_of(pruner)
+    expected.optimize(objective, n_trials=8)
+    study = sweep_of(study=study_of(pruner), num_trials=8, parallel=1).run()
+    for mine, theirs in zip(study.trials, expected.trials, strict=True):
+        assert (mine.state, mine.params, mine.values) == (theirs.state, theirs.params, theirs.values)
+        assert mine.intermediate_values == theirs.intermediate_values
+    assert (PRUNED in states(study)) == (pruner != "none")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_together_each_trial_has_the_bits_of_plain_pytorch(num_devices):
+    kept = {}
+    study = study_of("halving")
+    assert sweep_of(keeping(kept), study=study, num_trials=7, parallel=3, num_devices=num_devices).run() is study
+    assert sorted(kept) == list(range(7))
+    assert set(states(study)) <= {COMPLETE, PRUNED}
+    for trial in study.trials:
+        losses, validation_losses, weights = kept[trial.number]
+        num_epochs = len(trial.intermediate_values)
+        assert len(losses) == num_epochs * STEPS
+        result, model = plain(trial, max_steps=None if num_epochs == EPOCHS else len(losses))
+        assert losses == result.losses
+        assert all(map(torch.equal, weights, model.parameters()))
+        whole, _ = plain(trial)
+        assert validation_losses == whole.validation_losses[:num_epochs]
+        assert list(trial.intermediate_values.values()) == validation_losses
+        assert trial.value == validation_losses[-1]
+
+
+def test_a_trial_that_raises_is_a_failed_trial():
+    class Fail(Callback):
+        def on_step(self, report):
+            if report.steps == 3:
+                raise ArithmeticError("its third step")
+
+    def build_or_fail(trial):
+        if trial.number == 0:
+            raise OSError("no such file")
+        if trial.number == 1:
+            return build(trial, Fail())
+        if trial.number == 2:
+            return build(trial, partitioner=Presharded([1, 2]))  # of four layers
+        if trial.number == 3:
+            raise optuna.TrialPruned
+        return build(trial)
+
+    study = sweep_of(build_or_fail, num_trials=7).run()
+    assert states(study) == [FAIL, FAIL, FAIL, PRUNED, COMPLETE, COMPLETE, COMPLETE]
+    assert study.trials[0].user_attrs["error"] == "OSError: no such file"
+    assert "ArithmeticError: its third step" in study.trials[1].user_attrs["error"]
+
+
+def test_a_model_that_fits_no_device_is_a_failed_trial():
+    def build_large(trial):
+        task = build(trial)
+        if trial.number % 2 == 0:
+            large = nn.Sequential(nn.Linear(8, 100_000), nn.Linear(100_000, 3))
+            return ModelTask(large, F.cross_entropy, batches(), validation=batches(2))
+        return task
+
+    study = sweep_of(build_large).run()
+    assert states(study) == [FAIL, COMPLETE, FAIL, COMPLETE]
+    assert study.trials[0].user_attrs["error"].startswith("ShardDoesNotFit: trial-0")
+
+
+def test_when_every_trial_has_failed_the_first_failure_is_raised():
+    def build_and_fail(trial):
+        raise OSError(f"no data for trial {trial.number}")
+
+    with pytest.raises(OSError, match="no data for trial 0"):
+        sweep_of(build_and_fail).run()
+
+
+def test_a_loss_that_is_not_a_number_is_a_failed_trial():
+    def build_nan(trial):
+        task = build(trial)
+        task.validation = [(torch.full((5, 8), torch.nan), torch.zeros(5, dtype=torch.long))]
+        return task if trial.number == 1 else build(trial)
+
+    study = sweep_of(build_nan, study=study_of()).run()
+    assert states(study) == [COMPLETE, FAIL, COMPLETE, COMPLETE]
+    assert "validation_loss nan" in study.trials[1].user_attrs["error"]
+
+
+def test_a_callback_may_end_a_trial_which_is_completed_with_its_last_value():
+    class Stop(Callback):
+        def on_epoch(self, report, epoch):
+            if epoch == 1:
+                raise StopTask
+
+    study = sweep_of(lambda trial: build(trial, Stop())).run()
+    assert states(study) == [COMPLETE] * 4
+    for trial in study.trials:
+        assert trial.user_attrs["steps"] == 2 * STEPS
+        assert trial.value == plain(trial)[0].validation_losses[1]
+
+
+def test_a_metric_is_a_trials_value():
+    study = sweep_of(
+        lambda trial: build(trial, metrics={"accuracy": accuracy}), metric="accuracy", direction="maximize"
+    ).run()
+    assert study.direction.name == "MAXIMIZE"
+    assert all(trial.value in {k / 10 for k in range(11)} for trial in study.trials)
+
+
+def test_several_objectives():
+    study = sweep_of(
+        lambda trial: build(trial, metrics={"accuracy": accuracy}),
+        metric=["validation_loss", "accuracy"],
+        direction=["minimize", "maximize"],
+    ).run()
+    assert states(study) == [COMPLETE] * 4
+    for trial in study.trials:
+        assert trial.values[0] == plain(trial)[0].validation_losses[-1]
+        assert trial.intermediate_values == {}
+    assert study.best_trials
+
+
+def test_a_grid_is_trained_once_and_then_the_sweep_ends():
+    sampler = optuna.samplers.GridSampler({"width": [4, 8], "lr": [0.01, 0.1]}, seed=1)
+    study = sweep_of(study=study_of(sampler=sampler), num_trials=9, parallel=1).run()
+    points = [(trial.params["width"], trial.params["lr"]) for trial in study.trials]
+    assert sorted(points) == [(4, 0.01), (4, 0.1), (8, 0.01), (8, 0.1)]
+
+
+class Most(Callback):
+    """Counts trials that hold their weights."""
+
+    def __init__(self, models, counts):
+        self.models, self.counts = models, counts
+
+    def on_step(self, report):
+        self.counts.append(sum(any(p.numel() for p in model.parameters()) for model in self.models))
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_so_many_models_hold_weights_at_once(parallel):
+    models, counts = [], []
+
+    def build_and_count(trial):
+        task = build(trial, Most(models, counts))
+        models.append(task.model)
+        return task
+
+    sweep_of(build_and_count, num_trials=6, parallel=parallel).run()
+    assert len(models) == 6
+    assert max(counts) <= parallel + 1  # one is built while another, which is over, gives its weights back
+    assert not any(parameter.numel() for model in models for parameter in model.parameters())
+
+
+def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
+    room = [1 << 30]
+    monkeypatch.setattr(dram, "available_dram_bytes", lambda: room[0])
+    begun, most = set(), []
+
+    class Fill(Callback):
+        def on_step(self, report):
+            begun.add(report.name)
+            room[0] = 10
+            most.append(len(begun))
+
+        def on_task_end(self, report):
+            begun.discard(report.name)
+            room[0] = 1 << 30
+
+    study = sweep_of(lambda trial: build(trial, Fill()), num_trials=5, parallel=4).run()
+    assert states(study) == [COMPLETE] * 5
+    assert max(most) < 4
+
+
+def test_where_devices_cannot_plan_beside_training_trials_train_in_groups():
+    device = EmulatedDevice("1MiB")
+    device.has_room_for_planning = False
+    kept, together = {}, []
+
+    def build_and_note(trial):
+        together.append(len(kept))
+        return keeping(kept)(trial)
+
+    sweep = Sweep(build_and_note, num_trials=5, parallel=2, devices=[device], study=study_of())
+    sweep.verbose = 0
+    study = sweep.run()
+    assert together == [0, 0, 2, 2, 4]
+    for trial in study.trials:
+        assert kept[trial.number][0] == plain(trial)[0].losses
+
+
+def test_interrupted_without_a_folder_running_trials_have_failed():
+    class Interrupt(Callback):
+        def on_step(self, report):
+            if report.steps == 2:
+                _thread.interrupt_main()
+
+    study = study_of()
+    with pytest.raises(KeyboardInterrupt):
+        sweep_of(lambda trial: build(trial, Interrupt()), study=study).run()
+    assert set(states(study)) == {FAIL}
+    assert "KeyboardInterrupt" in study.trials[0].user_attrs["error"]
+
+
+def test_the_default_is_two_models_per_device():
+    devices = [EmulatedDevice("1MiB") for _ in range(3)]
+    assert Sweep(build, devices=devices)._settings.parallel == 6
+    assert Sweep(build, devices=devices, num_trials=4)._settings.parallel == 4
+
+
+def test_a_line_says_what_became_of_each_trial(capsys):
+    sweep = sweep_of(num_trials=1)
+    sweep.verbose = 1
+    study = sweep.run()
+    [line] = capsys.readouterr().out.splitlines()
+    value = study.trials[0].value
+    assert line == f"trial 0: completed, validation_loss {value:.6g} after 12 steps, {study.trials[0].params}"
+
+
+def test_out_of_dram_alone_is_a_failed_trial(monkeypatch):
+    monkeypatch.setattr(dram, "available_dram_bytes", lambda: 10)
+    with pytest.raises(HostOutOfMemory):
+        sweep_of(num_trials=2).run()
+
+
+def test_a_trial_that_is_built_too_late_to_join_trains_in_the_next_run():
+    is_over = threading.Event()
+    kept = {}
+
+    class End(Callback):
+        def on_task_end(self, report):
+            is_over.set()
+
+    def build_late(trial):
+        if trial.number == 0:
+            return build(trial, End())
+        if trial.number == 1:
+            assert is_over.wait(60)
+            for thread in threading.enumerate():
+                if thread.name.startswith("trial-0"):
+                    thread.join()  # the run is over
+        return keeping(kept)(trial)
+
+    study = sweep_of(build_late, num_trials=3).run()
+    assert states(study) == [COMPLETE] * 3
+    for trial in study.trials[1:]:
+        assert kept[trial.number][0] == plain(trial)[0].losses
+
+
+def test_a_second_call_goes_on_with_the_study():
+    sweep = sweep_of(num_trials=2)
+    study = sweep.run()
+    assert sweep.run() is study
+    assert len(study.trials) == 2
