@@ -41,7 +41,7 @@ class Ledger:
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
 
-    arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. reclaim: releases what is
+    arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. evict: releases what is
     kept for later until so many bytes of a kind are free, or nothing of it is left. lock: held by whoever changes
     anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks.
     """
@@ -58,7 +58,7 @@ class Ledger:
         self._closed = False
         self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
-        self.reclaim: Callable[[int, str], None] = lambda _, __: None
+        self.evict: Callable[[int, str], None] = lambda _, __: None
         self.lock = threading.RLock()
 
     @property
@@ -139,7 +139,7 @@ class Ledger:
         if num_bytes > self.free_bytes(kind):
             was_pumping, self._is_pumping = self._is_pumping, True
             try:
-                self.reclaim(num_bytes, kind)
+                self.evict(num_bytes, kind)
             finally:
                 self._is_pumping = was_pumping
 
@@ -228,7 +228,7 @@ class Residents:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._found: dict[Hashable, _Resident] = {}
-        ledger.reclaim = self._give_up
+        ledger.evict = self._evict
 
     def __len__(self) -> int:
         return len(self._found)
@@ -319,7 +319,7 @@ class Residents:
                 if not resident.users and resident.num_pins == 0:
                     self._drop(key)
 
-    def give_up_slab(self) -> bool:
+    def evict_slab(self) -> bool:
         """Give up the slab that is needed last, whose place in an arena is wanted; False: all are pinned."""
         with self._ledger.lock:
             while free := self._by_next_use():
@@ -348,11 +348,11 @@ class Residents:
         free = [item for item in self._found.items() if item[1].num_pins == 0]
         return sorted(free, key=lambda item: item[1].next_use_s(), reverse=True)
 
-    def _give_up(self, num_bytes: int, kind: str) -> None:
+    def _evict(self, num_bytes: int, kind: str) -> None:
         """Give up values until these bytes of a kind are free, or nothing is left that would make room."""
         while self._ledger.free_bytes(kind) < num_bytes:
             free = [item for item in self._by_next_use() if self._serves(item[1], kind)]
-            if not free and kind == SLABS and self.give_up_slab():
+            if not free and kind == SLABS and self.evict_slab():
                 continue
             if not free:
                 return

@@ -5,7 +5,7 @@ from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
-from hydra_engine.host.measured import KnownUnits, UnitBytes
+from hydra_engine.host.measured import UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceStep,
@@ -20,36 +20,3 @@ from hydra_engine.host.optimizer import (
 from hydra_engine.host.pool import BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
 from hydra_engine.host.state import Region, TaskState, layout_of
-
-__all__ = [
-    "TORCHS",
-    "BorrowedPool",
-    "BuffersChanged",
-    "DeviceStep",
-    "FrozenBlocks",
-    "HostPool",
-    "KnownUnits",
-    "LayerFault",
-    "ModelLayout",
-    "Region",
-    "Shard",
-    "Slot",
-    "Stale",
-    "StepParts",
-    "StepRecord",
-    "Structure",
-    "TaskOptimizer",
-    "TaskState",
-    "UnitBytes",
-    "check_no_hooks",
-    "has_hooks",
-    "has_step_hooks",
-    "is_torchs",
-    "kept_by",
-    "kept_groups",
-    "layout_of",
-    "make_optimizer",
-    "part_of",
-    "restore_optimizer",
-    "with_averages",
-]

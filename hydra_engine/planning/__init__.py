@@ -7,29 +7,3 @@ from hydra_engine.planning.planner import PlannedTask, arena_bytes, check_arena,
 from hydra_engine.planning.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
-
-__all__ = [
-    "AheadPlan",
-    "DeviceCost",
-    "HostCost",
-    "Machine",
-    "Misfit",
-    "PlannedTask",
-    "Room",
-    "Sample",
-    "ShardEstimate",
-    "Simulation",
-    "TaskCost",
-    "arena_bytes",
-    "check_apart",
-    "check_arena",
-    "check_dram",
-    "check_nothing_shared",
-    "check_shared_buffers",
-    "check_sharing",
-    "fits_arena",
-    "plan_ahead",
-    "refit",
-    "shared_out",
-    "simulate",
-]

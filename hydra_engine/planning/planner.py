@@ -443,9 +443,17 @@ class Planner:
             f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
         )
 
+    def _read(self, *, training: bool) -> Batch:
+        try:
+            return self._planned.reader.sample(training=training)
+        except Exception as error:  # of the user's loader, whose errors name no task
+            if self._planned.name not in str(error):
+                noted(error, f"task {self._planned.name}, as the first batch of its loader was read")
+            raise
+
     def _sample(self) -> Batch:
         reader, number = self._planned.reader, self._evaluated_parts
-        sample = reader.sample(training=self._trains)
+        sample = self._read(training=self._trains)
         return sample if number == 1 else reader.split_again(sample, number)
 
     def cut(self, number: int) -> None:
@@ -453,7 +461,7 @@ class Planner:
         if not self._trains:
             self._evaluated_parts, number = number, 1
         costs, batch = self._costs(number), self._sample()
-        evaluation = self._planned.reader.sample(training=False) if self._validates else None
+        evaluation = self._read(training=False) if self._validates else None
         self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = self._target.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)

@@ -1,7 +1,3 @@
 """One run: events in, instructions out, and the orchestrator that a user holds."""
 
 from hydra_engine.run.orchestrator import ModelOrchestrator
-
-__all__ = [
-    "ModelOrchestrator",
-]

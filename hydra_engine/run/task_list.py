@@ -190,7 +190,7 @@ class Site:
     def plan_one(self, planned: PlannedTask, beside: Sequence[PlannedTask]) -> TaskPlan:
         """Plan a task while others train, itself being one of `beside`."""
         check_dram([planned])
-        plan = self._plan(planned, 1 + len(beside))
+        plan = self._plan(planned, len(beside))
         check_shared_buffers(beside)
         return plan
 

@@ -4,12 +4,3 @@ from hydra_engine.worker.attributes import Attributes, Changed, Contents
 from hydra_engine.worker.executor import Executor
 from hydra_engine.worker.unit import MicroInput
 from hydra_engine.worker.worker import Worker
-
-__all__ = [
-    "Attributes",
-    "Changed",
-    "Contents",
-    "Executor",
-    "MicroInput",
-    "Worker",
-]

@@ -125,7 +125,7 @@ class Claims:
 
         In the load lane, so not for a unit that waits for it: one whose slabs are all there.
         """
-        if self._residents.give_up_slab():
+        if self._residents.evict_slab():
             return True
         with self._lock:
             granted = [claim for claim in self._at_work if claim.stage is not ClaimStage.ASKED]

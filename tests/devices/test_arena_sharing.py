@@ -106,10 +106,10 @@ class TestResidents:
         kept = Kept(100, 60)
         kept.slab("soon", 20, 1.0)
         kept.slab("late", 20, 2.0)
-        assert kept.residents.give_up_slab()
+        assert kept.residents.evict_slab()
         assert kept.disposed == ["late"]
-        assert kept.residents.give_up_slab()
-        assert not kept.residents.give_up_slab()
+        assert kept.residents.evict_slab()
+        assert not kept.residents.evict_slab()
         assert kept.ledger.used_bytes == 0
 
 

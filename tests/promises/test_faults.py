@@ -2,6 +2,7 @@
 
 import _thread
 import threading
+import traceback
 from functools import partial
 from unittest import mock
 
@@ -470,3 +471,15 @@ def test_an_optimizer_that_raises_at_the_commit_says_of_which_step_weights_may_b
     expected = committed(LATE_STEP + after)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected.state[name]), name
+
+
+def test_an_error_of_a_loader_while_planning_names_the_task():
+    model, loss_fn, loader = trapped_model()
+
+    def boom():
+        raise OSError("no such file")
+
+    task = ModelTask(model, loss_fn, RaisingLoader(loader, 0, boom), 0.1, 1, name="victim")
+    with pytest.raises(OSError, match="no such file") as caught:
+        exact.orchestrator([task]).generate()
+    assert "task victim, as the first batch" in "".join(traceback.format_exception(caught.value))
