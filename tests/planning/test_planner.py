@@ -75,7 +75,7 @@ def test_every_budget_trains_to_the_same_bits_within_it(plain, costs, k, partiti
     assert report.tasks["gpt"].losses == plain[0]
     assert all(torch.equal(ours, plain[1][name]) for name, ours in model.state_dict().items())
     assert max(plan.shard_bytes) <= report.devices[0].peak_bytes <= memory
-    if k == NUM_BUDGETS - 1:
+    if k == NUM_BUDGETS - 1 and partitioner == "pilot":  # the other weighs seconds as it measures them
         assert plan.boundaries == [len(model)]
 
 
