@@ -750,7 +750,12 @@ class _Torch:
     def empty(self, *args, pin_memory=False, device=None, **kwargs):
         if pin_memory:
             self._cuda.misuse("page-locked memory of torch's, whose destructor raises once the device is lost")
-        found = torch.empty(*args, device=device, **kwargs)
+        return self._here(torch.empty(*args, device=device, **kwargs), device)
+
+    def empty_strided(self, size, stride, *, dtype, device):
+        return self._here(torch.empty_strided(size, stride, dtype=dtype, device=device), device)
+
+    def _here(self, found, device):
         if isinstance(device, torch.device) and device.index is not None:
             self._cuda.allocated_here(found.untyped_storage())
         return found

@@ -101,7 +101,7 @@ class Saver:
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
         self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
         self._thread = ThreadPoolExecutor(1, "hydra-saver")
-        self._lock = threading.Lock()  # guards the attributes below, which the writing thread changes too
+        self._lock = threading.RLock()  # guards the attributes below, which the writing thread changes too
         self._report = CheckpointReport()
         self._num_waiting = 0  # saves that were asked for and are not written yet
         self._is_owed = False  # a round fell due meanwhile
@@ -262,8 +262,8 @@ class Saver:
         self._tasks = tasks
         self._has_frozen |= {each.name for each in whole}
         write_s = time.perf_counter() - start_s - it.waited_s
-        self.count(num_saved=1, num_bytes=saved.num_bytes, write_s=write_s)
-        with self._lock:
+        with self._lock:  # a report in between must not have one without the other
+            self.count(num_saved=1, num_bytes=saved.num_bytes, write_s=write_s)
             self._report = replace(self._report, path=str(saved.path))
         for message in saved.messages:
             self.tell(message)

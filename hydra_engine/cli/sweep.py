@@ -10,7 +10,7 @@ from hydra_engine.cli.command import Mistake
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
-from hydra_engine.sweep import Sweep
+from hydra_engine.sweep import StudyMismatch, Sweep
 from hydra_engine.system import dram
 from hydra_engine.tasks import table
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
             raise Mistake(str(error)) from error
         try:
             study = sweep.run()
-        except (ConnectionError, CheckpointError) as error:  # what a trial raised keeps its traceback
+        except (ConnectionError, CheckpointError, StudyMismatch) as error:  # what a trial raised keeps its traceback
             raise Mistake(str(error)) from error
     print("", *table(_rows(study)), sep="\n")
 
@@ -66,7 +66,7 @@ def _devices(names: Sequence[str]) -> list[DeviceSpec]:
 
 
 def _rows(study: Any) -> list[tuple[str, ...]]:
-    """The best trials first, and how many there are of each other kind."""
+    """The best trial, or with several objectives those that none beats in all."""
     rows: list[tuple[str, ...]] = [("best trial", "values", "parameters")]
     for trial in study.best_trials if len(study.directions) > 1 else _best(study):
         values = ", ".join(f"{value:.6g}" for value in trial.values)

@@ -285,8 +285,13 @@ class Residents:
             if key in self._found or own_s == math.inf or self._ledger.has_waiting:
                 return False
             missing = num_bytes - self._ledger.free_bytes()
-            later = (r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK))
-            if (missing > 0 and sum(later) < missing) or not self._ledger.take(num_bytes):
+            if missing > 0:
+                later = (
+                    r.num_bytes for _, r in self._by_next_use() if r.next_use_s() > own_s and self._serves(r, WORK)
+                )
+                if sum(later) < missing:
+                    return False
+            if not self._ledger.take(num_bytes):
                 return False
             self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s})
             return True

@@ -126,6 +126,8 @@ class FrozenBlocks:
         of them are equal, so that weights of other models cost nothing.
         """
         brought, _ = self.brought(layout)
+        if not brought:
+            return 0
         before = takewhile(lambda each: each is not layout, list(self._layouts))
         others: dict[Hashable, list[nn.Parameter]] = {}
         for slot in (slot for each in before for slot in _frozen(each)):

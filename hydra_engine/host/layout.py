@@ -162,6 +162,7 @@ class ModelLayout:
         self.buffer_bindings: list[list[Binding]] = []
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
         numbers: dict[int, int] = {}  # by id
+        buffer_numbers: dict[int, int] = {}  # likewise: a parameter may be registered as a buffer, too
         for k, layer in enumerate(self.layers):
             for path, name, parameter in _named(layer, "_parameters"):
                 if id(parameter) not in numbers:
@@ -170,11 +171,12 @@ class ModelLayout:
                     is_trainable = trains and parameter.requires_grad
                     self._place(k, self._full_name(k, path, name), parameter, is_trainable, link_dtype)
             for _, _, buffer in _named(layer, "_buffers"):
-                if id(buffer) not in numbers:
-                    numbers[id(buffer)] = len(self.buffers)
+                if id(buffer) not in buffer_numbers:
+                    buffer_numbers[id(buffer)] = len(self.buffers)
                     self.buffers.append(buffer)
-            for kind, found in (("_parameters", self.parameters), ("_buffers", self.buffer_bindings)):
-                found.append([Binding(path, name, numbers[id(each)]) for path, name, each in _named(layer, kind)])
+            kinds = (("_parameters", numbers, self.parameters), ("_buffers", buffer_numbers, self.buffer_bindings))
+            for kind, of, found in kinds:
+                found.append([Binding(path, name, of[id(each)]) for path, name, each in _named(layer, kind)])
             self._ends.append(dict(self.link_bytes))
 
     def _place(

@@ -37,7 +37,7 @@ class LossScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as that one stood."""
-        self._state = dict(state)
+        self._state = {name: state[name] for name in self._state}
 
     def update(self, is_finite: bool) -> None:
         """Take in whether all of a step's gradients were finite."""

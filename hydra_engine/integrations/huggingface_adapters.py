@@ -45,8 +45,14 @@ def adapters(base: nn.Module, trained: Sequence[Trained]) -> list[nn.Module]:
             f"get_peft_model, or what peft_model.unload() returns"
         )
     makers = [_names(base, each) if _are_names(each) else _checked(each, k) for k, each in enumerate(trained)]
+    trained_before = [each for each in base.parameters() if each.requires_grad]
     base.requires_grad_(False)
-    return [_with_heads(base, each) if isinstance(each, list) else _with_lora(base, each) for each in makers]
+    try:
+        return [_with_heads(base, each) if isinstance(each, list) else _with_lora(base, each) for each in makers]
+    except BaseException:
+        for parameter in trained_before:
+            parameter.requires_grad_(True)
+        raise
 
 
 def _with_lora(base: nn.Module, config: LoraConfig) -> nn.Module:
@@ -98,12 +104,12 @@ def _names(base: nn.Module, names: Iterable[str]) -> list[str]:
 
 def _checked(config: Trained, index: int) -> LoraConfig:
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, PeftType
     except ImportError as error:
         raise ImportError(
             f"adapters need peft ({error}); pip install 'hydra_engine[huggingface]'", name="peft"
         ) from error
-    if not isinstance(config, LoraConfig):
+    if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:  # AdaLoRA's derives from it
         raise TypeError(f"trained[{index}]: a {type(config).__name__}, known: LoraConfig, names of modules")
     if config.init_lora_weights not in KEEPS_BASE:
         raise ValueError(

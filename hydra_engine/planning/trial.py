@@ -468,6 +468,8 @@ def frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None =
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 

@@ -24,6 +24,7 @@ from hydra_engine.schedule import (
     Computed,
     DataEnded,
     DeviceAdded,
+    Discard,
     Drop,
     Event,
     Finish,
@@ -344,6 +345,7 @@ class World:
             Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts),
             Commit: self._commit,
             Update: self._update,
+            Discard: lambda _: None,
             Capture: lambda _: None,  # nothing is saved
             Finish: self._finish,
         }

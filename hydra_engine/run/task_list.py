@@ -72,7 +72,7 @@ class TaskList:
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""
         with self.changing:
-            if planned.name in self._planned:
+            if self._planned.get(planned.name) is planned:  # and not one that came after it was removed
                 self._stations[planned.name] = Station.OVER
         planned.leave()
         planned.reader.close()
@@ -134,7 +134,8 @@ class TaskList:
         )
         if saved is None and self._store.over(name) is None:
             return planned
-        self.drop(planned)
+        planned.leave()
+        planned.reader.close()
         if saved is not None and saved.goes_on(task):
             task.seed = saved.seed
             return self._made(task, name, saved)
@@ -211,8 +212,8 @@ class Site:
         return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=self.host)
 
     def _plan(self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None) -> TaskPlan:
-        smallest, threads = self._smallest, torch.get_num_threads()
-        return planned.make_plan(smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes)
+        threads = self.host.intra_op_threads
+        return planned.make_plan(self._smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes)
 
     def _check_free(self) -> None:
         for device in self.devices:

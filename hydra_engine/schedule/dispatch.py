@@ -74,6 +74,7 @@ class Dispatch:
         """Take a unit from its device, and charge its time; the device has to be freed."""
         task, device = part.task, self._devices[event.device]
         device.running = device.part = part.computing = None
+        self._place(device)
         task.used_s += event.seconds - part.charged_s
         task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
         return device
@@ -167,12 +168,21 @@ class Dispatch:
 
     def free(self, device: ScheduledDevice) -> None:
         """Put a device where it is looked for, after its unit or its claim has changed."""
+        self._place(device)
+        self._touched[device] = None
+
+    def free_all(self) -> None:
+        """Put every device where it is looked for."""
+        for device in self._devices.values():
+            self.free(device)
+
+    def _place(self, device: ScheduledDevice) -> None:
+        """Queue a device at once where its unit changes: a policy may raise before it is freed."""
         for queue, belongs in ((self._idle, device.running is None), (self._wanting, self._is_wanting(device))):
             if not belongs:
                 queue.discard(device)
             elif device not in queue:
                 queue.put(device, device.index)
-        self._touched[device] = None
 
     def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
         """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
@@ -257,6 +267,7 @@ class Dispatch:
             if first is not None and first is not part:
                 first.num_passed += 1
             part.num_passed = 0
+        self._place(device)
         part.computing = device
         part.position += 1
         part.charged_s = part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)

@@ -278,8 +278,10 @@ class Scheduler:
         for task in self._tasks.values():
             if task.is_releasing and not task.phase.is_over:
                 task.go_to(Phase.LAST_STEP)
+                self._dispatch.refresh(task)  # which a policy that has raised may have left out
             else:
                 self._end(task)
+        self._dispatch.free_all()
 
     def _end(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""
@@ -309,6 +311,7 @@ class Scheduler:
                     self._read(task)
                 return
             task.batch, task.next_batch, task.has_read = task.next_batch, None, False
+            self._dispatch.begin_pass(task)
         if has_to_fit:
             task.on_host = OnHost.FIT
             self._out.append(Fit(task.added.task, task.misfit))
@@ -317,7 +320,6 @@ class Scheduler:
             num_micro_batches = task.batch.num_micro_batches
             num_parts = min(num_micro_batches, self._num_devices_for(task)) if task.batch.training else 1
             self._out.append(Begin(task.added.task, task.batch.step, num_parts))
-            self._dispatch.begin_pass(task)
             self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:

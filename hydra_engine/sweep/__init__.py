@@ -1,5 +1,6 @@
 """Model selection: trials of an Optuna study, trained together on the devices of this machine."""
 
+from hydra_engine.sweep.study import StudyMismatch
 from hydra_engine.sweep.sweep import Sweep
 
-__all__ = ["Sweep"]
+__all__ = ["StudyMismatch", "Sweep"]

@@ -26,7 +26,11 @@ class SweepFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.path / "sweep.lock")
-            self.sweep_id = self._identity()
+            try:
+                self.sweep_id = self._identity()
+            except BaseException:
+                self._lock.release()
+                raise
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint_dir: {self.path} cannot be used: {error}; give a folder that can be written to"

@@ -91,9 +91,8 @@ class Search:
                     raise self._error
         except BaseException as error:
             if self._checkpoints is None:  # nobody can go on with them
-                for live in list(self._live.values()):
-                    if not live.is_pruned:
-                        self._trials.fail(live.trial, f"the sweep was ended by {type(error).__name__}")
+                for trial in self._trials.untold:
+                    self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
             raise
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure

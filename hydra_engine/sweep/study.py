@@ -20,6 +20,10 @@ STORAGE_TIMEOUT_S = 15.0
 DIRECTIONS = ("minimize", "maximize")
 
 
+class StudyMismatch(ValueError):
+    """Settings that the study which is there already does not have."""
+
+
 def load_optuna() -> Any:
     """Import Optuna, which the rest of the engine does without."""
     try:
@@ -51,7 +55,7 @@ def open_study(
     else:
         raise TypeError(f"study: {study!r} is a {type(study).__name__}; give an optuna.Study, or a storage's URL")
     if len(study.directions) != num_values:
-        raise ValueError(
+        raise StudyMismatch(
             f"metric: {num_values} figures, limit: {len(study.directions)}, the number of the study's directions; name "
             f"one metric per direction"
         )
@@ -82,7 +86,7 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tup
         ) from error
     found = [direction.name.lower() for direction in study.directions]
     if found != list(directions):
-        raise ValueError(
+        raise StudyMismatch(
             f"direction: {list(directions)}, limit: {found}, of the study {STUDY_NAME!r} that is in {shown!r} already; "
             f"give that, or another storage"
         )
@@ -144,6 +148,7 @@ class Trials:
                 self._waiting.append(self._opened(storage or self._waiting[0].storage, each.number))
                 self.num_known += 1
         self._is_stopped = False  # the sampler has no more to try
+        self._untold: dict[int, Any] = {}  # given out by `next`, by number
 
     def _is_mine(self, trial: Any) -> bool:
         mark = trial.user_attrs.get(MARK)
@@ -158,7 +163,9 @@ class Trials:
         """Return the next trial to train: one that was running or put back, or else a new one; None: no more."""
         with self._lock:
             if self._waiting:
-                return self._waiting.pop(0)
+                trial = self._waiting.pop(0)
+                self._untold[trial.number] = trial
+                return trial
             if self.num_known >= self._num_trials or self._is_stopped:
                 return None
             waiting = self._optuna.trial.TrialState.WAITING
@@ -171,7 +178,14 @@ class Trials:
                 MARK, {"sweep": self._sweep_id, "trial_id": self._trial_id(trial.storage, trial.number)}
             )
             self.num_known += 1
+            self._untold[trial.number] = trial
             return trial
+
+    @property
+    def untold(self) -> list[Any]:
+        """Trials that were given out, and of which the study has not been told how they ended."""
+        with self._lock:
+            return list(self._untold.values())
 
     def _trial_id(self, storage: Any, number: int) -> int:
         study_id = storage.get_study_id_from_name(self._study.study_name)
@@ -219,6 +233,7 @@ class Trials:
         self, trial: Any, state: Any, values: list[float] | None = None, attributes: dict[str, Any] | None = None
     ) -> None:
         with self._lock:
+            self._untold.pop(trial.number, None)
             for key, value in (attributes or {}).items():
                 trial.set_user_attr(key, value)
             try:

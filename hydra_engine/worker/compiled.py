@@ -168,11 +168,14 @@ class CompiledLayers:
 
     def _run_uncompiled(self, index: int, form: Form, value: Any, drawn: TaskGenerator | None) -> Any:
         """Run a layer as it is; drawn: sees whether it draws; None: it is known that it does not."""
-        if drawn is not None:
-            before, drawn.drew_elsewhere = drawn.state, False
+        if drawn is None:
+            form.was_run = True
+            return self._structure.layers[index](value)
+        before, drawn.drew_elsewhere = drawn.state, False
         found = self._structure.layers[index](value)
+        after = drawn.state
         with _disable_current_modes():
-            if drawn is not None and (drawn.drew_elsewhere or not torch.equal(before, drawn.state)):
+            if drawn.drew_elsewhere or (after is not before and not torch.equal(before, after)):
                 form.obstacle = form.obstacle or "it draws random numbers, which compiled code has no generator for"
                 self._tell(index, form, form.obstacle)
         form.was_run = True

@@ -303,7 +303,10 @@ class UnitRun:
     def take_step(self) -> Step | None:
         """Return what steps the optimizer on the device; None: the host does. It is no longer kept here."""
         loaded, self.step = self.step, None
-        return None if self.stepper is None or loaded is None else partial(self.stepper.step, self.claim.shard, loaded)
+        if self.stepper is None:
+            return None
+        assert loaded is not None
+        return partial(self.stepper.step, self.claim.shard, loaded)
 
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hydra_engine.planning.fit
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
-from hydra_engine.host import KnownUnits
+from hydra_engine.host.measured import KnownUnits
 from partitioners import Balanced, Presharded
 from tests import reference
 

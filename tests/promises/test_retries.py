@@ -353,7 +353,7 @@ def test_state_is_put_back_in_its_own_memory():
     average, count = state["exp_avg"], state["step"].clone()
     values = average.clone()
     slot = mock.Mock(parameter=parameter)
-    before = BeforeUpdate(optimizer, [slot], [parameter.grad], [])
+    before = BeforeUpdate(optimizer, [slot], [parameter.grad])
     optimizer.step()
     state["history"][0].fill_(5)
     state["new"] = 1
@@ -372,7 +372,7 @@ def test_what_had_no_state_has_none_again():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adam([parameter], 0.1)
     parameter.grad = torch.ones(3)
-    before = BeforeUpdate(optimizer, [mock.Mock(parameter=parameter)], [], [])
+    before = BeforeUpdate(optimizer, [mock.Mock(parameter=parameter)], [])
     optimizer.step()
     before.put_back()
     assert parameter not in optimizer.state

@@ -1300,3 +1300,56 @@ def test_nothing_that_was_said_is_lost_when_a_policy_raises():
         world.scheduler.handle(StepCommitted("task", True))
     said = world.scheduler.handle(StopRequested())
     assert Update("task", 1) in said
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("double_buffer", [False, True])
+@pytest.mark.parametrize("calls", range(1, 60))
+def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(calls, double_buffer, num_devices):
+    """The run then ends as after a signal: what is under way comes through, and each device has one unit at a time."""
+
+    class Raises(Spy):
+        left = calls
+
+        def key(self, candidate):
+            self.left -= 1
+            if self.left == 0:
+                raise ZeroDivisionError
+            return super().key(candidate)
+
+    scheduler = Scheduler(Raises(), double_buffer=double_buffer)
+    events = [DeviceAdded(index) for index in range(num_devices)]
+    events += [task_added(name, 5, num_steps=3, early_release=True) for name in "ab"]
+    running, num_read = {}, Counter()
+    for _ in range(400):
+        if not events and running:
+            unit = running.pop(device := min(running))
+            events += [Computed(device, unit, 1.0), Stored(unit)]
+        if not events:
+            break
+        try:
+            said = scheduler.handle(events.pop(0))
+        except ZeroDivisionError:
+            said = scheduler.handle(StopRequested())
+        for each in said:
+            if isinstance(each, Run):
+                assert each.device not in running
+                running[each.device] = each.unit
+            elif isinstance(each, Read):
+                num_read[each.task] += 1
+                step = num_read[each.task] - 1
+                events.append(BatchReady(each.task, step, TRAIN) if step < 3 else DataEnded(each.task))
+            elif isinstance(each, Update):
+                events.append(ShardUpdated(each.task, each.shard))
+            elif isinstance(each, Commit):
+                events.append(StepCommitted(each.task, each.training))
+    assert scheduler.finished
+
+
+def test_a_pass_in_step_counts_where_its_batch_has_to_be_fitted():
+    scheduler = Scheduler(resolve_policy("in-step"))
+    for event in (DeviceAdded(0), task_added("task", 1, num_steps=2), BatchReady("task", 0, TRAIN, True)):
+        scheduler.handle(event)
+    assert scheduler._tasks["task"].num_passes == 1
+    scheduler.handle(Fitted("task", task_added("task", 1).units))
+    assert scheduler._tasks["task"].num_passes == 1
