@@ -268,6 +268,7 @@ class Joining:
         """Let nobody in any more."""
         with self._arriving:
             self._is_over = True
+        self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
 
     def has_ended(self) -> bool:
         """Return True if all tasks have ended and none is on its way; then none is let in any more."""

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.schedule.graph import validate
+from hydra_engine.schedule.units import training_chain
 from hydra_engine.system.files import Disk
 from tests import exact, reference, zoo
 from tests.promises.test_resumed import (
@@ -120,6 +122,7 @@ def test_tasks_that_pause_again_and_again_beside_others(tmp_path, num_devices):
     orchestra = orchestra_of(list(tasks.values()), tmp_path, num_devices=num_devices, every=2)
     report = orchestra.train_models()
     assert list(report.tasks) == ["a", "b", "c"]
+    validate(report.schedule, dict.fromkeys("abc", training_chain(3, 0)))
     for name, task in tasks.items():
         assert [callback.errors for callback in task.callbacks if callback.errors] == []
         assert_as_expected(report.tasks[name], task)

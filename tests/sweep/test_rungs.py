@@ -78,7 +78,7 @@ def test_where_devices_cannot_plan_beside_training_groups_wait_at_the_rung(tmp_p
     assert_halved(sweep_in(tmp_path, devices=[device]).run())
 
 
-@pytest.mark.parametrize("num_pruned", [0, 2, 5])
+@pytest.mark.parametrize("num_pruned", [0, 5])
 def test_a_sweep_that_ends_in_the_middle_of_a_decision_decides_the_same_again(tmp_path, monkeypatch, num_pruned):
     class Killed(Exception):
         pass
