@@ -119,7 +119,7 @@ def test_tasks_that_pause_again_and_again_beside_others(tmp_path, num_devices):
         return drawing(name, callbacks=[pauses])
 
     tasks = {"a": pausing("a", 1, 2, 7), "b": drawing("b"), "c": pausing("c", 3, 6, 11)}
-    orchestra = orchestra_of(list(tasks.values()), tmp_path, num_devices=num_devices, every=2)
+    orchestra = orchestra_of(list(tasks.values()), tmp_path, num_devices=num_devices, every=2, keep=1)
     report = orchestra.train_models()
     assert list(report.tasks) == ["a", "b", "c"]
     validate(report.schedule, dict.fromkeys("abc", training_chain(3, 0)))
