@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         HostOutOfMemory,
         LoaderTimeout,
         NonFiniteLoss,
+        PauseTask,
         ShardDoesNotFit,
         StopTask,
     )
@@ -61,6 +62,7 @@ __all__ = [
     "ModelOrchestrator",
     "ModelTask",
     "NonFiniteLoss",
+    "PauseTask",
     "Plan",
     "Report",
     "Retry",
@@ -88,6 +90,7 @@ _HOMES = {
         "HostOutOfMemory",
         "LoaderTimeout",
         "NonFiniteLoss",
+        "PauseTask",
         "ShardDoesNotFit",
         "StopTask",
     ),

@@ -41,6 +41,10 @@ class StopTask(Exception):
     """A callback raises it to end its task at the last committed step, with the status "stopped"."""
 
 
+class PauseTask(Exception):
+    """A callback raises it to pause its task at the last committed step, as `ModelOrchestrator.pause_task` does."""
+
+
 class HostOutOfMemory(RuntimeError):
     """The machine's DRAM cannot hold the training state of the tasks."""
 

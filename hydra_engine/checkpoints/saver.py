@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from hydra_engine.checkpoints.directory import CheckpointDirectory, NewCheckpoint
 from hydra_engine.checkpoints.snapshot import FROZEN, Snapshot
+from hydra_engine.errors import CheckpointError
 from hydra_engine.tasks import FINISHED, STOPPED, CheckpointReport
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
@@ -63,6 +64,7 @@ class _Round:
         self.wanted = set(tasks)  # neither given nor passed over; for the thread that decides
         self.snapshots: list[Snapshot] = []  # that came; this and all below: for the writing thread
         self.waited_s = 0.0
+        self.error: BaseException | None = None  # why it was not saved
         self._num_missing = len(tasks)
         self.given: SimpleQueue[Snapshot | None] = SimpleQueue()  # captured, to be written; None: one is passed over
 
@@ -99,6 +101,7 @@ class Saver:
         self._turns: dict[str, _LastSave] = {}
         self._round = _Round()  # the last one
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
+        self._paused: set[str] = set()  # tasks that go on some other time
         self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
         self._thread = ThreadPoolExecutor(1, "hydra-saver")
         self._lock = threading.RLock()  # guards the attributes below, which the writing thread changes too
@@ -136,6 +139,7 @@ class Saver:
 
     def began_at(self, task: str, steps: int) -> None:
         """Note that a task goes on from this step, which is saved."""
+        self._paused.discard(task)
         self._turns[task] = _LastSave(steps, is_saved=True)
 
     def begin(self, tasks: Collection[str]) -> None:
@@ -149,10 +153,13 @@ class Saver:
         self._round.wanted.discard(name)
         if snapshot is not None:
             self._turns[name] = _LastSave(snapshot.steps, is_saved=True)
+            self._paused.discard(name)
         return partial(self._round.given.put, snapshot)
 
-    def save_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
-        """Save that a task has ended, and how; then call `then`, saved or not. For any thread."""
+    def save_end(
+        self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Save that a task has ended, and how; then call `then`, with None or why it is not saved. For any thread."""
         self._submit(self._write_end, task, over, snapshot, then)
 
     @property
@@ -207,23 +214,38 @@ class Saver:
                     self._turns[each.name] = _LastSave(each.steps, is_saved=False)
             it.snapshots.clear()  # which hold the states of their tasks
 
-    def _write_end(self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[], None]) -> None:
+    def _write_end(
+        self, task: str, over: str | None, snapshot: Snapshot | None, then: Callable[[BaseException | None], None]
+    ) -> None:
+        error: BaseException | None = CheckpointError(f"task {task!r} could not be saved")
         try:
-            saved = self._tasks.get(task)
-            now = None if snapshot is None else (snapshot.steps, over)
-            if over is None and saved is not None and (saved["steps"], saved["over"]) == now:
-                return
-            if snapshot is not None and self._is_whole(snapshot):
-                it = _Round([task])
-                it.given.put(snapshot)
-                self._save(it)
-            elif over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
-                # A task that ended well and cannot be saved keeps an older step, which is not its end.
-                self._save(_Round(), {task: {**(saved or {"steps": 0, "loss": None}), "over": over}})
+            if over is None:
+                self._paused.add(task)
+            error = self._written_end(task, over, snapshot)
         finally:
             if snapshot is not None:
                 snapshot.done()
-            then()
+            then(error)
+
+    def _written_end(self, task: str, over: str | None, snapshot: Snapshot | None) -> BaseException | None:
+        """Save a task's end, or return why that was not possible."""
+        saved = self._tasks.get(task)
+        now = None if snapshot is None else (snapshot.steps, over)
+        if (
+            over is None
+            and saved is not None
+            and (saved["steps"], saved["over"]) == now
+            and not self._lacks_files(task)
+        ):
+            return None
+        if snapshot is not None and self._is_whole(snapshot):
+            it = _Round([task])
+            it.given.put(snapshot)
+            return None if self._save(it) else it.error or snapshot.error
+        if over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
+            # A task that ended well and cannot be saved keeps an older step, which is not its end.
+            self._save(_Round(), {task: {**(saved or {"steps": 0, "loss": None}), "over": over}})
+        return None if snapshot is None else snapshot.error
 
     def _is_whole(self, snapshot: Snapshot) -> bool:
         told = (snapshot.name, str(snapshot.error))
@@ -245,7 +267,8 @@ class Saver:
                     return False
                 tasks = {**self._tasks, **(ended or {})}
                 for name in tasks.keys() - {each.name for each in whole}:
-                    if tasks[name]["over"] is not None and self._lacks_files(name):
+                    is_idle = tasks[name]["over"] is not None or name in self._paused
+                    if is_idle and self._lacks_files(name):
                         tasks[name] = {**tasks[name], "steps": 0, "loss": None}  # nobody can write its files anew
                         self.tell(
                             f"what was saved of task {name!r} has been damaged since, and is left out: a resume trains "
@@ -258,6 +281,7 @@ class Saver:
         except Exception as error:
             self.count(num_failed=1)
             self.tell(f"a checkpoint could not be saved, and training goes on without: {error}")
+            it.error = error
             return False
         self._tasks = tasks
         self._has_frozen |= {each.name for each in whole}

@@ -37,6 +37,7 @@ class CheckpointStore:
         self._open: CheckpointDirectory | None = None
         self._found: Checkpoint | None = None  # that is resumed
         self._is_own = False  # its checkpoints are of this object's calls
+        self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -87,28 +88,29 @@ class CheckpointStore:
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
+        A task that was paused here is read in no resume, too.
         while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
-        while (found := self._newest) is not None and name in found.task_names:
+        while (found := self._newest(name)) is not None and name in found.task_names:
             try:
                 saved = SavedTask(found, name, self.over(name))
                 put_back(saved)
                 if while_training:
                     saved.read_optimizer()
             except CheckpointError:
-                if found is self._newest:
+                if found is self._newest(name):
                     raise
             else:
                 return saved
         return None
 
-    @property
-    def _newest(self) -> Checkpoint | None:
-        return None if self._found is None or self._open is None else self._open.newest
+    def _newest(self, name: str) -> Checkpoint | None:
+        goes_on = self._found is not None or name in self.paused
+        return self._open.newest if self._open is not None and goes_on else None
 
     def over(self, name: str) -> str | None:
         """Return how a task ended, even if nothing was saved of it; None if it goes on, or is not known."""
-        found = self._newest
+        found = self._newest(name)
         over: str | None = None if found is None else found.data["tasks"].get(name, {}).get("over")
         return over if found is not None and (over == LOST or name in found.task_names) else None
 

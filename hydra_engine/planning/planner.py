@@ -14,7 +14,7 @@ from torch import nn
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
-from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit, StopTask
+from hydra_engine.errors import HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
     BorrowedPool,
     FrozenBlocks,
@@ -234,7 +234,9 @@ class PlannedTask:
         self.saved = saved
         self.saves = keeps_positions
         self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
-        self._stopping: list[StopTask] = []  # what a callback raised before it is begun
+        self._stopping: list[StopTask | PauseTask] = []  # what a callback raised before it is begun
+        self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
+        self.pause_wanted = False  # once it has joined others
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
         self.doubts: list[str] = []  # about what they drew
         self.reader = Reader(
@@ -259,8 +261,8 @@ class PlannedTask:
         self.num_micro_batches = 1  # of a step, as far as is known
 
     @property
-    def is_stopped(self) -> bool:
-        return bool(self._stopping)
+    def stopping(self) -> StopTask | PauseTask | None:
+        return self._stopping[0] if self._stopping else None
 
     @property
     def drawn(self) -> set[str]:
@@ -592,7 +594,9 @@ def _naming(name: str) -> Iterator[None]:
         raise ValueError(f"{name}: {note}{error}{remedy}") from error
 
 
-def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], drawn: set[str], epoch: int) -> None:
+def _begin_epoch(
+    task: ModelTask, report: TaskReport, stopping: list[StopTask | PauseTask], drawn: set[str], epoch: int
+) -> None:
     """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
     if stopping:
         return
@@ -601,7 +605,7 @@ def _begin_epoch(task: ModelTask, report: TaskReport, stopping: list[StopTask], 
         with beside_loaders(drawn):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
-    except StopTask as stop:
+    except (StopTask, PauseTask) as stop:
         stopping.append(stop)
     else:  # what it does to the model later on would come too late, so that it is refused at once
         watch.check(f"{report.name}: its callback, in on_epoch_begin,")

@@ -9,7 +9,7 @@ from enum import Enum
 
 from hydra_engine.schedule import DataFailed, Failed
 from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
-from hydra_engine.tasks import FAILED, FINISHED, STOPPED, TaskReport
+from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
 
 
 class EndKind(Enum):
@@ -17,6 +17,7 @@ class EndKind(Enum):
 
     FINISHED = FINISHED  # it was trained on all its batches
     STOPPED = STOPPED  # its user has ended it, or nonfinite="stop"
+    PAUSED = PAUSED  # as stopped, and it is to be saved as a task that goes on
     FAILED = FAILED  # something raised
 
 
@@ -33,14 +34,21 @@ class Ending:
 class TaskEnd:
     """The end of a task, as far as it is known. A failure outweighs all else, and of failures the first one stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, releases_early: bool = False) -> None:
+        """`releases_early`: the step in progress may have updated shards, and has to be committed."""
         self._lock = threading.Lock()
+        self._releases_early = releases_early
         self.ending: Ending | None = None  # None: it goes on, or the run has ended before it
 
     @property
     def has_failed(self) -> bool:
         """True if something of the task has raised."""
         return self.ending is not None and self.ending.kind is EndKind.FAILED
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the task is to go on some other time."""
+        return self.ending is not None and self.ending.kind is EndKind.PAUSED
 
     @property
     def is_stopped(self) -> bool:
@@ -54,6 +62,10 @@ class TaskEnd:
     def stop(self, text: str | None = None) -> None:
         """End the task at its last commit."""
         self._add(Ending(EndKind.STOPPED, text=text, commits=False))
+
+    def pause(self, *, at_once: bool) -> None:
+        """End the task at a commit, to go on some other time; at_once: at its last one, where that is possible."""
+        self._add(Ending(EndKind.PAUSED, commits=self._releases_early or not at_once))
 
     def fail(self, event: Failed | DataFailed, *, commits: bool = True) -> None:
         """Something of the task has raised; commits: what was computed before is committed."""

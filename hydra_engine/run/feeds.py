@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import host_memory
-from hydra_engine.errors import LoaderTimeout
+from hydra_engine.errors import LoaderTimeout, PauseTask
 from hydra_engine.host import TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
@@ -73,6 +73,7 @@ class Feeds:
         task = self._common.tasks[event.task]
         task.feed.asked = Asked.NOTHING
         self.reader_answered(task.planned)
+        task.feed.answered()
         return event
 
     def reader_answered(self, planned: PlannedTask) -> None:
@@ -98,6 +99,7 @@ class Feeds:
         self._request(task)
 
     def _request(self, task: RunningTask) -> None:
+        task.feed.is_out = True
         task.planned.reader.request(task.feed.read_from)
         self.await_loader(task.planned)
 
@@ -120,6 +122,7 @@ class Feeds:
         """An epoch's iterator waits for callbacks."""
         task = self._common.tasks[event.task]
         self.reader_answered(task.planned)
+        task.feed.answered()
         task.feed.epoch_ahead = event.epoch
         self._begin_epoch(task)
 
@@ -131,11 +134,12 @@ class Feeds:
         task.feed.epoch_ahead = None
         if not (task.is_ending or self._common.is_interrupted):
             task.end_epoch()
-            task.notifier.epoch_begin(epoch)
+            if not task.end.is_paused:
+                task.notifier.epoch_begin(epoch)
             self._common.when_told(task, partial(self._open_epoch, task))
 
     def _open_epoch(self, task: RunningTask) -> None:
-        if not (task.is_ending or task.end.is_stopped or self._common.is_interrupted):
+        if not (task.is_ending or task.end.ending is not None or self._common.is_interrupted):
             task.feed.read_from = None  # layers moved the stream before the epoch's end was found
             self._request(task)
 
@@ -170,6 +174,8 @@ class Feeds:
         for waited in self._deadlines.take_due():
             who, planned = waited
             task = None if planned is None else self._common.tasks.get(planned.name)
+            if task is not None and task.planned is not planned:  # it was paused, and goes on as another one
+                task = None
             if planned is not None and who == LOADER:
                 error = self._leave_loader(planned, task)
                 if error is not None and task is not None:
@@ -191,7 +197,9 @@ class Feeds:
         elif task is not None and task.life is Life.SETTING_UP:
             what = "its loader's length, or its optimizer's or schedule's factory, did not return"
             return LoaderTimeout(name, timeout_s, thread, what)
-        elif task is not None and not task.is_ending:
+        elif task is not None and task.is_ending:
+            task.feed.answered()
+        elif task is not None:
             self._common.due.append(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
         return None
 
@@ -223,6 +231,8 @@ class Joining:
         self._arriving = threading.Lock()
         self._num_arriving = 0  # tasks on their way to `take_in`
         self._is_over = False
+        # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
+        self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
 
     # -- from any thread
@@ -258,6 +268,7 @@ class Joining:
         """Let nobody in any more."""
         with self._arriving:
             self._is_over = True
+        self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
 
     def has_ended(self) -> bool:
         """Return True if all tasks have ended and none is on its way; then none is let in any more."""
@@ -267,14 +278,38 @@ class Joining:
             self._is_over = self._num_arriving == 0
             return self._is_over
 
+    def follow(self) -> None:
+        """Let in those that go on with a task that has ended by now."""
+        for name, (planned, jobs) in list(self._behind.items()):
+            if self._common.is_interrupted or self._common.tasks[name].life is Life.ENDED:
+                del self._behind[name]
+                self._let_in(planned)
+                for job in jobs:
+                    job()
+
     def arrived(self, event: Arrived) -> None:
-        """Take in a task, or leave it over."""
+        """Take in a task, or leave it over. One that was paused waits until its callbacks have heard of that."""
+        planned = event.planned
+        before = self._common.tasks.get(planned.name)
+        if before is None or before.life is Life.ENDED or self._common.is_interrupted:
+            self._let_in(planned)
+        else:
+            self._behind[planned.name] = (planned, [])
+
+    def _let_in(self, planned: PlannedTask) -> None:
         with self._arriving:
             self._num_arriving -= 1
         if self._common.is_interrupted:
-            self.left_over.append(event.planned)
+            self.left_over.append(planned)
         else:
-            self._take_in(event.planned)
+            self._take_in(planned)
+
+    def delays(self, name: str, job: Callable[[], None]) -> bool:
+        """Return True if a task of this name is on its way; the job is then done once it is here."""
+        if name not in self._behind:
+            return False
+        self._behind[name][1].append(job)
+        return True
 
     def forget(self, name: str) -> None:
         """A task that was left over is not wanted any more."""
@@ -296,10 +331,14 @@ class Joining:
             for task in list(self._common.tasks.values()):
                 if task.life is Life.SETTING_UP:
                     self._end_early(task)
+                task.feed.answered()  # nobody waits for a loader any more
         return event
 
     def _take_in(self, planned: PlannedTask) -> None:
-        end = TaskEnd()
+        end = TaskEnd(releases_early=planned.state.pool.early_release)
+        before = self._common.tasks.get(planned.name)
+        if before is not None:
+            before.leave(self._common.trace)
         notifier = Notifier(
             planned.task.callbacks,
             planned.report,
@@ -372,7 +411,9 @@ class Joining:
             state.loss_scale = optimizer.loss_scale
             if state.steps_on_device:
                 state.stepper = optimizer
-        if planned.is_stopped:
+        if isinstance(planned.stopping, PauseTask):
+            task.end.pause(at_once=True)
+        elif planned.stopping is not None:
             task.end.stop()
         self._begin_waiting()
 
@@ -400,8 +441,8 @@ class Joining:
                 reads_last=not planned.task.read_ahead,
             )
         )
-        if task.end.is_stopped:  # meanwhile
-            self._common.due.append(TaskStopped(planned.name))
+        if task.end.ending is not None:  # meanwhile
+            self._common.due.append(TaskStopped(planned.name, is_paused=task.end.is_paused))
 
 
 def _length(loader: object) -> int | None:

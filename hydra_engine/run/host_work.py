@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hydra_engine.checkpoints import LOST
-from hydra_engine.errors import DeviceOutOfMemory, NonFiniteLoss
+from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
 from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import Misfit, Room, refit, shared_out
 from hydra_engine.run.ending import EndKind
@@ -182,13 +182,19 @@ class HostWork:
         self._common.when_told(task, partial(self._submit, task, "its end", finished))
 
     def _finished(self, task: RunningTask, *, is_settled: bool) -> None:
-        end = partial(self._submit, task, "its end", partial(self._end, task))
         # The last epoch's end is told while weights are where they were.
-        let_go = partial(task.notifier.when_told, partial(self._common.later, end))
+        let_go = partial(task.notifier.when_told, partial(self._common.later, partial(self._begin_end, task)))
+
+        def saved(error: BaseException | None) -> None:
+            failed = _not_paused(task.name, error, is_saver=self._saves.report is not None)
+            if task.end.is_paused and failed is not None:
+                task.end.fail(Failed(task.name, failed, "its pause"))
+            let_go()
+
         try:
             self._conclude(task)
         finally:
-            self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=let_go)
+            self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
 
     def _conclude(self, task: RunningTask) -> None:
         """Find out what became of a task, and say so."""
@@ -210,10 +216,19 @@ class HostWork:
         lost = self._common.lost
         if lost is not None and task.name == lost.task:
             return LOST
-        return None if task.end.ending is None else task.end.ending.kind.value
+        return None if task.end.ending is None or task.end.is_paused else task.end.ending.kind.value
+
+    def _begin_end(self, task: RunningTask) -> None:
+        """Submit a task's end. Who goes on with one that is paused may read through the same loader: not beside it."""
+        end = partial(self._submit, task, "its end", partial(self._end, task))
+        if task.end.is_paused and task.feed.is_out and not self._common.is_interrupted:
+            task.feed.then = end
+        else:
+            end()
 
     def _end(self, task: RunningTask) -> None:
         """Give a task's memory back."""
+        is_paused = task.end.is_paused
         try:
             for worker in self._workers.all:
                 worker.settle(task.name)  # a claim that was revoked may still be loading
@@ -223,11 +238,15 @@ class HostWork:
             with self._common.opening:  # its set-up may be at it
                 task.state.close()
             task.planned.leave()
-            if task.optimizer is not None:
+            if task.optimizer is not None and not is_paused:  # else they are on disk
                 task.report.ema_state = task.optimizer.ema_state()
             task.record = task.snapshot = task.optimizer = task.state.stepper = None
             task.end.write(task.report)  # callbacks may have failed since
-            task.notifier.end()
+            if is_paused:
+                task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
+                task.notifier.pause()
+            else:
+                task.notifier.end()
         finally:
             task.notifier.when_told(partial(self._common.later, partial(self._told, task)))
 
@@ -284,6 +303,20 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         task.is_torn = True  # the schedule is of no step: a resume goes on from what was saved before
         put(Failed(report.name, error, f"its lr_scheduler, after step {report.steps - 1}"))
     return StepCommitted(report.name, training=True)
+
+
+def _not_paused(name: str, error: BaseException | None, *, is_saver: bool) -> Exception | None:
+    """Return the error of a task that was to be paused, and could not be saved."""
+    if not is_saver:
+        return ValueError(
+            f"{name}: a callback raised PauseTask, limit: an orchestrator with a checkpoint_dir, since a task is saved "
+            f"while it is paused; give ModelOrchestrator one, or end the task with StopTask"
+        )
+    if error is None:
+        return None
+    failed = CheckpointError(f"{name} cannot be paused, and its model keeps its weights: it is not saved: {error}")
+    failed.__cause__ = error
+    return failed
 
 
 def _take_buffers(state: TaskState) -> None:

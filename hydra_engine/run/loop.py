@@ -156,16 +156,27 @@ class EngineRun:
         """End a task at its last committed step. From any thread."""
         self._common.later(lambda: self._stop(task))
 
-    def _stop(self, name: str) -> None:
-        self.joining.forget(name)
+    def pause(self, task: str) -> None:
+        """End a task at a commit, as one that goes on some other time. From any thread."""
+        self._common.later(lambda: self._stop(task, pauses=True))
+
+    def _stop(self, name: str, *, pauses: bool = False) -> None:
+        if self.joining.delays(name, lambda: self._stop(name, pauses=pauses)):
+            return
+        if not pauses:
+            self.joining.forget(name)
         task = self._common.tasks.get(name)
         # Else it is over, of an earlier run, or was never begun.
         if task is not None and not task.is_ending and task.end.ending is None:
-            task.end.stop()
-            self._common.due.append(TaskStopped(name))
+            if pauses:
+                task.end.pause(at_once=False)
+            else:
+                task.end.stop()
+            self._common.due.append(TaskStopped(name, is_paused=pauses))
 
     def _has_ended(self) -> bool:
         """Return True if all tasks have ended and nothing more can come."""
+        self.joining.follow()
         return self._scheduler.finished and self.joining.has_ended()
 
     def _work(self) -> RunningTask | None:

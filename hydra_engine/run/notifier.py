@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
-from hydra_engine.errors import CallbackTimeout, StopTask
+from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport
@@ -100,6 +100,10 @@ class Notifier:
     def end(self) -> None:
         """The task is over."""
         self._submit(_Call("on_task_end", always=True))
+
+    def pause(self) -> None:
+        """The task is over for now."""
+        self._submit(_Call("on_task_pause", always=True))
 
     def let_go(self) -> None:
         """The updates of the last step are through: tell what waited for them."""
@@ -235,6 +239,8 @@ class Notifier:
                 self._draws.check(who)
         except StopTask:
             self._stop(TaskStopped(name))
+        except PauseTask:
+            self._stop(TaskStopped(name, is_paused=True))
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
             self._stop(Failed(name, error, "its callback"))
         finally:
@@ -254,6 +260,8 @@ class Notifier:
                 return
             if isinstance(event, Failed):
                 self._end.fail(event, commits=False)
+            elif event.is_paused:
+                self._end.pause(at_once=True)
             else:
                 self._end.stop()
         self._put(event)

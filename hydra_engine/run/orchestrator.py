@@ -127,7 +127,8 @@ class ModelOrchestrator:
         on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
         training has ended before the plan is made, the task waits for the next `train_models()`.
 
-        In a run that was resumed, it goes on as it was saved, if a task of its name was.
+        In a run that was resumed, it goes on as it was saved, if a task of its name was. Under the name of a task that
+        was paused it goes on from there: make it as that one was made, with a new model or with that one's.
 
         While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
 
@@ -175,6 +176,8 @@ class ModelOrchestrator:
                 tasks.put(planned, Station.TRAINING if run.joining.add(planned) else Station.WAITING)
         if not is_wanted:
             tasks.drop(planned)
+        elif planned.pause_wanted:
+            self.pause_task(planned.name)
 
     def _check_outside(self, what: str) -> None:
         if self._is_planning:
@@ -200,6 +203,36 @@ class ModelOrchestrator:
                 tasks.put(planned, Station.OVER)  # who plans it finds out
             elif self._running is not None:
                 self._running.stop(name)
+
+    def pause_task(self, name: str) -> None:
+        """End a task at a commit, and save it as one that goes on; the others train on. The report says "paused".
+
+        From any thread, a callback's too; returns at once. Its callbacks are told all its steps, and then, once it is
+        saved and its memory given back, `on_task_pause` instead of `on_task_end`. From then on, `add_task` under its
+        name goes on with it, in this run or a later one, with the bits of a task that was never paused; so does a
+        resume in another process. Where it cannot be saved, it fails with `CheckpointError`, and the model keeps the
+        weights of its last commit. Nothing happens to a task that is over. A callback pauses its own task at the step
+        that it sees by `raise PauseTask`.
+
+        Raises ValueError for an unknown name, and without a `checkpoint_dir`.
+        """
+        tasks = self._tasks
+        with tasks.changing:
+            self._check_outside("pause_task")
+            planned = tasks.named(name, "pause_task")
+            if not self._store.may_save:
+                raise ValueError(
+                    f"pause_task: {name!r}, limit: an orchestrator with a checkpoint_dir, since a task is saved while "
+                    f"it is paused; give ModelOrchestrator one, or end the task with stop_task"
+                )
+            if tasks.station(planned) is Station.WAITING:
+                tasks.drop(planned)
+                planned.is_paused = True
+                self.plan = None
+            elif tasks.station(planned) is Station.JOINING:
+                planned.pause_wanted = True
+            elif self._running is not None:
+                self._running.pause(name)
 
     def evaluate(
         self,
@@ -355,7 +388,7 @@ class ModelOrchestrator:
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
                     found = self._store.open(resume=resume)
-                    if found is not None:
+                    if found is not None or self._store.paused:
                         self.plan = None
                         messages = tasks.go_on(found)
                 waiting = tasks.at(Station.WAITING)

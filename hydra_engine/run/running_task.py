@@ -17,15 +17,16 @@ from torch import Tensor
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.display import TaskProgress
-from hydra_engine.errors import DeviceLost, LoaderTimeout, StopTask
+from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.signals import Inbox
-from hydra_engine.schedule import Commit, Event, TaskUnits
+from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskUnits, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
+    AGAIN,
     Evaluation,
     EvaluationMeans,
     ModelWatch,
@@ -40,7 +41,7 @@ from hydra_engine.trace import Trace
 from partitioners.precision import cast
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
-FINAL = (DeviceLost, StopTask, LoaderTimeout)
+FINAL = (DeviceLost, StopTask, PauseTask, LoaderTimeout)
 
 
 class Retries:
@@ -92,6 +93,15 @@ class Feed:
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
     next_batch: Batch | None = None  # read, not begun
+    is_out: bool = False  # the reader has a request that it has not answered
+    then: Callable[[], None] | None = None  # to be called once it has
+
+    def answered(self) -> None:
+        """The reader is at rest, or was left behind."""
+        self.is_out = False
+        job, self.then = self.then, None
+        if job is not None:
+            job()
 
 
 class Again(NamedTuple):
@@ -328,6 +338,13 @@ class RunningTask:
         """Steps and loss so far."""
         losses = self.report.losses
         return TaskProgress(self.report.name, self.report.steps, self.feed.num_steps, losses[-1] if losses else None)
+
+    def leave(self, trace: Trace) -> None:
+        """It was paused and has ended, and another goes on in its place: there its step in progress begins again."""
+        self.notifier.close()  # which has nothing more to tell
+        if self.step is not None and not self.step.is_committed:
+            unit = Unit(self.name, FORWARD if self.batch.training else EVALUATE, 0, self.batch.step)
+            trace.add("host", AGAIN, str(unit), trace.now_s())
 
     def take(self, *, is_new_shape: bool = False, is_spread: bool = False) -> None:
         """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""

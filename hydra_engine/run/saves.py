@@ -78,20 +78,24 @@ class Saves:
         if task.held_commit.training and task.state.pool.early_release:  # some shards are updated already
             self.pass_over(task)
 
-    def end(self, task: RunningTask, over: str | None, *, is_settled: bool, then: Callable[[], None]) -> None:
-        """Save a task as it has ended; then call. In a pool.
+    def end(
+        self, task: RunningTask, over: str | None, *, is_settled: bool, then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Save a task as it has ended; then call, with None or why it could not be saved as it is now. In a pool.
 
         Where its state is of two steps, or nothing was committed, what is saved of it stays, and only its end is noted.
         """
         if self._saver is None:
-            then()
+            then(None)
             return
         snapshot = None
         if is_settled and not task.is_torn:
             snapshot = self._snapshot(self._saver, task, over)
             if snapshot is not None:
                 snapshot.capture()
-        self._saver.save_end(task.name, over, snapshot, then)
+        is_whole = snapshot is not None or (is_settled and not task.is_torn)  # or it has no commit yet
+        torn = None if is_whole else RuntimeError("an update has raised, and some weights are of another step")
+        self._saver.save_end(task.name, over, snapshot, lambda error: then(torn or error))
 
     def give_up(self) -> None:
         """Wait for no task any more."""

@@ -47,6 +47,8 @@ class TaskList:
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
         self._planned: dict[str, PlannedTask] = {}
         self._stations: dict[str, Station] = {}
+        self._paused: dict[str, PlannedTask] = {}  # in whose places others are planned, to go on with them
+        self._told: list[str] = []  # about tasks that were paused and have gone on
         self._reports: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         for task, name in _named(tasks):
             self.put(self._made(task, name), Station.WAITING)
@@ -67,7 +69,12 @@ class TaskList:
 
     def put(self, planned: PlannedTask, station: Station) -> None:
         """Add a task, replace it, or let it come to another station."""
+        before = self._planned.get(planned.name)
+        if before is not None and before is not planned and before.is_paused:
+            self._paused[planned.name] = before
         self._planned[planned.name], self._stations[planned.name] = planned, station
+        if station is not Station.JOINING and (before := self._paused.pop(planned.name, None)) is not None:
+            self._told += (*before.reader.messages, *before.doubts)
 
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""
@@ -80,14 +87,26 @@ class TaskList:
     def remove(self, planned: PlannedTask) -> None:
         """Drop a task, and forget it."""
         with self.changing:
-            del self._planned[planned.name], self._stations[planned.name]
+            before = self._paused.pop(planned.name, None)
+            if before is not None:
+                self._planned[planned.name] = before
+                self._stations[planned.name] = Station.OVER
+            else:
+                del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
 
     def made(self, task: ModelTask) -> PlannedTask:
-        """Check one more task, which is not put here yet."""
+        """Check one more task, which is not put here yet. It may have the name of one that was paused."""
         [(task, name)] = _named([task], len(self._planned))
-        if name in self._planned:
-            raise ValueError(f"tasks: there is a task named {name!r} already; give each a name of its own")
+        before = self._planned.get(name)
+        if before is not None and not before.is_paused:
+            raise ValueError(
+                f"tasks: there is a task named {name!r} already; give each a name of its own. One that was paused is "
+                f"added again once its on_task_pause was told"
+            )
+        if before is not None:
+            self._stations[name] = Station.OVER
+            self._store.paused[name] = before.report.seed
         return self._made(task, name)
 
     def _made(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
@@ -119,12 +138,14 @@ class TaskList:
         check_apart(what, task.validation, self.at(Station.WAITING))
         return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
 
-    def go_on(self, found: Checkpoint) -> list[str]:
-        """Put back what was saved of the tasks that wait; what there is to say of it."""
+    def go_on(self, found: Checkpoint | None) -> list[str]:
+        """Put back what was saved of the tasks that wait, in no resume of paused ones alone; what there is to say."""
         for each in self.at(Station.WAITING):
+            if found is None and each.name not in self._store.paused:
+                continue
             again = self.put_back(each, while_training=False)
             self.put(again or each, Station.OVER if again is None else Station.WAITING)
-        return [*found.messages, f"resumed from {found.path}"]
+        return [] if found is None else [*found.messages, f"resumed from {found.path}"]
 
     def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
@@ -133,7 +154,12 @@ class TaskList:
             name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
         )
         if saved is None and self._store.over(name) is None:
-            return planned
+            if self._store.paused.get(name, task.seed) == task.seed:
+                return planned
+            planned.leave()
+            planned.reader.close()
+            task.seed = self._store.paused[name]  # it was paused before its first step
+            return self._made(task, name)
         planned.leave()
         planned.reader.close()
         if saved is not None and saved.goes_on(task):
@@ -148,7 +174,8 @@ class TaskList:
         found, self._reports = {**self._reports, **report.tasks}, {}
         tasks = {name: found[name] for name in self._planned if name in found}
         told = () if report.checkpoints is None else report.checkpoints.messages
-        return replace(report, tasks=tasks, messages=(*messages, *told))
+        of_paused, self._told = self._told, []
+        return replace(report, tasks=tasks, messages=(*messages, *of_paused, *told))
 
 
 @dataclass(frozen=True)

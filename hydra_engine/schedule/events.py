@@ -141,6 +141,7 @@ class TaskStopped(NamedTuple):
 
     task: str
     uncommitted: bool = False  # said instead of `StepCommitted`
+    is_paused: bool = False  # a step that has updated shards already is committed, and then it ends
 
 
 class StopRequested(NamedTuple):

@@ -272,16 +272,23 @@ class Scheduler:
         task = self._tasks[event.task]
         if event.uncommitted:
             task.on_host = OnHost.NOTHING
-        self._end(task)
+        if event.is_paused:
+            self._end_whole(task)
+        else:
+            self._end(task)
 
     def _stop_requested(self, _: StopRequested) -> None:
         for task in self._tasks.values():
-            if task.is_releasing and not task.phase.is_over:
-                task.go_to(Phase.LAST_STEP)
-                self._dispatch.refresh(task)  # which a policy that has raised may have left out
-            else:
-                self._end(task)
+            self._end_whole(task)
         self._dispatch.free_all()
+
+    def _end_whole(self, task: ScheduledTask) -> None:
+        """Begin nothing more of a task, once a step that has updated shards already is committed."""
+        if task.is_releasing and not task.phase.is_over:
+            task.go_to(Phase.LAST_STEP)
+            self._dispatch.refresh(task)  # which a policy that has raised may have left out
+        else:
+            self._end(task)
 
     def _end(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""

@@ -1,6 +1,7 @@
 """Model selection: trials of an Optuna study, trained together on the devices of this machine."""
 
+from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.study import StudyMismatch
 from hydra_engine.sweep.sweep import Sweep
 
-__all__ = ["StudyMismatch", "Sweep"]
+__all__ = ["Rungs", "StudyMismatch", "Sweep"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hydra_engine.errors import StopTask
+from hydra_engine.errors import PauseTask, StopTask
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials
 from hydra_engine.tasks import Callback, ModelTask, TaskReport
@@ -87,14 +87,18 @@ class _Last(Callback):
         self._live.is_in_callbacks = False
         values, step = self._objective.last(report), len(report.validation_losses) - 1
         # After a resume, validations may come again whose report was answered already.
-        if values is None or not self._trials.has_pruning or step in self._reported:
-            return
-        if self._trials.prunes(self._live.trial, values[0], step):
+        is_new = self._trials.has_pruning and step not in self._reported
+        if values is not None and is_new and self._trials.prunes(self._live.trial, values[0], step):
             self._live.is_pruned = True
             raise StopTask
+        if self._trials.is_at_rung(self._live.trial, step + 1):
+            raise PauseTask
 
     def on_epoch(self, report: TaskReport, epoch: int) -> None:
         self._live.is_in_callbacks = False
 
     def on_task_end(self, report: TaskReport) -> None:
+        self._put(self._live, report)
+
+    def on_task_pause(self, report: TaskReport) -> None:
         self._put(self._live, report)

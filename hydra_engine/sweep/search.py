@@ -30,7 +30,7 @@ from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials
 from hydra_engine.system import dram
-from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Report, TaskReport
+from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
@@ -117,6 +117,7 @@ class Search:
         if self._live and dram.available_dram_bytes() < self._largest_bytes:
             self._has_room = False
             return False
+        self._climb()
         trial = self._trials.next()
         if trial is None:
             return False
@@ -228,7 +229,8 @@ class Search:
             self._events.put(None)
             thread.join(wait_s)
         for name, live in list(self._live.items()):
-            if name in report.tasks:
+            # A pause was heard of before; who was added again since, too late to join, waits for the next run.
+            if name in report.tasks and report.tasks[name].status != PAUSED:
                 self._over(live, report.tasks[name], is_last=True)
 
     def _trained(self, orchestra: ModelOrchestrator) -> Report:
@@ -269,6 +271,15 @@ class Search:
         if live.name not in self._live:
             return
         trial = live.trial
+        if report.status == PAUSED:
+            del self._live[live.name]
+            live.release()
+            if self._trials.is_at_rung(trial, len(report.validation_losses)):
+                self._trials.rest(trial)
+            else:
+                text = f"{live.name}: a callback paused it, limit: rungs; in a sweep, raise StopTask to end a trial"
+                self._failed(trial, RuntimeError(text))
+            return
         is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_in_callbacks
         if not (live.is_pruned or is_ended or is_last):
             return
@@ -289,6 +300,12 @@ class Search:
             self._num_well += 1
             self._tell(trial, f"completed, {self._figures(values)}", report)
         live.release()
+
+    def _climb(self) -> None:
+        """Decide who goes on from a rung, if one is full."""
+        for trial in self._trials.climb():
+            self._num_well += 1
+            self._tell(trial, "pruned at its rung")
 
     def _failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
         self._first_failure = self._first_failure or error

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hydra_engine.sweep.rungs import RUNG, Rungs, mark, rung_of, waits
+
 if TYPE_CHECKING:
     import optuna
 
@@ -121,7 +123,9 @@ class Trials:
     killed is opened again, under its own number, with the values that it was given.
     """
 
-    def __init__(self, study: Any, sweep_id: str, num_trials: int, storage: Any = None) -> None:
+    def __init__(
+        self, study: Any, sweep_id: str, num_trials: int, storage: Any = None, rungs: Rungs | None = None
+    ) -> None:
         """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too.
 
         storage: the study's, where it was opened here.
@@ -130,6 +134,7 @@ class Trials:
         self._study: optuna.Study = study
         self._sweep_id = sweep_id
         self._num_trials = num_trials
+        self._rungs = rungs
         self._lock = threading.RLock()
         state = self._optuna.trial.TrialState
         mine = [each for each in study.get_trials(deepcopy=False) if self._is_mine(each)]
@@ -147,6 +152,10 @@ class Trials:
             else:
                 self._waiting.append(self._opened(storage or self._waiting[0].storage, each.number))
                 self.num_known += 1
+        self._at_rung: dict[int, Any] = {}  # trials that wait on disk, by number
+        if rungs is not None:
+            self._at_rung = {each.number: each for each in self._waiting if waits(each)}
+            self._waiting = [each for each in self._waiting if not waits(each)]
         self._is_stopped = False  # the sampler has no more to try
         self._untold: dict[int, Any] = {}  # given out by `next`, by number
 
@@ -209,13 +218,42 @@ class Trials:
             return set(found.intermediate_values)
 
     def prunes(self, trial: Any, value: float, step: int) -> bool:
-        """Report a value, and return True if the pruner ends the trial; it is told so then."""
+        """Report a value, and return True if the pruner ends the trial; it is told so then. Rungs ask none."""
         with self._lock:
             trial.report(value, step)
-            if not trial.should_prune():
+            if self._rungs is not None or not trial.should_prune():
                 return False
             self.prune(trial)
             return True
+
+    def is_at_rung(self, trial: Any, num_validations: int) -> bool:
+        """Return True if a trial has come to the rung that it trains for."""
+        with self._lock:
+            return self._rungs is not None and num_validations == self._rungs.num_validations(rung_of(trial))
+
+    def rest(self, trial: Any) -> None:
+        """A trial is saved at its rung, and waits there."""
+        with self._lock:
+            trial.set_user_attr(RUNG, mark(rung_of(trial), waits=True))
+            self._at_rung[trial.number] = trial
+
+    def climb(self) -> list[Any]:
+        """Let the best trials of a rung that is full go on, be the next ones; prune the others, and return them."""
+        with self._lock:
+            if self._rungs is None:
+                return []
+            maximize = self._study.directions[0].name == "MAXIMIZE"
+            is_complete = self.num_known >= self._num_trials or self._is_stopped
+            mine = [each for each in self._study.get_trials(deepcopy=False) if self._is_mine(each)]
+            climbing, ending = self._rungs.decide(mine, is_complete=is_complete, maximize=maximize)
+            for number in climbing:  # before others are pruned: who decides again after a kill finds the same ones
+                trial = self._at_rung.pop(number)
+                trial.set_user_attr(RUNG, mark(rung_of(trial) + 1, waits=False))
+                self._waiting.append(trial)
+            pruned = [self._at_rung.pop(number) for number in ending]
+            for trial in pruned:
+                self.prune(trial)
+            return pruned
 
     def complete(self, trial: Any, values: list[float], attributes: dict[str, Any]) -> None:
         """Tell that a trial was trained to its end."""

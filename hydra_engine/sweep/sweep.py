@@ -15,6 +15,7 @@ from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.objective import Objective
+from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna, open_study
 from hydra_engine.system import dram
@@ -48,6 +49,8 @@ class Sweep:
             `metrics`; for several objectives a list, one name per direction. None: the validation loss.
         direction: "minimize" or "maximize", or a list, of a study that is made here; needed for a metric.
         seed: of the trials' random streams.
+        rungs: `Rungs(min_resource=1, reduction_factor=3)`: synchronous successive halving, instead of the study's
+            pruner. A trial waits at a rung in `checkpoint_dir`, and not in DRAM, until all trials have come there.
 
     Attributes:
         verbose: 0 silent, 1 a line for each trial that is over.
@@ -75,6 +78,7 @@ class Sweep:
         metric: str | Sequence[str] | None = None,
         direction: str | Sequence[str] | None = None,
         seed: int = 0,
+        rungs: Rungs | None = None,
     ) -> None:
         load_optuna()
         if not callable(build_task):
@@ -94,6 +98,13 @@ class Sweep:
             )
         if metric is not None and direction is None and (study is None or isinstance(study, str)):
             raise ValueError(f"direction: not given, and metric {metric!r} may be any; give 'minimize' or 'maximize'")
+        if rungs is not None and not isinstance(rungs, Rungs):
+            raise TypeError(f"rungs: {rungs!r} is a {type(rungs).__name__}; give hydra_engine.sweep.Rungs()")
+        if rungs is not None and checkpoint_dir is None:
+            raise ValueError("rungs: no checkpoint_dir, limit: a folder, where trials wait at a rung; give one")
+        if rungs is not None and len(self._objective.names) > 1:
+            raise ValueError(f"rungs: {len(self._objective.names)} metrics, limit: 1, by which trials are ranked")
+        self._rungs = rungs
         CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
         devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._settings = SearchSettings(
@@ -122,7 +133,9 @@ class Sweep:
             study, storage = open_study(
                 self._study, None if folder is None else folder.study_url, self._directions, len(self._objective.names)
             )
-            trials = Trials(study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials, storage)
+            trials = Trials(
+                study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials, storage, self._rungs
+            )
             if folder is not None:
                 folder.check_is_of(trials.num_known)
             Search(self._settings, trials, None if folder is None else folder.checkpoints, self.verbose).run()

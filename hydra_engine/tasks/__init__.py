@@ -9,6 +9,7 @@ from hydra_engine.tasks.report import (
     AGAIN,
     FAILED,
     FINISHED,
+    PAUSED,
     STOPPED,
     CheckpointReport,
     DeviceReport,

@@ -14,11 +14,12 @@ class Callback:
     for it, while devices compute on. One that does not return in the task's `callback_timeout_s` fails the task.
 
     Look at the model, and leave it as it is: a call that changes an attribute, a `training` flag, `requires_grad`,
-    hooks, submodules, parameters or buffers, or writes to them, fails the task by name; `on_task_end` may do what it
-    likes. Draw nothing from `random` and `numpy.random`. docs/tasks.md says more, and why.
+    hooks, submodules, parameters or buffers, or writes to them, fails the task by name; `on_task_end` and
+    `on_task_pause` may do what they like. Draw nothing from `random` and `numpy.random`. docs/tasks.md says more, and
+    why.
 
-    Raise `StopTask` to end the task with what it has committed; anything else that is raised, SystemExit and
-    KeyboardInterrupt too, fails the task.
+    Raise `StopTask` to end the task with what it has committed, or `PauseTask` to go on with it some other time;
+    anything else that is raised, SystemExit and KeyboardInterrupt too, fails the task.
     """
 
     def on_epoch_begin(self, report: TaskReport, epoch: int) -> None:
@@ -41,6 +42,12 @@ class Callback:
 
     def on_task_end(self, report: TaskReport) -> None:
         """The task is finished, failed or stopped, and the model holds its weights."""
+
+    def on_task_pause(self, report: TaskReport) -> None:
+        """The task is paused: it is saved, and `add_task` may be called with its name from now on.
+
+        Said instead of `on_task_end`. The model holds its weights, in ordinary storage, and may be emptied.
+        """
 
 
 def begin_epochs(callbacks: Iterable[Callback]) -> bool:

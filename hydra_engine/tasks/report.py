@@ -17,7 +17,7 @@ from partitioners import format_bytes
 # The lane of a span that says that a step began again.
 AGAIN = "again"
 
-FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+FINISHED, FAILED, STOPPED, PAUSED = "finished", "failed", "stopped", "paused"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class TaskReport:
 
     name: str
     seed: int
-    status: str = STOPPED  # "finished", "failed" or "stopped"
+    status: str = STOPPED  # "finished", "failed", "stopped" or "paused"
     steps: int = 0  # committed
     losses: list[float] = field(default_factory=list)  # one per step
     validation_losses: list[float] = field(default_factory=list)  # one per validation

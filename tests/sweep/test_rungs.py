@@ -1,0 +1,166 @@
+"""Synchronous successive halving: trials wait at a rung on disk, and the best go on with the same bits."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hydra_engine import Callback, EmulatedDevice, PauseTask
+from hydra_engine.sweep import Rungs, Sweep
+from hydra_engine.sweep.rungs import RUNG, mark
+from hydra_engine.sweep.study import Trials
+from tests.sweep.space import DEVICES, EPOCHS, build, plain, study_in
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+NUM_TRIALS = 8
+RUNGS = Rungs(min_resource=1, reduction_factor=2)
+
+
+def sweep_in(folder, build_task=build, **options):
+    devices = [EmulatedDevice(size) for size in DEVICES]
+    options = {"num_trials": NUM_TRIALS, "parallel": 2, "rungs": RUNGS, "devices": devices, **options}
+    sweep = Sweep(
+        build_task,
+        study=study_in(folder),
+        checkpoint_dir=folder / "sweep",
+        **options,
+    )
+    sweep.verbose = 0
+    return sweep
+
+
+def assert_halved(study):
+    """Eight come to the first rung, four to the second, and two to the end: the best ones of plain PyTorch."""
+    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
+    first = sorted(losses, key=lambda number: losses[number][0])[:4]
+    second = sorted(first, key=lambda number: losses[number][1])[:2]
+    assert len(study.trials) == NUM_TRIALS
+    for trial in study.trials:
+        number = trial.number
+        num_validations = EPOCHS if number in second else 2 if number in first else 1
+        assert list(trial.intermediate_values.values()) == losses[number][:num_validations]
+        assert trial.state.name == ("COMPLETE" if number in second else "PRUNED")
+        assert trial.value == losses[number][num_validations - 1]
+
+
+class Count(Callback):
+    """Notes the most tasks that train at once."""
+
+    lock, live, most = threading.Lock(), set(), 0
+
+    def __init__(self, number):
+        self.number = number
+
+    def on_step(self, report):
+        with Count.lock:
+            Count.live.add(self.number)
+            Count.most = max(Count.most, len(Count.live))
+
+    def on_task_end(self, report):
+        with Count.lock:
+            Count.live.discard(self.number)
+
+    on_task_pause = on_task_end
+
+
+def test_the_best_of_a_rung_go_on_with_the_bits_of_plain_pytorch(tmp_path):
+    Count.most = 0
+    study = sweep_in(tmp_path, lambda trial: build(trial, Count(trial.number))).run()
+    assert_halved(study)
+    assert Count.most <= 2
+
+
+def test_where_devices_cannot_plan_beside_training_groups_wait_at_the_rung(tmp_path):
+    device = EmulatedDevice("1MiB")
+    device.has_room_for_planning = False
+    assert_halved(sweep_in(tmp_path, devices=[device]).run())
+
+
+@pytest.mark.parametrize("num_pruned", [0, 5])
+def test_a_sweep_that_ends_in_the_middle_of_a_decision_decides_the_same_again(tmp_path, monkeypatch, num_pruned):
+    class Killed(Exception):
+        pass
+
+    prune, num = Trials.prune, 0
+
+    def prune_some(trials, trial):
+        nonlocal num
+        if num == num_pruned:
+            raise Killed
+        num += 1
+        prune(trials, trial)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trials, "prune", prune_some)
+        sweep = sweep_in(tmp_path)
+        with pytest.raises(Killed):
+            sweep.run()
+    assert_halved(sweep_in(tmp_path).run())
+
+
+def test_a_trial_that_fails_is_no_reason_to_wait(tmp_path):
+    class Fail(Callback):
+        def on_step(self, report):
+            raise ZeroDivisionError
+
+    failing = (0, NUM_TRIALS - 1)
+
+    def build_or_fail(trial):
+        return build(trial, *([Fail()] if trial.number in failing else []))
+
+    study = sweep_in(tmp_path, build_or_fail).run()
+    states = [trial.state.name for trial in study.trials]
+    assert [number for number, state in enumerate(states) if state == "FAIL"] == list(failing)
+    assert states.count("PRUNED") == 5  # three of six go on, and one of these
+    assert states.count("COMPLETE") == 1
+
+
+def test_a_callback_of_ones_own_pauses_no_trial(tmp_path):
+    class Pause(Callback):
+        def on_step(self, report):
+            raise PauseTask
+
+    study = sweep_in(tmp_path, lambda trial: build(trial, *([Pause()] if trial.number == 1 else []))).run()
+    assert study.trials[1].state.name == "FAIL"
+    assert "a callback paused it" in study.trials[1].user_attrs["error"]
+
+
+def trial_of(number, state, values, rung=0, waits=False):
+    attributes = {RUNG: mark(rung, waits=waits)}
+    return SimpleNamespace(
+        number=number,
+        state=SimpleNamespace(name=state),
+        intermediate_values=dict(enumerate(values)),
+        user_attrs=attributes,
+    )
+
+
+def decide(*trials, is_complete=True, maximize=False, factor=3):
+    return Rungs(reduction_factor=factor).decide(trials, is_complete=is_complete, maximize=maximize)
+
+
+def test_the_best_third_goes_on():
+    waiting = [trial_of(number, "RUNNING", [value], waits=True) for number, value in enumerate([5, 1, 4, 2, 6, 3])]
+    assert decide(*waiting) == ([1, 3], [0, 2, 4, 5])
+    assert decide(*waiting, maximize=True) == ([4, 0], [1, 2, 3, 5])
+    assert decide(*waiting, is_complete=False) == ([], [])
+    assert decide(*waiting, trial_of(6, "RUNNING", [])) == ([], [])
+    assert decide(*waiting, trial_of(6, "FAIL", [0])) == ([1, 3], [0, 2, 4, 5])
+    assert decide(*waiting, trial_of(6, "RUNNING", [float("nan")], waits=True))[0] == [1, 3]
+    assert decide(*waiting[:2]) == ([1], [0])
+    assert decide() == ([], [])
+
+
+def test_rungs_are_refused_where_nothing_can_wait():
+    with pytest.raises(ValueError, match="rungs: no checkpoint_dir"):
+        Sweep(build, rungs=RUNGS)
+    with pytest.raises(TypeError, match="rungs: 3 is a int"):
+        Sweep(build, rungs=3, checkpoint_dir="unused")
+    with pytest.raises(ValueError, match="rungs: 2 metrics"):
+        Sweep(build, rungs=RUNGS, checkpoint_dir="unused", metric=["a", "b"], direction=["minimize"] * 2)
+    with pytest.raises(ValueError, match="reduction_factor: 1, limit: at least 2"):
+        Rungs(reduction_factor=1)
+    with pytest.raises(TypeError, match=r"min_resource: 1\.5 is a float"):
+        Rungs(min_resource=1.5)
