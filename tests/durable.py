@@ -31,7 +31,7 @@ CHECKPOINTS, RESULTS = "checkpoints", "results.pt"
 # What a task's report tells that must not depend on where its run was cut.
 TOLD = (
     *("seed", "status", "steps", "losses", "validation_losses", "validation_steps", "validation_metrics"),
-    *("loss_scales", "skipped_steps", "ema_state"),
+    *("loss_scales", "skipped_steps", "ema_state", "best_step", "best_value", "stopped_early"),
 )
 # Where the saved state names how the task ran and not what came of it: other settings may change that.
 OF_THE_PLAN = frozenset({"boundaries", "revisions", "retries"})
@@ -116,7 +116,8 @@ def drawing():
     model, loss_fn, loader = zoo.dropout()
     options = {"optimizer": torch.optim.AdamW, "lr_scheduler": step_schedule, "accumulation_steps": 2}
     validation = DataLoader(loader.dataset, batch_size=5)
-    return model, loss_fn, loader, 0.01, {**options, "validation": validation, "validation_interval": 7}
+    options |= {"validation": validation, "validation_interval": 7, "keep_best": "validation_loss"}
+    return model, loss_fn, loader, 0.01, options
 
 
 def on_device():

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.nested import losses_from_state
-from hydra_engine.checkpoints.snapshot import FROZEN, OPTIMIZER, STATE, WEIGHTS
+from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
 from hydra_engine.data import TaskPosition, copy_of, residue
 from hydra_engine.errors import CheckpointError
-from hydra_engine.host import ModelLayout, TaskOptimizer, with_averages
-from hydra_engine.tasks import FAILED, FINISHED, ModelTask, Retry, Revision, TaskReport
+from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_averages
+from hydra_engine.tasks import FAILED, FINISHED, Best, ModelTask, Retry, Revision, TaskReport
 
 LOST = "lost"  # how a task ended whose unit brought a device down
 _REMEDY = "resume with the model and the loss_fn that were saved"
@@ -30,6 +30,7 @@ class SavedTask:
         self._name = name
         self._state: dict[str, Any] = checkpoint.read_nested(name, STATE)
         self._optimizer: dict[str, Any] | None = None
+        self._best: dict[str, Tensor] | None = None
         self.over = over
         self.steps: int = self._state["steps"]
         self.seed: int = self._state["seed"]
@@ -39,11 +40,14 @@ class SavedTask:
     def goes_on(self, task: ModelTask) -> bool:
         """Return True if there is more to train. A failed task is tried again, one that struck a device is not."""
         if self.over == FINISHED:
-            return task.epochs > self.position.epoch + 1
+            best, patience = self._state.get("best"), task.patience
+            has_waited = best is not None and patience is not None and best["num_worse"] >= patience
+            return task.epochs > self.position.epoch + 1 and not has_waited
         return self.over in (None, FAILED)
 
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
         """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another."""
+        self._check_best(task)
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's
@@ -76,8 +80,42 @@ class SavedTask:
         optimizer.restore(state, self._state["schedule"])
 
     def read_optimizer(self) -> None:
-        """Read the optimizer into DRAM now: the checkpoint may be removed before it is put back."""
+        """Read optimizer and best weights into DRAM now: the checkpoint may be removed before they are put back."""
         self._optimizer = self._optimizer_state()
+        self._best = self._best_weights()
+
+    def _check_best(self, task: ModelTask) -> None:
+        best = self._state.get("best")
+        if best is None or task.keep_best is None:
+            return
+        saved, now = (best["by"], best["direction"]), (task.keep_best, task.best)
+        if saved != now:
+            raise ValueError(
+                f"{self._name}: keep_best: {now[0]!r} with best {now[1]!r}, and it was saved with {saved[0]!r} and "
+                f"{saved[1]!r}, whose values do not compare; resume with those, or without keep_best"
+            )
+
+    def put_best(self, weights: BestWeights) -> None:
+        """Let a task go on with its best weights, if some were saved."""
+        best = self._state.get("best")
+        if best is not None:
+            values = {name: value for name, value in best.items() if name != "buffers"}
+            weights.restore(Best(**values), self._best_weights(), best["buffers"])
+            self._best = None
+
+    def put_best_into_model(self, layout: ModelLayout) -> None:
+        """Put the best weights into the model of a task that is over, if some were saved."""
+        weights = self._best_weights()
+        for slot in layout.trainable_slots() if weights else ():
+            slot.parameter.data.copy_(weights[slot.name])
+        if weights:
+            layout.put_buffers([copy_of(buffer) for buffer in self._state["best"]["buffers"]])
+
+    def _best_weights(self) -> dict[str, Tensor]:
+        if self._best is not None:
+            return self._best
+        has_best = BEST in self._checkpoint.files(self._name)
+        return self._checkpoint.read_tensors(self._name, BEST) if has_best else {}
 
     def _optimizer_state(self) -> dict[str, Any]:
         return self._optimizer or dict(self._checkpoint.read_nested(self._name, OPTIMIZER))
@@ -89,11 +127,11 @@ class SavedTask:
         by_id = {id(slots[name].parameter): value for name, value in averages.items()}
         return with_averages(task.model, by_id) if averages else None
 
-    def report(self, *, goes_on: bool = False) -> TaskReport:
-        """Return the task's report. If the task goes on: without its end, or a validation that will run again."""
+    def report(self, task: ModelTask, *, goes_on: bool = False) -> TaskReport:
+        """Return the task's report as saved. If it goes on: without its end, or a validation that will run again."""
         state, steps = self._state, self.steps
         num = sum(not goes_on or step < steps for step in state["validation_steps"])
-        report = TaskReport(name=self._name, seed=self.seed, steps=steps)
+        report = TaskReport(name=self._name, seed=self.seed, steps=steps, hparams=dict(task.hparams))
         report.losses = losses_from_state(state["losses"])
         report.validation_losses = losses_from_state(state["validation_losses"])[:num]
         report.validation_steps = list(state["validation_steps"])[:num]
@@ -102,11 +140,15 @@ class SavedTask:
         }
         report.loss_scales = losses_from_state(state["loss_scales"])
         report.skipped_steps = list(state["skipped_steps"])
+        best = state.get("best")
+        if best is not None and task.keep_best is not None:
+            report.best_step, report.best_value = best["step"], best["value"]
         report.revisions = [Revision(**each) for each in state["revisions"]]
         report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:
             report.status = FAILED if self.over == LOST else self.over
             report.error = state["error"]
+            report.stopped_early = state.get("stopped_early", False)
             if report.status == FAILED:
                 report.error = _struck(self._name, state["error"])
                 report.exception = CheckpointError(report.error)
@@ -116,7 +158,9 @@ class SavedTask:
 def never_committed(task: ModelTask, name: str) -> TaskReport:
     """Return the report of a task that struck a device before its first commit."""
     error = _struck(name, None)
-    return TaskReport(name=name, seed=task.seed, status=FAILED, error=error, exception=CheckpointError(error))
+    report = TaskReport(name=name, seed=task.seed, status=FAILED, hparams=dict(task.hparams))
+    report.error, report.exception = error, CheckpointError(error)
+    return report
 
 
 def _struck(name: str, error: str | None) -> str:

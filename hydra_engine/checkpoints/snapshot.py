@@ -22,11 +22,12 @@ from torch import Tensor
 from hydra_engine.checkpoints.nested import losses_to_state, nested_files
 from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.data import TaskPosition, residue
-from hydra_engine.host import TaskOptimizer, TaskState
+from hydra_engine.host import BestWeights, TaskOptimizer, TaskState
 from hydra_engine.system import dram
 from hydra_engine.tasks import TaskReport
 
 WEIGHTS = "weights.safetensors"
+BEST = "best.safetensors"  # those of the best step, of parameters by name
 FROZEN = "frozen.safetensors"  # weights that do not change
 STATE = "state"
 OPTIMIZER = "optimizer"
@@ -56,6 +57,7 @@ class Snapshot:
         count: Callable[..., None],
         *,
         over: str | None = None,
+        best: BestWeights | None = None,
     ) -> None:
         self.name = report.name
         self.steps = report.steps
@@ -66,6 +68,11 @@ class Snapshot:
         self._state, self._optimizer, self._report = state, optimizer, report
         self._position, self._buffers = position, buffers
         self._num_validations = len(report.validation_steps)
+        self._best = None if best is None else best.best
+        self._best_weights: dict[int, Tensor] = {}
+        self._best_buffers: list[Tensor] = []
+        if best is not None and best.best.step is not None:
+            self._best_weights, self._best_buffers = best.tensors(), list(best.buffers)
         self._captured = threading.Event()
         self._by_slot: dict[int, list[MovingTensor]] = {}
         self._count = count
@@ -76,6 +83,9 @@ class Snapshot:
             self.files[WEIGHTS], frozen, other = self._weights()
             if frozen:
                 self.files[FROZEN] = frozen
+            if self._best is not None and self._best.step is not None:
+                slots = self._state.layout.slots
+                self.files[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best_weights.items()}
             self.files |= nested_files(STATE, self._rest(other), f"task {self.name!r}: state")
             self.files |= self._updated()
         except BaseException as error:
@@ -151,6 +161,8 @@ class Snapshot:
             },
             "loss_scales": losses_to_state(report.loss_scales[: self.steps]),
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
+            "best": None if self._best is None else {**vars(self._best), "buffers": self._best_buffers},
+            "stopped_early": report.stopped_early and self.over is not None,
             "revisions": [dict(vars(each)) for each in list(report.revisions)],
             "retries": [dict(vars(each)) for each in list(report.retries)],
         }

@@ -17,6 +17,6 @@ from hydra_engine.host.optimizer import (
     restore_optimizer,
     with_averages,
 )
-from hydra_engine.host.pool import BorrowedPool, HostPool
+from hydra_engine.host.pool import BestWeights, BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
 from hydra_engine.host.state import Region, TaskState, layout_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from queue import SimpleQueue
 
@@ -13,6 +14,7 @@ from hydra_engine.data import copy_of, place_in_dram, residue
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
 from hydra_engine.system import Freed, HostMemory, is_alone, return_free_memory
+from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
@@ -249,6 +251,69 @@ class BorrowedPool(HostPool):
         for slot, gradient in zip(self.layout.slots, self._gradients_of_user, strict=True):
             slot.parameter.grad = gradient
         del self._gradients_of_user
+
+
+class BestWeights:
+    """A task's weights and buffers as they were at its best step, in DRAM of their own.
+
+        judge(best)      a value came; if it is the best, so are the weights of now: noted, nothing is copied
+        secure(slots)    these are about to change: copied, if they still are the best
+        put_back()       the pool has the best again
+
+    So a shard is copied once for each better value, by the thread that is about to update it.
+    """
+
+    def __init__(self, pool: HostPool, best: Best) -> None:
+        self.best = best
+        self.buffers: list[Tensor] = []
+        self._pool = pool
+        self._slots = {slot.index: slot for slot in pool.layout.trainable_slots()}
+        self._copies = {index: torch.empty_like(slot.parameter.data) for index, slot in self._slots.items()}
+        self._unchanged: set[int] = set()  # slots whose parameters are still those of the best step
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def num_bytes(layout: ModelLayout) -> int:
+        """DRAM that they take."""
+        return layout.num_bytes[True] + sum(buffer.nbytes for buffer in layout.buffers)
+
+    def judge(self, best: Best) -> None:
+        """Take over the best value, and mark the weights of now where that is theirs. While nothing updates them."""
+        is_new = best.step != self.best.step
+        self.best = best
+        if is_new:
+            with self._lock:
+                self._unchanged = set(self._slots)
+                self.buffers = list(self._pool.buffers)  # which are replaced, never written to
+
+    def secure(self, slots: Iterable[int] | None = None) -> None:
+        """Copy these parameters, None: all, if they still are as at the best step. From any thread."""
+        with self._lock:
+            found = self._unchanged if slots is None else self._unchanged.intersection(slots)
+            for index in sorted(found):
+                self._copies[index].copy_(self._slots[index].parameter.data)
+            self._unchanged = self._unchanged.difference(found)
+
+    def tensors(self) -> dict[int, Tensor]:
+        """Return the weights by slot, where they lie now: they move with an update, and not before `secure`."""
+        data = {index: slot.parameter.data for index, slot in self._slots.items()}
+        return {index: data[index] if index in self._unchanged else each for index, each in self._copies.items()}
+
+    def restore(self, best: Best, weights: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> None:
+        """Go on from what was saved, whose tensors are taken over."""
+        self.best = best
+        if best.step is not None:
+            self._copies = {index: weights[slot.name] for index, slot in self._slots.items()}
+            self.buffers = list(buffers)
+
+    def put_back(self) -> None:
+        """Make the pool's weights and buffers the best ones, if there are such. Nothing computes any more."""
+        if self.best.step is None:
+            return
+        for index, slot in self._slots.items():
+            if index not in self._unchanged:
+                slot.parameter.data.copy_(self._copies[index])
+        self._pool.buffers = list(self.buffers)
 
 
 def _bytes(storage: torch.UntypedStorage, start: int, num_bytes: int) -> Tensor:

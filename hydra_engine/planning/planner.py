@@ -16,6 +16,7 @@ from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loa
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
+    BestWeights,
     BorrowedPool,
     FrozenBlocks,
     HostPool,
@@ -233,7 +234,11 @@ class PlannedTask:
         self.name = name
         self.saved = saved
         self.saves = keeps_positions
-        self.report = TaskReport(name=name, seed=task.seed) if saved is None else saved.report(goes_on=True)
+        self.report = (
+            TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
+            if saved is None
+            else saved.report(task, goes_on=True)
+        )
         self._stopping: list[StopTask | PauseTask] = []  # what a callback raised before it is begun
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
@@ -335,6 +340,7 @@ class PlannedTask:
             "casts": 0 if layout.narrow is None else casts,
             "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
+            "best": 0 if self.task.keep_best is None else BestWeights.num_bytes(layout),
             "averages": 0 if self.task.ema_decay is None else layout.num_bytes[True],
             "step": state.measured.staging_bytes,
             "parts": self.spreading.parts_bytes,

@@ -15,7 +15,7 @@ from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
 class EndKind(Enum):
     """Kinds of ends, as a report names them."""
 
-    FINISHED = FINISHED  # it was trained on all its batches
+    FINISHED = FINISHED  # it was trained on all its batches, or as long as it became better (`patience`)
     STOPPED = STOPPED  # its user has ended it, or nonfinite="stop"
     PAUSED = PAUSED  # as stopped, and it is to be saved as a task that goes on
     FAILED = FAILED  # something raised
@@ -28,7 +28,7 @@ class Ending:
     kind: EndKind
     error: BaseException | None = None  # the first that was raised
     text: str | None = None  # what the report says of it
-    commits: bool = True  # what was read and computed before; False: its user or a callback has ended it, at once
+    commits: bool = True  # what was read and computed before; False: it ends at once, with what is committed
 
 
 class TaskEnd:
@@ -51,13 +51,23 @@ class TaskEnd:
         return self.ending is not None and self.ending.kind is EndKind.PAUSED
 
     @property
+    def is_early(self) -> bool:
+        """True if the task is finished before its last batch."""
+        return self.ending is not None and self.ending.kind is EndKind.FINISHED and not self.ending.commits
+
+    @property
+    def is_told_no_more(self) -> bool:
+        """True if the task's user, a callback or a failure has ended it at once: callbacks are told its end alone."""
+        return self.is_stopped and not self.is_early
+
+    @property
     def is_stopped(self) -> bool:
         """True if nothing more of the task is to be committed."""
         return self.ending is not None and not self.ending.commits
 
-    def finish(self) -> None:
-        """The task was trained on all its batches."""
-        self._add(Ending(EndKind.FINISHED))
+    def finish(self, *, is_early: bool = False) -> None:
+        """The task was trained on all its batches; is_early: or has not become better for long enough."""
+        self._add(Ending(EndKind.FINISHED, commits=not is_early))
 
     def stop(self, text: str | None = None) -> None:
         """End the task at its last commit."""
@@ -80,6 +90,7 @@ class TaskEnd:
         if self.ending is not None:
             report.status, report.exception = self.ending.kind.value, self.ending.error
             report.error = self.ending.text
+            report.stopped_early = self.is_early
 
     def _add(self, new: Ending) -> None:
         with self._lock:

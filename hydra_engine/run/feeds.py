@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import host_memory
 from hydra_engine.errors import LoaderTimeout, PauseTask
-from hydra_engine.host import TaskOptimizer, check_no_hooks
+from hydra_engine.host import BestWeights, TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
@@ -34,7 +34,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
-from hydra_engine.tasks import Purpose
+from hydra_engine.tasks import Best, Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -63,6 +63,7 @@ class Feeds:
         """Take a batch from its reader; the scheduler has to know what of it has to do with memory."""
         task = self._common.tasks[event.task]
         batch = task.feed.next_batch = task.planned.reader.take()
+        self._look_ahead(task)
         return self.has_answered(event)._replace(
             new_shapes=_has_to_be_fitted(task, batch),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
@@ -114,9 +115,22 @@ class Feeds:
         task.step.is_committed = True
         if event.training:
             # With early release, updates go on at any time.
-            task.notifier.step(is_updated=task.state.pool.early_release or not task.updates)
+            task.is_updated = task.state.pool.early_release or not task.updates
+            task.notifier.step(is_updated=task.is_updated)
+        self._look_ahead(task)
         self._begin_epoch(task)
         return event
+
+    def _look_ahead(self, task: RunningTask) -> None:
+        """Once a batch is committed and the next one is known, it is known what is over with the first.
+
+        Before the scheduler hears of it, so that nothing of the next one begins in a task that ends here.
+        """
+        following = task.feed.next_batch
+        if following is not None and (task.step is None or task.step.is_committed):
+            task.conclude_before(following)
+            if following.training:  # else a validation of before a resume may be under way again
+                self._common.end_early(task)
 
     def epoch_ahead(self, event: EpochAhead) -> None:
         """An epoch's iterator waits for callbacks."""
@@ -134,6 +148,11 @@ class Feeds:
         task.feed.epoch_ahead = None
         if not (task.is_ending or self._common.is_interrupted):
             task.end_epoch()
+            task.reach_epoch(epoch)
+            if task.step is not None:
+                self._common.end_early(task)
+            if task.end.is_early:
+                return
             if not task.end.is_paused:
                 task.notifier.epoch_begin(epoch)
             self._common.when_told(task, partial(self._open_epoch, task))
@@ -350,6 +369,7 @@ class Joining:
         )
         retries = Retries(planned.task.max_retries, planned.report)
         task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier))
+        task.epoch = 0 if planned.saved is None else planned.saved.position.epoch
         self._common.tasks[planned.name] = task
         self._saves.began(task)
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
@@ -379,6 +399,11 @@ class Joining:
                 planned.saved.put_optimizer(optimizer)
             if state.steps_on_device:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
+            if planned.task.keep_best is not None:
+                best = Best(by=planned.task.keep_best, direction=planned.task.best, epoch_first=planned.report.steps)
+                task.figures.best = BestWeights(state.pool, best)
+                if planned.saved is not None:
+                    planned.saved.put_best(task.figures.best)
         for worker in self._workers.all:
             worker.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)

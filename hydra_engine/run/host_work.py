@@ -207,9 +207,11 @@ class HostWork:
                 task.is_torn = True
                 task.end.fail(Failed(task.name, error, "its lr_scheduler, after the last epoch"))
         task.end.write(task.report)
-        if task.end.ending is not None and task.end.ending.kind is EndKind.FINISHED:
+        ending = task.end.ending
+        if ending is not None and ending.kind is EndKind.FINISHED and not task.end.is_early:
             task.figures.end_evaluation()
             task.end_epoch()
+            task.reach_epoch(task.planned.task.epochs)
 
     def _how_it_ended(self, task: RunningTask) -> str | None:
         """As a checkpoint says it; None: it was interrupted, and goes on with a resume."""
@@ -236,11 +238,13 @@ class HostWork:
             task.notifier.look_away()
             task.planned.doubts += task.notifier.messages
             with self._common.opening:  # its set-up may be at it
+                if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
+                    task.figures.best.put_back()
                 task.state.close()
             task.planned.leave()
             if task.optimizer is not None and not is_paused:  # else they are on disk
                 task.report.ema_state = task.optimizer.ema_state()
-            task.record = task.snapshot = task.optimizer = task.state.stepper = None
+            task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
             task.end.write(task.report)  # callbacks may have failed since
             if is_paused:
                 task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()

@@ -219,7 +219,7 @@ class Notifier:
                 self._num_untold -= 1
 
     def _tell(self, call: _Call) -> None:
-        if self._end.is_stopped and not call.always:
+        if self._end.is_told_no_more and not call.always:
             return
         name, watch = self._report.name, self._watch
         try:

@@ -47,8 +47,11 @@ class Recovery:
         lost = self._common.lost
         if self._common.is_interrupted and isinstance(event, DataFailed):
             return
+        task = self._common.tasks[event.task]
+        if task.end.is_early and not task.is_ending and not isinstance(event.error, DeviceLost):
+            return  # of a step that nobody wants any more
         if lost is None or not isinstance(event.error, DeviceLost) or event.task == lost.task:
-            self._common.tasks[event.task].end.fail(event)
+            task.end.fail(event)
 
     def _begins_again(self, event: Failed, unit: Unit) -> bool:
         """Return True if the step of a unit that has raised begins again: cut finer, or as it is."""

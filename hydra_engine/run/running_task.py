@@ -18,15 +18,18 @@ from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.display import TaskProgress
 from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask, StopTask
-from hydra_engine.host import StepParts, StepRecord, TaskOptimizer, TaskState
+from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.signals import Inbox
-from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskUnits, Unit
+from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskStopped, TaskUnits, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
     AGAIN,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Best,
     Evaluation,
     EvaluationMeans,
     ModelWatch,
@@ -139,6 +142,7 @@ class Figures:
         self._told_parts: set[tuple[int, int]] = set()  # (samples, parts) that were reported
         self._ended_epoch = -1  # the last one that was told to be over
         self.evaluation: Evaluation | None = None  # the last that is through
+        self.best: BestWeights | None = None  # with keep_best
         self.outputs: list[Any] = []  # of the batch that was predicted last; the caller takes it
 
     def commit(self, batch: Batch) -> None:
@@ -207,7 +211,25 @@ class Figures:
         self._report.validation_steps.append(self._report.steps)
         for name, value in found.metrics.items():
             self._report.validation_metrics.setdefault(name, []).append(value)
+        if self.best is not None and (by := self.best.best.by) != TRAINING_LOSS:
+            value = found.loss if by == VALIDATION_LOSS else found.metrics[by]
+            self._judge(self.best, self.best.best.after(value, self._report.steps))
         self._notifier.validation()
+
+    def end_training_epoch(self) -> None:
+        """Judge the training loss of an epoch whose steps are in all weights, and which is over."""
+        if self.best is not None:
+            self._judge(self.best, self.best.best.after_epoch(self._report.losses, self._report.skipped_steps))
+
+    def _judge(self, weights: BestWeights, best: Best) -> None:
+        weights.judge(best)
+        self._report.best_step, self._report.best_value = best.step, best.value
+
+    @property
+    def has_waited(self) -> bool:
+        """True if there was no better value for as long as the user waits."""
+        patience = self._planned.task.patience
+        return self.best is not None and patience is not None and self.best.best.num_worse >= patience
 
     def _commit_prediction(self) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
@@ -250,6 +272,9 @@ class RunningTask:
     record: StepRecord | None = None  # of the last training step
     last_commit: LastCommit | None = None  # where positions are kept
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
+    is_updated: bool = True  # the last step that was committed is in all weights
+    epoch: int = 0  # that its training has reached; of a task whose best is kept by its training loss
+    epoch_is_over: bool = False  # the one before that, which waits for `is_updated`
     is_torn: bool = False  # part of its state is of another step than the rest
 
     @property
@@ -293,6 +318,8 @@ class RunningTask:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
         if self.snapshot is not None:
             self.snapshot.secure(slots)
+        if self.figures.best is not None:  # whose copies the snapshot may be saving
+            self.figures.best.secure(slots)
 
     def note_commit(self) -> None:
         """The batch in progress is committed: the next begins where its layers have left the random stream."""
@@ -347,15 +374,32 @@ class RunningTask:
             trace.add("host", AGAIN, str(unit), trace.now_s())
 
     def take(self, *, is_new_shape: bool = False, is_spread: bool = False) -> None:
-        """Make the batch that was read the one in progress; with it, it is known what the one before it ended."""
-        before, following = self.step, self.feed.next_batch
+        """Make the batch that was read the one in progress."""
+        following = self.feed.next_batch
         assert following is not None
-        if before is not None and not before.batch.training and following.evaluation != before.batch.evaluation:
-            self.figures.end_evaluation()
-        if before is not None and following.epoch > before.batch.epoch:
-            self.figures.end_epoch(before.batch)
         self.step = StepInProgress(following, is_new_shape=is_new_shape, is_spread=is_spread)
         self.feed.next_batch = None
+
+    def conclude_before(self, following: Batch) -> None:
+        """Conclude what ends with the batch that was committed last, since this one follows it."""
+        before = None if self.step is None else self.step.batch
+        if before is not None and not before.training and following.evaluation != before.evaluation:
+            self.figures.end_evaluation()
+        if before is not None and following.epoch > before.epoch:
+            self.figures.end_epoch(before)
+        self.reach_epoch(following.epoch)
+
+    def reach_epoch(self, epoch: int) -> None:
+        """All steps of the epochs before this one are committed."""
+        if self.planned.task.keep_best == TRAINING_LOSS and epoch > self.epoch:
+            self.epoch, self.epoch_is_over = epoch, True
+            self.judge_epoch()
+
+    def judge_epoch(self) -> None:
+        """Judge the training loss of an epoch that is over, once its last step is in all weights."""
+        if self.epoch_is_over and self.is_updated and not self.is_torn:
+            self.epoch_is_over = False
+            self.figures.end_training_epoch()
 
     def end_epoch(self) -> None:
         """Tell, once, that the epoch of the last batch is over, its validation too."""
@@ -411,6 +455,12 @@ class Common:
     def later(self, job: Callable[[], None]) -> None:
         """Leave a job to the thread that decides."""
         self.events.put(Job(job))
+
+    def end_early(self, task: RunningTask) -> None:
+        """End a task as finished where nothing has become better for as long as its user waits."""
+        if task.figures.has_waited and task.end.ending is None and task.life is Life.TRAINING:
+            task.end.finish(is_early=True)
+            self.due.append(TaskStopped(task.name))
 
     def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:
         """Run a job in the thread that decides, once the task's callbacks have returned; at once if they have."""

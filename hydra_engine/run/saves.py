@@ -125,6 +125,10 @@ class Saves:
 
     def _capture(self, instruction: Capture) -> None:
         task = self._common.tasks[instruction.task]
+        task.is_updated = True
+        if task.epoch_is_over:
+            task.judge_epoch()
+            self._common.later(partial(self._common.end_early, task))
         task.notifier.let_go()
         self._save(task)
 
@@ -145,7 +149,16 @@ class Saves:
         found, optimizer = task.last_commit, task.optimizer
         if found is None or optimizer is None:
             return None
-        return Snapshot(task.state, optimizer, task.report, found.position, found.buffers, saver.count, over=over)
+        return Snapshot(
+            task.state,
+            optimizer,
+            task.report,
+            found.position,
+            found.buffers,
+            saver.count,
+            over=over,
+            best=task.figures.best,
+        )
 
 
 def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:

@@ -165,7 +165,9 @@ class TaskList:
         if saved is not None and saved.goes_on(task):
             task.seed = saved.seed
             return self._made(task, name, saved)
-        self._reports[name] = report = never_committed(task, name) if saved is None else saved.report()
+        self._reports[name] = report = never_committed(task, name) if saved is None else saved.report(task)
+        if saved is not None and task.keep_best is not None:
+            saved.put_best_into_model(planned.layout)
         report.ema_state = None if saved is None else saved.ema_state(task, planned.layout)
         return None
 

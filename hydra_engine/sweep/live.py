@@ -25,6 +25,7 @@ class LiveTrial:
         self.trial = trial
         self.task = task
         self.name = task.name = name_of(trial)
+        task.hparams = task.hparams or dict(trial.params)
         self.is_planned = False
         self.is_pruned = False  # and the study was told
         self.is_in_callbacks = False  # of the user's; they have ended the task where it ends there

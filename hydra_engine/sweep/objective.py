@@ -13,7 +13,7 @@ LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class Objective:
-    """One figure of the last validation, or several, in the order of the study's directions."""
+    """One figure of a validation, or several, in the order of the study's directions."""
 
     names: tuple[str, ...]  # of metrics, or `LOSS`
 
@@ -49,11 +49,18 @@ class Objective:
                 f"one of these"
             )
 
+    def outcome(self, task: ModelTask, report: TaskReport) -> list[float] | None:
+        """Return the figures of the weights that a task has left: of its best validation, or of its last."""
+        if task.keep_best is None or report.best_step not in report.validation_steps:
+            return self.last(report)
+        return self._at(report, report.validation_steps.index(report.best_step))
+
     def last(self, report: TaskReport) -> list[float] | None:
         """Return the figures of the last validation; None if there was none."""
-        if not report.validation_losses:
-            return None
+        return self._at(report, -1) if report.validation_losses else None
+
+    def _at(self, report: TaskReport, k: int) -> list[float]:
         return [
-            float(report.validation_losses[-1] if name == LOSS else report.validation_metrics[name][-1])
+            float(report.validation_losses[k] if name == LOSS else report.validation_metrics[name][k])
             for name in self.names
         ]

@@ -284,7 +284,7 @@ class Search:
         if not (live.is_pruned or is_ended or is_last):
             return
         del self._live[live.name]
-        values = self._settings.objective.last(report)
+        values = self._settings.objective.outcome(live.task, report)
         if live.is_pruned:
             self._num_well += 1
             self._tell(trial, "pruned", report)

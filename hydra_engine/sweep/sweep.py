@@ -45,8 +45,9 @@ class Sweep:
         checkpoint_dir: folder of the sweep. Run again after it was killed, the sweep goes on with every trial from its
             last checkpoint, and trains none again that was told. None: nothing is saved.
         checkpoint_every: as of `ModelOrchestrator`.
-        metric: the figure of the last validation that is a trial's value: "validation_loss", or a name in the task's
-            `metrics`; for several objectives a list, one name per direction. None: the validation loss.
+        metric: the figure of the last validation, or of the best one where the task has `keep_best`, that is a trial's
+            value: "validation_loss", or a name in the task's `metrics`; for several objectives a list, one name per
+            direction. None: the validation loss.
         direction: "minimize" or "maximize", or a list, of a study that is made here; needed for a metric.
         seed: of the trials' random streams.
         rungs: `Rungs(min_resource=1, reduction_factor=3)`: synchronous successive halving, instead of the study's

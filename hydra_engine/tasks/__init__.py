@@ -1,5 +1,6 @@
 """The things that a user gives and gets: tasks, callbacks, reports."""
 
+from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
 from hydra_engine.tasks.callback import Callback, begin_epochs
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined
 from hydra_engine.tasks.model import Model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, known_figures
 from hydra_engine.tasks.callback import Callback
 from partitioners.boundary import check_fit
 from partitioners.precision import DTYPES
@@ -29,6 +31,14 @@ def _is_number(value: object) -> bool:
 
 def _is_partitioner(value: object) -> bool:
     return not isinstance(value, type) and hasattr(value, "partition") and hasattr(value, "revise")
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -73,6 +83,22 @@ TYPES: tuple[Rule, ...] = (
         "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
     ),
     (
+        "keep_best",
+        _or_none(lambda value: isinstance(value, str)),
+        "{!r} is not a str; give 'validation_loss', a name in metrics=, or 'loss'",
+    ),
+    ("patience", _or_none(_is_int), "{!r} is not an int; give a number of validations, None for no end"),
+    (
+        "hparams",
+        _or_none(lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
+        "{!r} does not map names to values; give {{'lr': 0.1}}",
+    ),
+    (
+        "hparams",
+        _or_none(lambda value: _is_json(dict(value))),
+        "{!r} holds what JSON does not; give None, bools, finite numbers, strings, and lists and dicts of them",
+    ),
+    (
         "grad_scaler",
         _or_none(lambda value: isinstance(value, torch.amp.GradScaler)),
         "{!r} is not a torch.amp.GradScaler",
@@ -101,6 +127,8 @@ LIMITS: tuple[Rule, ...] = (
         _or_none(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
         "{!r}, limit: 0 <= ema_decay < 1; 0.999 is common",
     ),
+    _known("best", MIN, MAX),
+    ("patience", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for no end"),
     ("weight", lambda value: 0 < value < math.inf, "{}, limit: finite, above 0; 1 is every task's"),
     *(
         (field, _or_none(lambda value: 0 < value < math.inf), "{}, limit: finite, above 0; None waits for ever")
@@ -151,6 +179,7 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"validation_interval: {interval} without a validation loader; give validation="
     if validation is None and metrics:
         yield f"metrics: {', '.join(metrics)} without a validation loader; give validation="
+    yield from _best_conflicts(options)
     epochs, loader = options["epochs"], options["dataloader"]
     for field, number, when in (
         ("dataloader", epochs, f"in {epochs} epochs"),
@@ -171,6 +200,27 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
             "give one with persistent_workers=False, or leave scan_batches out"
+        )
+
+
+def _best_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
+    by, metrics = options["keep_best"], options["metrics"] or {}
+    if by is None:
+        if options["patience"] is not None:
+            yield f"patience: {options['patience']} without keep_best; name the figure that is to get better"
+        if options["best"] != MIN:
+            yield f"best: {options['best']!r} without keep_best; name the figure that is to be large"
+        return
+    known = known_figures(metrics, is_validated=options["validation"] is not None)
+    if by not in known:
+        remedy = "add it to metrics=" if options["validation"] is not None else "give validation="
+        yield f"keep_best: {by!r}, known: {', '.join(map(repr, known))}; name one of these, or {remedy}"
+    if by in (TRAINING_LOSS, VALIDATION_LOSS) and by in metrics:
+        yield f"keep_best: {by!r} is a loss, and the name of a metric as well; give the metric another name"
+    if options["ema_decay"] is not None:
+        yield (
+            "keep_best: with ema_decay a task has two sets of weights, and its figures are of one of them; leave out "
+            "one"
         )
 
 

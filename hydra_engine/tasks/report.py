@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.system import HostThreads
+from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
 from hydra_engine.trace import Span
 from partitioners import format_bytes
 
@@ -27,7 +28,7 @@ class TaskPlan:
     name: str
     boundaries: list[int]  # cumulative end indices of the shards
     shard_bytes: list[int]  # device bytes each shard needs to run: slab and the largest of its units
-    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, averages, a step and its parts
+    dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, best, averages, a step, its parts
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
     optimizer_device: str = "host"  # or "device"
@@ -138,6 +139,8 @@ class TaskReport:
     Attributes:
         skipped_steps: of float16 those whose gradients were not all finite; with nonfinite="skip" those whose loss was
             not finite. Each has its place in `losses`.
+        best_step: with `keep_best`, training steps committed before the model's weights had the best value; None: there
+            was no number, and they are those of the last step.
         error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
     """
 
@@ -153,9 +156,23 @@ class TaskReport:
     skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see above
     retries: list[Retry] = field(default_factory=list)  # at most max_retries; after a resume as many again
     revisions: list[Revision] = field(default_factory=list)
+    best_step: int | None = None
+    best_value: float | None = None
+    stopped_early: bool = False  # it is finished, since nothing was better for so long as `patience`
+    hparams: dict[str, Any] = field(default_factory=dict)  # the task's, for tables
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
     exception: BaseException | None = None
+
+    def values(self, by: str) -> tuple[list[int], list[float]]:
+        """Return a figure's values, and for each of them the training steps committed before; none if it has none.
+
+        by: "loss", of each step; "validation_loss", or a name in the task's `metrics`, of each validation.
+        """
+        if by == TRAINING_LOSS:
+            return list(range(1, len(self.losses) + 1)), list(self.losses)
+        values = self.validation_losses if by == VALIDATION_LOSS else self.validation_metrics.get(by, [])
+        return self.validation_steps[: len(values)], list(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +272,57 @@ class Report:
                 assert task.exception is not None
                 raise task.exception
 
+    def compare(self, by: str = VALIDATION_LOSS, *, best: str = MIN) -> str:
+        """A table of the tasks, those with the best value of a figure first; NaN is no value.
+
+        by: "validation_loss", "loss" or a name in `metrics`. best: "min" or "max". Raises ValueError for others.
+        """
+        if best not in (MIN, MAX):
+            raise ValueError(f"best: {best!r}, known: {MIN!r}, {MAX!r}")
+        known = {VALIDATION_LOSS: 0, TRAINING_LOSS: 0}
+        known |= {name: 0 for task in self.tasks.values() for name in task.validation_metrics}
+        if by not in known:
+            raise ValueError(f"by: {by!r}, known: {', '.join(map(repr, known))}; name one of these")
+        names = list(dict.fromkeys(name for task in self.tasks.values() for name in task.hparams))
+        ranked: list[tuple[tuple[bool, float], tuple[str, ...]]] = []
+        for task in self.tasks.values():
+            steps, values = task.values(by)
+            at = best_index(values, best)
+            value = values[at] if at is not None else 0.0
+            told = ("-", "-", "-") if at is None else (f"{value:.6g}", str(steps[at]), f"{values[-1]:.6g}")
+            hparams = [_short_value(task.hparams[name]) if name in task.hparams else "-" for name in names]
+            status = f"{task.status}, early" if task.stopped_early else task.status
+            ranked.append(
+                ((at is None, value if best == MIN else -value), (task.name, *told, status, str(task.steps), *hparams))
+            )
+        ranked.sort(key=lambda each: each[0])  # equal ones stay in their order
+        return "\n".join(
+            table([("task", f"best {by}", "at step", "last", "status", "steps", *names), *(row for _, row in ranked)])
+        )
+
+    def frame(self) -> Any:
+        """A pandas DataFrame of the tasks by name, one row each, in their order.
+
+        Columns: status, steps, seed, stopped_early; loss and validation_loss, the last ones; metrics_NAME, likewise;
+        best_step and best_value, with `keep_best`; hparams_NAME. Raises ImportError without pandas.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "Report.frame: pandas is not installed; install it (pip install 'hydra_engine[frame]'), or print "
+                "Report.compare()"
+            ) from error
+        rows = []
+        for task in self.tasks.values():
+            figures = {name: _last(task.values(name)[1]) for name in (TRAINING_LOSS, VALIDATION_LOSS)}
+            figures |= {f"metrics_{name}": _last(values) for name, values in task.validation_metrics.items()}
+            told = {name: getattr(task, name) for name in ("status", "steps", "seed", "stopped_early")}
+            best = {"best_step": task.best_step, "best_value": task.best_value}
+            hparams = {f"hparams_{name}": value for name, value in task.hparams.items()}
+            rows.append({**told, **figures, **best, **hparams})
+        return pandas.DataFrame(rows, index=pandas.Index(list(self.tasks), name="task"))
+
     def __str__(self) -> str:
         rows = [("task", "status", "steps", "loss", "validation")]
         for task in self.tasks.values():
@@ -286,6 +354,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _short(sizes: list[int]) -> str:
     return " ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)}"
+
+
+def _short_value(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _last(values: list[float]) -> float | None:
+    return values[-1] if values else None
 
 
 def _ends(values: list[float]) -> str:

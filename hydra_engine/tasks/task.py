@@ -81,6 +81,11 @@ class ModelTask:
             whole training, in the middle of an epoch too. Where the last step is no multiple of N, none is at the end.
         metrics: name -> function (output, target) -> number, of each validation batch; a validation's figure is their
             mean, weighted by samples. In `TaskReport.validation_metrics`.
+        keep_best*: hand the model back as it was where this figure was best, weights and buffers, however the task
+            ends: "validation_loss", a name in `metrics`, or "loss", the mean of an epoch's training losses.
+        best: "min" or "max", of `keep_best`.
+        patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
+        hparams: a mapping that JSON takes, shown in tables: `Report.compare` and `Report.frame`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
@@ -140,6 +145,10 @@ class ModelTask:
         validation: Iterable[Any] | None = None,
         validation_interval: int | str = "epoch",
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
+        keep_best: str | None = None,
+        best: str = "min",
+        patience: int | None = None,
+        hparams: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
         priority: int = 0,
@@ -188,6 +197,10 @@ class ModelTask:
         self.validation = validation
         self.validation_interval = validation_interval
         self.metrics = dict(metrics or {})
+        self.keep_best = keep_best
+        self.best = best
+        self.patience = patience
+        self.hparams = dict(hparams or {})
         self.callbacks = tuple(callbacks)
         self.loader_alone = loader_alone
         self.read_ahead = read_ahead

@@ -173,6 +173,8 @@ CASES = {
         "validation_interval": 3,
         "metrics": {"mean": lambda x, _: x.mean()},
     },
+    "best by validation": {"validation": shuffled, "draws": True, "keep_best": "validation_loss", "batch_norm": True},
+    "best by training loss": {"keep_best": "loss", "patience": 5},
     "bfloat16": {"precision": "bfloat16", "ema_decay": 0.9},
     "float16": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=2)},
     "float16, skips": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**40)},

@@ -303,3 +303,35 @@ def test_a_second_call_goes_on_with_the_study():
     study = sweep.run()
     assert sweep.run() is study
     assert len(study.trials) == 2
+
+
+def test_the_value_of_a_trial_is_that_of_the_weights_it_leaves():
+    reports, given = {}, {}
+
+    class Notes(Callback):
+        def __init__(self, number):
+            self.number = number
+
+        def on_task_end(self, report):
+            reports[self.number] = report
+
+    def build_best(trial):
+        given[trial.number] = {"depth": 2} if trial.number == 1 else {}
+        return build(
+            trial,
+            Notes(trial.number),
+            metrics={"accuracy": accuracy},
+            keep_best="accuracy",
+            best="max",
+            hparams=given[trial.number],
+        )
+
+    study = sweep_of(build_best, metric=["validation_loss", "accuracy"], direction=["minimize", "maximize"]).run()
+    for trial in study.trials:
+        report = reports[trial.number]
+        at = report.validation_steps.index(report.best_step)
+        accuracies = report.validation_metrics["accuracy"]
+        assert at == accuracies.index(max(accuracies))
+        assert trial.values == [report.validation_losses[at], accuracies[at]]
+        assert report.hparams == (given[trial.number] or trial.params)
+    assert any(report.best_step != report.validation_steps[-1] for report in reports.values())

@@ -1,6 +1,8 @@
 """Plans and reports print as tables, and a failure in them is raised as it was."""
 
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,3 +134,83 @@ def test_failure_after_the_last_step_is_reported(num_others):
     assert outcome.status == "failed"
     assert "boom after the last epoch" in outcome.error
     assert outcome.steps == 2
+
+
+COMPARED = """\
+task  best validation_loss  at step  last  status           steps  lr     depth
+----  --------------------  -------  ----  ---------------  -----  -----  -----
+c     0.25                  4        0.5   finished, early  6      0.001  -
+a     0.5                   2        0.75  finished         4      0.1    12
+b     0.5                   2        nan   stopped          4      -      -
+d     -                     -        -     failed           0      -      3"""
+
+
+def compared():
+    def of(name, validation_losses, **options):
+        steps = [2 * (k + 1) for k in range(len(validation_losses))]
+        return TaskReport(name=name, seed=0, validation_losses=validation_losses, validation_steps=steps, **options)
+
+    a = of("a", [0.5, 0.75], status="finished", steps=4, hparams={"lr": 0.1, "depth": 12})
+    a.validation_metrics = {"accuracy": [0.5, 0.25]}
+    b = of("b", [0.5, float("nan")], steps=4, losses=[2.0, 1.0])
+    b.validation_metrics = {"accuracy": [0.25, 0.75]}
+    c = of("c", [1.0, 0.25, 0.5], status="finished", steps=6, stopped_early=True, hparams={"lr": 0.001})
+    c.best_step, c.best_value = 4, 0.25
+    return report_of(a, b, c, of("d", [], status="failed", hparams={"depth": 3}))
+
+
+def test_tasks_compare_as_a_table_with_the_best_first():
+    assert compared().compare() == COMPARED
+
+
+def test_tasks_compare_by_any_figure_in_either_direction():
+    lines = compared().compare(by="accuracy", best="max").splitlines()
+    assert [line.split()[:4] for line in lines[2:]] == [
+        ["b", "0.75", "4", "0.75"],
+        ["a", "0.5", "2", "0.25"],
+        ["c", "-", "-", "-"],
+        ["d", "-", "-", "-"],
+    ]
+    assert compared().compare(by="loss").splitlines()[2].split()[:4] == ["b", "1", "2", "1"]
+
+
+def test_an_unknown_figure_is_refused():
+    with pytest.raises(ValueError, match="by: 'f1', known: 'validation_loss', 'loss', 'accuracy'"):
+        compared().compare(by="f1")
+    with pytest.raises(ValueError, match="best: 'most', known: 'min', 'max'"):
+        compared().compare(best="most")
+
+
+def test_a_frame_has_a_row_for_each_task(monkeypatch):
+    """Of what a DataFrame is made from: pandas itself may not be there."""
+    fake = SimpleNamespace(DataFrame=lambda rows, index: (rows, index), Index=lambda names, name: (names, name))
+    monkeypatch.setitem(sys.modules, "pandas", fake)
+    rows, index = compared().frame()
+    assert index == (["a", "b", "c", "d"], "task")
+    assert rows[2] == {
+        "status": "finished",
+        "steps": 6,
+        "seed": 0,
+        "stopped_early": True,
+        "loss": None,
+        "validation_loss": 0.5,
+        "best_step": 4,
+        "best_value": 0.25,
+        "hparams_lr": 0.001,
+    }
+    assert (rows[1]["loss"], rows[1]["metrics_accuracy"]) == (1.0, 0.75)
+
+
+def test_a_frame_of_pandas_has_names_and_columns():
+    pandas = pytest.importorskip("pandas")
+    frame = compared().frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.index) == ["a", "b", "c", "d"]
+    assert frame.loc["c", "best_value"] == 0.25
+    assert frame.loc["a", "hparams_depth"] == 12
+
+
+def test_without_pandas_a_frame_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pandas is not installed; .*hydra_engine\[frame\].*compare"):
+        compared().frame()
