@@ -22,6 +22,7 @@ from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
     Stream,
+    ask,
     capture,
     draw_from,
     install,
@@ -284,27 +285,27 @@ class _Watch:
     """Lets draws be, and sees those that come from no function of torch's in this thread."""
 
     def __init__(self) -> None:
-        self._last = _GLOBAL.get_state()
+        self._last = ask(_GLOBAL.get_state)
         self._was_moved = False
 
     @property
     def is_passed_by(self) -> bool:
         """True if somebody drew past torch's functions, until now."""
-        return self._was_moved or not torch.equal(self._last, _GLOBAL.get_state())
+        return self._was_moved or not torch.equal(self._last, ask(_GLOBAL.get_state))
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._seen(partial(op, *args, **kwargs))
 
     def attribute(self, name: str) -> Any:
         method = getattr(_GLOBAL, name)
-        return (lambda *args: self._seen(partial(method, *args))) if callable(method) else method
+        return (lambda *args: self._seen(partial(ask, method, *args))) if callable(method) else method
 
     def _seen(self, job: Callable[[], Any]) -> Any:
         self._was_moved = self.is_passed_by
         try:
             return job()
         finally:
-            self._last = _GLOBAL.get_state()
+            self._last = ask(_GLOBAL.get_state)
 
     def install_in_child(self) -> None:
         """Do nothing: a process that was forked in the middle of a read has the stream's states already."""

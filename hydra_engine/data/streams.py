@@ -10,8 +10,10 @@ A stream's states are also turned into values that a checkpoint takes bit for bi
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -97,13 +99,26 @@ class RandomState(NamedTuple):
         return {name for name, has_moved in moved.items() if has_moved}
 
 
+# torch makes the tensor of a generator's state while it holds the generator's lock. Other threads wait for that lock
+# without letting go of the interpreter's. Where the tensor sets off a garbage collection that closes a file, the first
+# thread waits for the interpreter and the second for the generator, for ever. So one thread at a time asks.
+_ASKING = threading.RLock()
+os.register_at_fork(before=_ASKING.acquire, after_in_parent=_ASKING.release, after_in_child=_ASKING.release)
+
+
+def ask(method: Callable[..., Any], *args: Any) -> Any:
+    """Call a method of a generator that several threads use."""
+    with _ASKING:
+        return method(*args)
+
+
 def capture() -> RandomState:
-    return RandomState(torch.get_rng_state(), random.getstate(), np.random.get_state())
+    return RandomState(ask(torch.get_rng_state), random.getstate(), np.random.get_state())
 
 
 def install(state: RandomState) -> None:
     """Make these the process-wide states."""
-    torch.set_rng_state(state.torch)
+    ask(torch.set_rng_state, state.torch)
     random.setstate(state.python)
     np.random.set_state(state.numpy)
 
@@ -175,13 +190,13 @@ def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwar
     if overload is not None:
         return overload(*args, **{**kwargs, "generator": generator})
     with GLOBAL_GENERATORS.held():  # it takes no generator
-        outside = torch.default_generator.get_state()
-        torch.default_generator.set_state(generator.get_state())
+        outside = ask(torch.default_generator.get_state)
+        ask(torch.default_generator.set_state, generator.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(outside)
+            generator.set_state(ask(torch.default_generator.get_state))
+            ask(torch.default_generator.set_state, outside)
 
 
 def is_elsewhere(values: Iterable[Any]) -> bool:

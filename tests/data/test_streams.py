@@ -1,8 +1,11 @@
 """A task's own generator gives the draws of torch.manual_seed, and the process-wide ones are left alone."""
 
+import gc
+import os
 import random
 import sys
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -395,3 +398,27 @@ class TestStreamSeed:
     def test_differs_between_seeds_steps_and_micro_batches(self):
         keys = [(seed, step, m) for seed in (0, 1, 11, 111) for step in range(30) for m in range(12)]
         assert len({stream_seed(*key) for key in keys}) == len(keys)
+
+
+def test_threads_that_capture_do_not_wait_for_each_other_for_ever():
+    """A garbage collection that closes a file, set off by the tensor of a state, lets another thread run meanwhile."""
+
+    class Cycle:
+        def __init__(self):
+            self.me, self.file = self, open(os.devnull, "rb", buffering=0)  # noqa: SIM115
+
+    def work():
+        for _ in range(300):
+            for _ in range(20):
+                Cycle()
+            capture()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        gc.collect()
