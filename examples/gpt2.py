@@ -33,7 +33,7 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "tiny": Scale(128, 6, 4, 16, 256, "8MiB", torch.optim.AdamW, False),
+    "tiny": Scale(128, 4, 4, 16, 256, "8MiB", torch.optim.AdamW, False),
     "paper": Scale(1600, 48, 25, 1024, 50257, None, torch.optim.SGD, True),  # GPT-2 XL
 }
 

@@ -16,7 +16,7 @@ from gpt2 import SCALES, Windows, make_devices, make_task, parser_of, read_text
 from hydra_engine import ModelOrchestrator
 
 LR = 1e-4
-BLOCKS = {"tiny": 12, "paper": 100}
+BLOCKS = {"tiny": 8, "paper": 100}
 
 
 def main():

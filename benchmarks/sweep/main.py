@@ -8,6 +8,7 @@ python benchmarks/sweep/main.py memory --dram 400MiB   # DRAM is the limit, inst
 import argparse
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -48,7 +49,7 @@ class Scale(NamedTuple):
 
 HALVING = Scale(24, (64, 128), (2, 4), 96, 4, 4, "32MiB")
 MEMORY = Scale(60, (192,), (4, 4), 24, 1, 6, "32MiB")
-KILLS = Scale(12, (64,), (2, 4), 48, 3, 3, "32MiB")
+KILLS = Scale(12, (32,), (1, 2), 48, 2, 3, "32MiB")
 
 
 class Space:
@@ -107,14 +108,14 @@ class Keep(Callback):
 
 
 class Clocks(NamedTuple):
-    """Seconds, on the wall's clock and of the processor."""
+    """Seconds, on the wall's clock and of the processor, by this process and those that it started and that ended."""
 
     wall: float
     processor: float
 
     @classmethod
     def now(cls):
-        return cls(time.perf_counter(), time.process_time())
+        return cls(time.perf_counter(), sum(os.times()[:4]))
 
     def since(self):
         return Clocks(*(now - then for now, then in zip(Clocks.now(), self, strict=True)))
@@ -304,11 +305,11 @@ def kills(options):
         while num_kills < options.kills:
             folder = Path(root) / f"study-{num_studies}"
             num_studies += 1
-            lives = []
+            lives = []  # of its processes
             is_over = False
             while not is_over:
                 told, num_built = told_of(folder), len(built_in(folder))
-                is_over, lived_s = life(folder, draws.uniform(0, whole_s / 2) if num_kills < options.kills else None)
+                is_over, lived_s = life(folder, draws.uniform(0, whole_s / 3) if num_kills < options.kills else None)
                 num_kills += not is_over
                 lives.append(f"{lived_s:.1f}")
                 again = told.keys() & built_in(folder)[num_built:]
@@ -422,21 +423,23 @@ def beside(options):
     if importlib.util.find_spec("ray") is None:
         del programs["Ray Tune"]
         print("beside: Ray Tune: not measured, ray is not installed")
-    seconds, peaks = {name: [] for name in programs}, {name: [] for name in programs}
+    clocks, peaks = {name: [] for name in programs}, {name: [] for name in programs}
     expected, is_good = None, True
     for number in range(options.rounds):
         order = list(programs) if number % 2 == 0 else list(reversed(programs))
         for name in order:
-            each_s, peak_bytes, values = measured(programs[name])
-            seconds[name].append(each_s)
+            taken, peak_bytes, values = measured(programs[name])
+            clocks[name].append(taken)
             peaks[name].append(peak_bytes / 2**20)
             expected = expected or values
             is_good = is_good and values == expected and len(values) == 12
     for name, program in programs.items():
-        ratios = [each / engines for each, engines in zip(seconds[name], seconds["the engine"], strict=True)]
+        for clock in Clocks._fields:
+            mine, engines = ([getattr(each, clock) for each in clocks[key]] for key in (name, "the engine"))
+            ratios = [each / engine for each, engine in zip(mine, engines, strict=True)]
+            print(f"beside: {name:20} {clock:9} {spread(mine, ' s')}, times the engine's {spread(ratios)}")
         print(
-            f"beside: {name:20} {spread(seconds[name], ' s')}, times the engine's {spread(ratios)}; peak "
-            f"{median(peaks[name]):.0f} MiB ({min(peaks[name]):.0f} to {max(peaks[name]):.0f}), "
+            f"beside: {name:20} peak {median(peaks[name]):.0f} MiB ({min(peaks[name]):.0f} to {max(peaks[name]):.0f}), "
             f"{program.num_lines} lines"
         )
     print(f"beside: values of 12 trials equal, bit for bit: {verdict(is_good)}", flush=True)
@@ -444,22 +447,22 @@ def beside(options):
 
 
 def measured(program):
-    """Seconds of a program, the most DRAM of it and its processes (shared pages once), and what it found."""
+    """Time of a program, the most DRAM of it and its processes (shared pages once), and what it found."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, HERE / program.file, folder, *program.arguments]
         peak_bytes = 0
-        begin_s = time.perf_counter()
+        begun = Clocks.now()
         with (Path(folder) / "printed").open("w+") as printed:
             process = subprocess.Popen(command, stdout=printed)
             while process.poll() is None:
                 peak_bytes = max(peak_bytes, tree_bytes(process.pid))
                 time.sleep(0.1)
-            seconds = time.perf_counter() - begin_s
+            taken = begun.since()
             printed.seek(0)
             lines = printed.readlines()
     if process.returncode:
         raise RuntimeError(f"{program.file} ended with {process.returncode}")
-    return seconds, peak_bytes, json.loads(lines[-1])
+    return taken, peak_bytes, json.loads(lines[-1])
 
 
 def tree_bytes(pid):
