@@ -18,6 +18,8 @@ ROOT = Path(__file__).parent.parent
 def run(monkeypatch, capsys):
     """Runs an example and returns what it printed."""
 
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
     def run(name, *options):
         monkeypatch.setattr(sys, "argv", [name, *options])
         try:
@@ -33,13 +35,18 @@ def run(monkeypatch, capsys):
     return run
 
 
-@pytest.fixture
-def multi_task_lm():
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("multi_task_lm", ROOT / "examples" / "multi_task_lm.py")
+def module_of(name):
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def multi_task_lm():
+    """The example as a module."""
+    return module_of("multi_task_lm")
 
 
 def test_multi_task_lm_trains_four_models_as_plain_pytorch_does(multi_task_lm, capsys, monkeypatch):
@@ -137,6 +144,49 @@ def test_single_task_vision_trains_as_plain_pytorch_does(run):
     ours, theirs = (line.split()[-1] for line in printed.splitlines() if "validation accuracy" in line)
     assert ours == theirs
     assert float(ours.removesuffix("%")) > 50
+
+
+def test_single_task_vision_trains_a_vit_on_a_gpu(capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    module = module_of("single_task_vision")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    monkeypatch.setattr(module, "VIT", {"image_size": 16, "patch_size": 8, **sizes})
+    monkeypatch.setattr(sys, "argv", ["single_task_vision.py", "--scale", "paper", "--epochs", "1", "--memory", "8MiB"])
+    cuda = FakeCuda(num_devices=1)
+    with cuda.installed():
+        module.main()
+    printed = capsys.readouterr().out
+    assert "plan for CudaDevice(0, 3.8 MiB)" in printed
+    assert printed.splitlines()[-1].startswith("validation accuracy ")
+    cuda.check_all_left_as_found()
+
+
+@pytest.mark.parametrize(("half", "lrs"), [("a", ["0.0003", "0.0001", "5e-05"]), ("b", ["6e-05", "1e-05", "2e-05"])])
+def test_hydra_12_models_ranks_what_it_trained(run, half, lrs):
+    pytest.importorskip("transformers")
+    lines = run("hydra_12_models.py", "--steps", "1", "--half", half).splitlines()
+    rows = [line.split() for line in lines if " validation loss " in line]
+    assert sorted(row[0] for row in rows) == sorted(f"lr={lr}" for lr in [*lrs, *lrs])
+    assert {(row[1], row[2]) for row in rows} == {("batch=16", "1"), ("batch=8", "2")}
+    losses = [float(row[-1]) for row in rows]
+    assert losses == sorted(losses)
+
+
+def test_scaling_hydra_trains_as_many_models_as_devices(run):
+    pytest.importorskip("transformers")
+    rows = [line.split() for line in run("scaling_hydra.py", "--steps", "1", "--most", "2").splitlines()]
+    assert [row[:2] for row in rows[2:]] == [["1", "1"], ["2", "2"]]
+
+
+@pytest.mark.parametrize("name", ["hydra_12_models.py", "scaling_hydra.py"])
+def test_gpt2_xl_needs_a_gpu(name, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", [name, "--scale", "paper"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="--scale paper: 0 GPUs, limit: at least 1"):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
