@@ -48,6 +48,8 @@ class Recovery:
         if self._common.is_interrupted and isinstance(event, DataFailed):
             return
         task = self._common.tasks[event.task]
+        if isinstance(event, DataFailed) and task.is_ending and task.end.is_paused:
+            return  # it is saved, and its batch is read again when it goes on
         if task.end.is_early and not task.is_ending and not isinstance(event.error, DeviceLost):
             return  # of a step that nobody wants any more
         if lost is None or not isinstance(event.error, DeviceLost) or event.task == lost.task:

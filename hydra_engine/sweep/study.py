@@ -72,7 +72,9 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tup
         return optuna.create_study(study_name=STUDY_NAME, directions=list(directions)), None
 
     def open_it() -> tuple[Any, Any]:
-        storage = optuna.storages.RDBStorage(url)
+        # SQLite has one writer at a time, and a disk that others keep busy may take longer than its 5 s.
+        waiting = {"engine_kwargs": {"connect_args": {"timeout": 60}}} if url.startswith("sqlite") else {}
+        storage = optuna.storages.RDBStorage(url, **waiting)
         return optuna.create_study(
             storage=storage, study_name=STUDY_NAME, directions=list(directions), load_if_exists=True
         ), storage

@@ -184,14 +184,21 @@ def test_a_task_that_waits_on_disk_goes_on_in_another_orchestrator_with_resume(t
 
 
 def test_paused_before_its_first_step_it_begins_with_the_seed_that_it_had(tmp_path):
-    again = drawing("late", seed=None)
-    late = drawing("late", seed=None, callbacks=[pauses := Pauses(then=lambda: orchestra.add_task(again))])
+    again, asked = drawing("late", seed=None), threading.Event()
+
+    class Held(Pauses):
+        def on_step(self, report):
+            assert asked.wait(PATIENCE_S)  # or it might be over before it is paused
+            super().on_step(report)
+
+    late = drawing("late", seed=None, callbacks=[pauses := Held(then=lambda: orchestra.add_task(again))])
 
     class Adds(Callback):
         def on_step(self, report):
             if report.steps == 2:
                 orchestra.add_task(late)
                 orchestra.pause_task("late")
+                asked.set()
 
     seed = late.seed
     assert seed != again.seed

@@ -46,7 +46,7 @@ def assert_as_alone(study):
 def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
     command = [sys.executable, "-m", "tests.sweep.space", str(tmp_path), str(number), str(step)]
     first = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert first.returncode == -signal.SIGKILL, first.stderr
     before = study_in(tmp_path)

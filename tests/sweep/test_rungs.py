@@ -67,6 +67,7 @@ class Count(Callback):
 
 def test_the_best_of_a_rung_go_on_with_the_bits_of_plain_pytorch(tmp_path):
     Count.most = 0
+    Count.live.clear()
     study = sweep_in(tmp_path, lambda trial: build(trial, Count(trial.number))).run()
     assert_halved(study)
     assert Count.most <= 2
