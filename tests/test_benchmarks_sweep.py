@@ -48,8 +48,8 @@ def test_halving_says_no_where_bits_differ(sweep, capsys, monkeypatch):
 
 
 def test_memory_counts_trials_and_models(sweep, capsys, monkeypatch):
-    def in_this_process(name, number, dram):
-        sweep.CHILDREN[name](number, dram)
+    def in_this_process(name, number):
+        sweep.CHILDREN[name](number)
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         return {**found, "grown_bytes": max(1, found["grown_bytes"])}  # this process may have been larger before
 

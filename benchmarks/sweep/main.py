@@ -2,7 +2,6 @@
 
 python benchmarks/sweep/main.py                        # every experiment; exit code 1 where one is not exact
 python benchmarks/sweep/main.py halving --rounds 1     # some of them, and smaller
-python benchmarks/sweep/main.py memory --dram 400MiB   # DRAM is the limit, instead of six models at once
 """
 
 import argparse
@@ -217,9 +216,7 @@ def own_decisions(found):
 
 def memory(options):
     """60 trials, and six for comparison, each in a process of its own; True where each is trained once, to its end."""
-    many, few = (
-        in_own_process("memory", number, options.dram or "") for number in (MEMORY.num_trials, MEMORY.parallel)
-    )
+    many, few = (in_own_process("memory", number) for number in (MEMORY.num_trials, MEMORY.parallel))
     is_good = many["complete"] == many["once"] == MEMORY.num_trials and many["most"] <= many["limit"]
     for each in (many, few):
         print(
@@ -233,7 +230,7 @@ def memory(options):
     return is_good
 
 
-def memory_child(number, dram):
+def memory_child(number):
     """One sweep; prints what became of it."""
     scale = MEMORY._replace(num_trials=int(number))
     found, kept, built, at_once = Space(scale), {}, Counter(), []
@@ -247,7 +244,7 @@ def memory_child(number, dram):
         bytes_of.append(16 * sum(parameter.numel() for parameter in task.model.parameters()))
         return task
 
-    sweep = found.sweep(build, study=study, **({"dram": dram, "parallel": scale.num_trials} if dram else {}))
+    sweep = found.sweep(build, study=study)
     base_bytes = psutil.Process().memory_info().rss
     begin_s = time.perf_counter()
     sweep.run()
@@ -265,7 +262,7 @@ def memory_child(number, dram):
                 "complete": sum(trial.state.name == "COMPLETE" for trial in study.trials),
                 "once": len(once),
                 "most": max(at_once),
-                "limit": scale.num_trials if dram else scale.parallel,
+                "limit": scale.parallel,
                 "state_bytes": max(bytes_of),
                 "grown_bytes": peak_bytes - base_bytes,
                 "seconds": seconds,
@@ -495,7 +492,6 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=3, help="of halving and beside (default: 3)")
     parser.add_argument("--kills", type=int, default=10, help="default: 10")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (default: 0)")
-    parser.add_argument("--dram", help="of memory: the sweep's cap, instead of six models at once")
     options = parser.parse_args(arguments)
     unknown = set(options.experiments) - EXPERIMENTS.keys()
     if unknown:
