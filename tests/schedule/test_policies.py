@@ -1,7 +1,4 @@
-"""Policies: one contract for all, and the order that each one is named for."""
-
-import itertools
-import random
+"""Policies: the order that each one is named for."""
 
 import pytest
 
@@ -18,52 +15,6 @@ from hydra_engine.schedule.policies import (
     ShortestRemaining,
     resolve_policy,
 )
-
-
-def candidates_of(rng, count):
-    """Candidates as the scheduler makes them: tasks and orders are unique, times and waiting need not be."""
-    return [
-        Candidate(
-            task=f"task-{k}",
-            order=k,
-            remaining_s=rng.choice([0.0, 1.0, 2.5]),
-            ready_order=rng.choice([1, 2, 3, NOT_YET]),
-            served_order=rng.randrange(4),
-            used_s=rng.choice([0.0, 0.5, 7.0]),
-            weight=rng.choice([0.5, 1.0, 3.0]),
-            passes=rng.choice([0.0, 1.25, 2.0]),
-        )
-        for k in rng.sample(range(10), count)
-    ]
-
-
-@pytest.fixture(params=sorted(POLICIES))
-def policy(request):
-    return POLICIES[request.param]()
-
-
-class TestPolicyContract:
-    def test_keys_can_be_put_in_order(self, policy):
-        rng = random.Random(1)
-        for _ in range(50):
-            keys = [policy.key(candidate) for candidate in candidates_of(rng, 4)]
-            for order in itertools.permutations(keys):
-                assert sorted(order) == sorted(keys)
-
-    def test_key_depends_on_the_candidate_alone(self, policy):
-        candidates = candidates_of(random.Random(4), 8)
-        keys = [policy.key(candidate) for candidate in candidates]
-        assert [policy.key(candidate) for candidate in reversed(candidates)] == keys[::-1]
-        assert [type(policy)().key(candidate) for candidate in candidates] == keys
-
-    def test_process_wide_random_numbers_are_left_alone(self, policy):
-        before = random.getstate()
-        policy.key(candidates_of(random.Random(5), 1)[0])
-        assert random.getstate() == before
-
-    def test_is_known_by_its_name(self, policy):
-        [name] = [name for name, factory in POLICIES.items() if factory is type(policy)]
-        assert type(resolve_policy(name)) is type(policy)
 
 
 def first(policy, *candidates):
