@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from hydra_engine.devices.cuda import KNOWN_NAMES, CudaDevice
+from hydra_engine.devices.device import DeviceSpec
 from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.system import HostMemory
-
-DeviceSpec: TypeAlias = EmulatedDevice | CudaDevice
 
 
 def host_memory(devices: Sequence[DeviceSpec]) -> HostMemory:
@@ -40,7 +38,7 @@ def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: i
 
 
 def _resolve(device: DeviceSpec | str) -> DeviceSpec:
-    if isinstance(device, (EmulatedDevice, CudaDevice)):
+    if isinstance(device, DeviceSpec):
         return device
     if not isinstance(device, str):
         raise TypeError(

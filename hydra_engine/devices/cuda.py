@@ -28,7 +28,7 @@ from torch import Tensor
 from hydra_engine.data import with_bits_of
 from hydra_engine.devices.arena import Arena, HostRegions
 from hydra_engine.devices.budget import Ledger
-from hydra_engine.devices.device import DeviceGenerator, OpenDevice, Timer
+from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice, Timer
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
@@ -61,7 +61,7 @@ OUT_OF_MEMORY = 2
 KNOWN_NAMES = "'cuda:0', 'cuda:1', ..."
 
 
-class CudaDevice:
+class CudaDevice(DeviceSpec):
     """One CUDA device, its budget capped at `memory` bytes.
 
     Args:
@@ -142,7 +142,7 @@ class CudaDevice:
         return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"
 
     def check_free(self) -> None:
-        """Raise RuntimeError unless the card has what was asked for, beside what this process holds already."""
+        # Beside what this process holds already.
         available = _available_bytes(self.index)
         if available < self.memory_bytes:  # beside the reserve, which kernels that are loaded later may take
             raise RuntimeError(
@@ -153,7 +153,6 @@ class CudaDevice:
 
     @property
     def ceilings_name(self) -> str:
-        """The name that its ceilings are stored by."""
         return self.product
 
     def ceilings(self) -> Ceilings:
@@ -172,7 +171,6 @@ class CudaDevice:
         return Ceilings(name=self.product, origin=MEASURED_NOW, **rates)  # type: ignore[arg-type]
 
     def numa_node(self) -> int | None:
-        """Return the node of the machine's memory that the card is attached to, where the system says so."""
         found = torch.cuda.get_device_properties(self.index)
         try:
             domain, bus, slot = (int(getattr(found, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
@@ -182,12 +180,7 @@ class CudaDevice:
             return None
         return node if node >= 0 else None
 
-    def for_rehearsal(self) -> CudaDevice:
-        """Return itself: units take their memory and their time nowhere else."""
-        return self
-
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenCudaDevice:
-        """Start its lanes for one run, with an arena of `arena_bytes`. Raises RuntimeError where less is free."""
         self.check_free()
         return OpenCudaDevice(self, trace, num_threads, 0 if arena_bytes is None else arena_bytes)
 

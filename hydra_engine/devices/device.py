@@ -1,4 +1,4 @@
-"""A device during one run: the lanes, slabs and copies of every kind of device."""
+"""A kind of device, as users name it, and a device during one run: the lanes, slabs and copies of every kind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hydra_engine.data import place_in_dram
 from hydra_engine.devices.arena import Arena, Slab
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, Lane
+from hydra_engine.devices.rates import Ceilings
 from hydra_engine.trace import Timing, Trace
 
 
@@ -170,3 +171,49 @@ class OpenDevice(ABC):
         for lane in QUEUES:
             self._lanes[lane].close()
         self.arena.close()
+
+
+class DeviceSpec(ABC):
+    """A device as users name it, and the base class of every kind: its memory, its rates, and `open`.
+
+    Attributes:
+        memory_bytes: all that a run's ledger gives out.
+        torch_device: where its tensors are.
+        alignment_bytes: that places of parameters are a multiple of, in DRAM and in slabs.
+        has_arena: part of its memory is for slabs and nothing else.
+        has_room_for_planning: a rehearsal has memory of its own, so tasks can be planned while others train.
+    """
+
+    memory_bytes: int
+    torch_device: torch.device
+    alignment_bytes: int
+    has_arena: bool
+    has_room_for_planning: bool
+
+    @property
+    @abstractmethod
+    def ceilings_name(self) -> str:
+        """The name that its ceilings are stored by."""
+
+    @abstractmethod
+    def ceilings(self) -> Ceilings:
+        """Return the rates of its link, as stored or else as measured now."""
+
+    @abstractmethod
+    def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenDevice:
+        """Start its lanes for one run, as the device of this number; `arena_bytes`: for slabs, where it has an arena.
+
+        Raises RuntimeError where less memory is free than was asked for.
+        """
+
+    @abstractmethod
+    def check_free(self) -> None:
+        """Raise RuntimeError unless the memory that was asked for is free."""
+
+    def numa_node(self) -> int | None:
+        """Return the node of the machine's memory that it is attached to, where that is known."""
+        return None
+
+    def for_rehearsal(self) -> DeviceSpec:
+        """Return a device of the same memory to try units on: itself, where their time and bytes are its own."""
+        return self

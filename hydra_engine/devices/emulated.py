@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydra_engine.devices.arena import Arena, Slab
 from hydra_engine.devices.budget import Ledger
-from hydra_engine.devices.device import OpenDevice
+from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import LOAD, STORE, EmulatedLink, open_lanes
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.trace import Trace
@@ -31,7 +31,7 @@ HANDOFF_BYTES = 2**17
 PROBE_BYTES, NUM_PROBES = 2**22, 5
 
 
-class EmulatedDevice:
+class EmulatedDevice(DeviceSpec):
     """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
 
     Args:
@@ -67,7 +67,6 @@ class EmulatedDevice:
 
     @property
     def ceilings_name(self) -> str:
-        """The name that its ceilings are stored by."""
         return "cpu" if self.bandwidth is None else "emulated"
 
     def ceilings(self) -> Ceilings:
@@ -77,19 +76,14 @@ class EmulatedDevice:
         found = stored(self.ceilings_name)
         return found or Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
 
-    def numa_node(self) -> int | None:
-        """Return the NUMA node it is attached to: none."""
-        return None
-
     def check_free(self) -> None:
-        """Do nothing: nobody else has its memory."""
+        pass  # nobody else has its memory
 
     def for_rehearsal(self) -> EmulatedDevice:
         """Return a device of the same memory, with nothing that slows it down."""
         return EmulatedDevice(self.memory_bytes, has_arena=self.has_arena)
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
-        """Start its lanes for one run; `arena_bytes`: of its memory, for slabs alone, where it has an arena."""
         return OpenEmulatedDevice(self, f"emulated:{index}", trace, num_threads, arena_bytes)
 
 

@@ -8,12 +8,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hydra_engine import ModelOrchestrator
 from hydra_engine.devices.arena import Arena
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Ticket
+from hydra_engine.devices.device import DeviceSpec
 from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.lanes import COMPUTE, LANES, LOAD, STORE, Lane
+from hydra_engine.devices.rates import STATED, Ceilings
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.trace import Trace
+from tests import exact
 
 # Far above anything these tests wait for: a thread that should have come is then a failure, not a hang.
 PATIENCE_S = 30
@@ -600,3 +604,30 @@ class TestEmulatedDeviceWithArena(DeviceContract):
 
     def make(self, memory, **options):
         return EmulatedDevice(memory, has_arena=True, **options)
+
+
+class Plainest(DeviceSpec):
+    """A kind of device of somebody's own: all that `DeviceSpec` asks for, and nothing else."""
+
+    has_arena = False
+    has_room_for_planning = True
+    alignment_bytes = 64
+    torch_device = torch.device("cpu")
+    ceilings_name = "plainest"
+    memory_bytes = 2**23
+
+    def ceilings(self):
+        return Ceilings.of_link(self.ceilings_name, 1e9, STATED)
+
+    def check_free(self):
+        pass
+
+    def open(self, index, trace, num_threads, arena_bytes=None):
+        return EmulatedDevice(self.memory_bytes).open(index, trace, num_threads, arena_bytes)
+
+
+def test_tasks_train_on_a_kind_of_ones_own_with_the_plain_bits():
+    task, model = exact.task_of("mlp")
+    orchestra = ModelOrchestrator([task], devices=[Plainest()])
+    orchestra.verbose = 0
+    exact.assert_as_expected(orchestra.train_models(), "mlp", model, exact.expected("mlp"))
