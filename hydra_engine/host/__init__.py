@@ -8,7 +8,7 @@ from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
 from hydra_engine.host.measured import UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
-    DeviceStep,
+    DeviceUpdate,
     StepRecord,
     TaskOptimizer,
     is_torchs,

@@ -1,6 +1,13 @@
 """The host optimizer: one optimizer object per task, stepped shard by shard from a record made at the commit.
 
-A shard is copied before its optimizer steps it, so that a step that raises half-way leaves nothing behind.
+An *update* is what a step does to a shard; `step` is only ever the name of an optimizer's own method:
+
+    commit, end_step               make the record of a step, and move the schedule past it
+    update                         on the host, after the commit
+    release                        on the host, or as the device left it, before the commit (`early_release`)
+    for_device, update_on_device,  on the device, within a backward unit; the states then come back
+      take_back
+    before                         copies that put an update back which raises half-way
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +130,11 @@ class StepRecord:
         return self.hooked[slot.index] if slot.index in self.hooked else pool.gradients.of(slot)
 
 
-class DeviceStep(NamedTuple):
-    """Tensors that a device steps a shard's optimizer with, and those that this leaves, by slot."""
+Gradients: TypeAlias = "dict[int, Tensor | None]"  # by slot; None: it received none
+
+
+class DeviceUpdate(NamedTuple):
+    """Tensors that a device updates a shard with, and those that this leaves, by slot."""
 
     masters: dict[int, Tensor]  # of parameters that are narrow on the device
     states: dict[int, dict[str, Any]]
@@ -182,7 +192,7 @@ class TaskOptimizer:
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
-            self._step_all(pool, staging.has_gradient, finished)
+            self._update_all(pool, staging.has_gradient, finished)
         elif self._task.max_grad_norm is not None:
             total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
         record = StepRecord(
@@ -217,12 +227,12 @@ class TaskOptimizer:
             with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
                 self.scheduler.step()
 
-    def _step_part(self, part: torch.optim.Optimizer) -> None:
+    def _call_step(self, part: torch.optim.Optimizer) -> None:
         """Step some parameters. Optimizers of torch draw and keep nothing; a watch would take longer than they do."""
         if self._is_torchs:
             part.step()
         else:
-            _step_watched(part)
+            _call_watched(part)
 
     def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
         """Update a shard before its step is committed, and give its gradients' place back."""
@@ -251,26 +261,25 @@ class TaskOptimizer:
         """True if counts of steps lie beside the parameters, as with fused and capturable optimizers."""
         return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
 
-    def host_step(self, shard: Shard) -> DeviceStep:
-        """Masters and states of a shard as they are in DRAM, which a device needs to step it."""
+    def for_device(self, shard: Shard) -> DeviceUpdate:
+        """Masters and states of a shard as they are in DRAM, which a device needs to update it."""
         slots = [self._layout.slots[index] for index in shard.owned]
-        return DeviceStep(
+        return DeviceUpdate(
             masters={slot.index: slot.parameter.data for slot in slots if slot.dtype != slot.link_dtype},
             states={slot.index: dict(self.optimizer.state.get(slot.parameter, {})) for slot in slots},
         )
 
-    def step(
-        self, shard: Shard, loaded: DeviceStep, parameters: Sequence[nn.Parameter], gradients: dict[int, Tensor | None]
-    ) -> DeviceStep:
-        """Step the parameters of a shard on the device that they and their gradients are on."""
+    def update_on_device(
+        self, shard: Shard, loaded: DeviceUpdate, parameters: Sequence[nn.Parameter], gradients: Gradients
+    ) -> DeviceUpdate:
+        """Update a shard on the device that its parameters and their gradients are on."""
         received = {index: gradients[index] for index in shard.owned}
         if self._is_torchs:  # see `_without`
             received = {index: gradient for index, gradient in received.items() if gradient is not None}
-        own: dict[int, nn.Parameter] = {}  # by slot
-        for index, gradient in received.items():
-            parameter = own[index] = (
-                nn.Parameter(loaded.masters[index]) if index in loaded.masters else parameters[index]
-            )
+        masters = loaded.masters
+        own = {index: nn.Parameter(masters[index]) if index in masters else parameters[index] for index in received}
+        for index, parameter in own.items():
+            gradient = received[index]
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self.secure(())  # the schedule may go on to an epoch
         mine = {id(self._layout.slots[index].parameter): parameter for index, parameter in own.items()}
@@ -281,16 +290,16 @@ class TaskOptimizer:
         part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
         try:
             if own:
-                self._step_part(part)
+                self._call_step(part)
         finally:
             for parameter in own.values():
                 parameter.grad = None
-        masters = {index: parameter.data for index, parameter in own.items() if index in loaded.masters}
-        for index, master in masters.items():
+        stepped = {index: parameter.data for index, parameter in own.items() if index in masters}
+        for index, master in stepped.items():
             parameters[index].data.copy_(master)
-        return DeviceStep(masters, {index: part.state[parameter] for index, parameter in own.items()})
+        return DeviceUpdate(stepped, {index: part.state[parameter] for index, parameter in own.items()})
 
-    def keep(self, states: dict[int, dict[str, Any]]) -> None:
+    def take_back(self, states: dict[int, dict[str, Any]]) -> None:
         """Take over states that are in DRAM again, by slot."""
         for index, state in states.items():
             self.optimizer.state[self._layout.slots[index].parameter] = state
@@ -302,7 +311,7 @@ class TaskOptimizer:
         gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
-    def _step_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
+    def _update_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
         slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
         try:
@@ -327,9 +336,9 @@ class TaskOptimizer:
             return
         self.secure(shard.owned)
         slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
-        self._step([slot for slot in slots if slot.index in record.hooked], pool, record, None)
+        self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None)
         rest = [slot for slot in slots if slot.index not in record.hooked]
-        self._step(rest, pool, record, record.loss_scale, without)
+        self._update(rest, pool, record, record.loss_scale, without)
         if not self._is_torchs:
             pool.bring_back([*slots, *without])
             pool.renew(without)
@@ -347,7 +356,7 @@ class TaskOptimizer:
         tensors += [known[slot.index] for slot in owned if slot.index in known]
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors)
 
-    def _step(
+    def _update(
         self,
         slots: Sequence[Slot],
         pool: HostPool,
@@ -366,20 +375,18 @@ class TaskOptimizer:
             with _gradients_set(slots, partial(record.gradient, pool=pool)) as parameters:
                 if norm is not None and limit is not None:
                     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-                self._step_part(part)
+                self._call_step(part)
             return
         updates = [NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot)) for slot in slots]
         # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
         clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+        factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
 
         def finish(gradient: Tensor) -> None:
-            if scale is not None:
-                gradient.mul_(1 / scale)
-            if clip is not None:
-                gradient.mul_(clip)
+            for factor in factors:
+                gradient.mul_(factor)
 
-        is_plain = scale is None and clip is None
-        step_narrow(part, updates, None if is_plain else finish, partial(self._step_part, part))
+        step_narrow(part, updates, finish if factors else None, partial(self._call_step, part))
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
@@ -479,7 +486,7 @@ def _gradients_set(slots: Sequence[Slot], gradient: Callable[[Slot], Tensor]) ->
             slot.parameter.grad = None
 
 
-def _step_watched(part: torch.optim.Optimizer) -> None:
+def _call_watched(part: torch.optim.Optimizer) -> None:
     """Step the parameters of some shards with an optimizer that is not torch's own.
 
     On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.

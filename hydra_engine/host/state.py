@@ -81,7 +81,7 @@ class TaskState:
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
-        self.stepper: TaskOptimizer | None = None  # while steps are taken on devices
+        self.stepper: TaskOptimizer | None = None  # while devices update shards
         self.num_commits = 0  # of training steps in this run
 
     def may_keep_graph(self, shard: Shard) -> bool:
@@ -145,8 +145,8 @@ class TaskState:
         resized = self.observed.resized
         return not resized or all(resized.isdisjoint(each.buffers) for each in self.cut.shards[: shard.index + 1])
 
-    def step_bytes(self, shard: Shard) -> int:
-        """Bytes that stepping a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
+    def update_bytes(self, shard: Shard) -> int:
+        """Bytes that updating a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
         if not self.steps_on_device:
             return 0
         slots = self.pool.owned(shard)
@@ -233,7 +233,7 @@ class TaskState:
         units = [
             u.total(self.cut.num_micro_batches) for (_, j, _), u in self.measured.known.items() if j == shard.index
         ]
-        return self.buffer_bytes(shard) + self.step_bytes(shard) + max(units, default=0)
+        return self.buffer_bytes(shard) + self.update_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Random state that the last layer has left in the step in progress."""

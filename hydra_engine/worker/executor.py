@@ -22,7 +22,7 @@ from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
-from hydra_engine.worker.unit import MicroInput, MicroOutput, Step, UnitOutput
+from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
 from partitioners.skips import Frame, replayed
@@ -249,20 +249,20 @@ class UnitRunning:
             out.pieces = self._gradients.taken(self._shard.owned)
         return out
 
-    def end(self, step: Step | None = None) -> UnitOutput:
+    def end(self, update: UpdateOnDevice | None = None) -> UnitOutput:
         """Return what the unit leaves, once all its micro-batches are through.
 
-        step: updates the parameters, in place.
+        update: of the parameters, in place, by the optimizer.
         """
         spec, structure, shard = self._spec, self._structure, self._shard
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
         gradients: dict[int, Tensor | None] = {}
-        stepped = None
+        updated = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
             gradients = self._gradients.totals(are_rounded=spec.is_last)
-            if step is not None:
-                stepped, gradients = step(structure.parameters, gradients), {}
+            if update is not None:
+                updated, gradients = update(structure.parameters, gradients), {}
                 for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
                     if structure.parameters[index].data_ptr() != self._views[index].data_ptr():
                         self._views[index].copy_(structure.parameters[index].data)
@@ -271,7 +271,7 @@ class UnitRunning:
         self._executor.settle_attributes(shard.first, self._end)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
-        return UnitOutput(gradients=gradients, buffers=taken, stepped=stepped)
+        return UnitOutput(gradients=gradients, buffers=taken, updated=updated)
 
     def _through_layers(self, m: int, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import BuffersChanged, DeviceStep, Region, Shard, TaskOptimizer, TaskState
+from hydra_engine.host import BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -86,9 +86,9 @@ class Spiller:
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
 
-    def load_step(self, stepper: TaskOptimizer, shard: Shard) -> DeviceStep:
-        """Bring what stepping a shard on the device takes."""
-        host = stepper.host_step(shard)
+    def load_update(self, stepper: TaskOptimizer, shard: Shard) -> DeviceUpdate:
+        """Bring what updating a shard on the device takes."""
+        host = stepper.for_device(shard)
         is_read = not stepper.counts_on_device
 
         def bring(value: Any) -> Any:
@@ -97,29 +97,29 @@ class Spiller:
             # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
             return value.clone() if is_read and not value.dim() else self._bring(value)
 
-        return DeviceStep(
+        return DeviceUpdate(
             masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
             states={index: {k: bring(v) for k, v in state.items()} for index, state in host.states.items()},
         )
 
-    def store_step(
-        self, state: TaskState, stepper: TaskOptimizer, shard: Shard, views: Mapping[int, Tensor], stepped: DeviceStep
+    def store_update(
+        self, state: TaskState, stepper: TaskOptimizer, shard: Shard, views: Mapping[int, Tensor], updated: DeviceUpdate
     ) -> None:
-        """Send what a step on the device left: weights, masters of narrow ones, and states."""
+        """Send what an update on the device left: weights, masters of narrow ones, and states."""
         if not stepper.commits:
             return
         stepper.secure(shard.owned)
-        host = stepper.host_step(shard)
+        host = stepper.for_device(shard)
         for slot in state.pool.owned(shard):
-            if slot.index not in stepped.states:
+            if slot.index not in updated.states:
                 continue  # it received no gradient
             self._send(state.pool.narrow(slot), views[slot.index])
             if state.layout.narrow is not None:
-                self._send(slot.parameter.data, stepped.masters.get(slot.index, views[slot.index]))
-        stepper.keep(
+                self._send(slot.parameter.data, updated.masters.get(slot.index, views[slot.index]))
+        stepper.take_back(
             {
                 index: {k: self._stored(host.states[index].get(k), v) for k, v in after.items()}
-                for index, after in stepped.states.items()
+                for index, after in updated.states.items()
             }
         )
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
-from hydra_engine.host import DeviceStep, Region, TaskOptimizer, TaskState, UnitBytes
+from hydra_engine.host import DeviceUpdate, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
 T = TypeVar("T")
-Step: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceStep]"
+UpdateOnDevice: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceUpdate]"
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,7 @@ class UnitOutput:
 
     gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
     buffers: dict[int, Tensor]
-    stepped: DeviceStep | None = None  # what a step of the optimizer on the device left
+    updated: DeviceUpdate | None = None  # what an update on the device left
     last: MicroOutput | None = None  # of its last micro-batch, which goes to DRAM with it
 
     @property
@@ -184,7 +184,7 @@ class Account:
     known: UnitBytes | None  # what such a unit took at most so far; None: it has to be metered
     num_micro_batches: int
     buffer_bytes: int  # of its shard's buffers
-    beside_bytes: int  # granted beside `known`: for buffers, the optimizer's step, gradients that it adds to
+    beside_bytes: int  # granted beside `known`: for buffers, the update, gradients that it adds to
     held_bytes: int = 0  # granted now
     work_bytes: int = 0  # peak of what a metered unit created
     input_bytes: int = 0  # of one micro-batch, the largest seen
@@ -260,7 +260,7 @@ class UnitRun:
 
     Attributes:
         after: of the unit before it, where that is still on its way to DRAM.
-        buffers, so_far, step: come with the first input.
+        buffers, so_far, update: come with the first input.
         first_input: brought by the lane that computes; `inputs`: the others on their way, by micro-batch.
         stores: outputs on their way to DRAM, but for the last.
     """
@@ -278,7 +278,7 @@ class UnitRun:
             elif has_gradients:
                 self.sums = Sums.GOES_ON
         signature, buffer_bytes = staging.signature_of(unit.part), state.buffer_bytes(shard)
-        step_bytes = 0 if self.stepper is None else state.step_bytes(shard)
+        update_bytes = 0 if self.stepper is None else state.update_bytes(shard)
         sum_bytes = state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
         self.account = Account(
             ledger=ledger,
@@ -286,7 +286,7 @@ class UnitRun:
             known=state.unit_bytes(unit.kind, shard, signature),
             num_micro_batches=len(self.micro_batches),
             buffer_bytes=buffer_bytes,
-            beside_bytes=buffer_bytes + step_bytes + sum_bytes,
+            beside_bytes=buffer_bytes + update_bytes + sum_bytes,
         )
         self.is_metered = False
         self.graphs = GraphUse()
@@ -294,24 +294,24 @@ class UnitRun:
         self.passage = Passage()
         self.buffers: dict[int, Tensor] = {}
         self.so_far: dict[int, Tensor] = {}
-        self.step: DeviceStep | None = None
+        self.update: DeviceUpdate | None = None
         self.first_input: MicroInput | None = None
         self.inputs: dict[int, Promise[MicroInput]] = {}
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
 
-    def take_step(self) -> Step | None:
-        """Return what steps the optimizer on the device; None: the host does. It is no longer kept here."""
-        loaded, self.step = self.step, None
+    def take_update(self) -> UpdateOnDevice | None:
+        """Return what updates the shard on the device; None: the host does. It is no longer kept here."""
+        loaded, self.update = self.update, None
         if self.stepper is None:
             return None
         assert loaded is not None
-        return partial(self.stepper.step, self.claim.shard, loaded)
+        return partial(self.stepper.update_on_device, self.claim.shard, loaded)
 
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""
         self.graphs = GraphUse()
-        self.step, self.first_input, self.inputs, self.stores = None, None, {}, []
+        self.update, self.first_input, self.inputs, self.stores = None, None, {}, []
         self.claim.views, self.buffers, self.so_far = {}, {}, {}
 
 
