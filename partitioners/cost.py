@@ -64,7 +64,7 @@ ALIGNMENT_BYTES = 64
 class LayerCost:
     """Costs of one layer for one micro-batch. The last layer includes the loss function, and its output is the loss."""
 
-    # One row of measurements, so wide: partitioners, planners and tables read whichever they need.
+    # More than 15 attributes: one row of measurements; partitioners, planners and tables read whichever they need.
 
     index: int
     name: str

@@ -61,6 +61,7 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return input.copy_(output) if inplace else output
 
 
+# More than seven parameters: it is public, and four of them are settings that are named one by one.
 def profile(
     model: nn.Module | Iterable[nn.Module],
     inputs: Any,

@@ -40,6 +40,7 @@ FREE_SHARE = 0.1
 LOOK_S = 0.01
 
 
+# More than 15 attributes, from more than seven parameters: whoever owns a part of a task hands it in for the file.
 class Snapshot:
     """One task at one step. `secure` is for any thread, all else for one thread after the other.
 

@@ -212,6 +212,7 @@ class Estimate:
         )
 
 
+# More than 15 attributes: it is what a task has before, between and after runs, each thing with an owner of its own.
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, and how its steps are spread."""
 

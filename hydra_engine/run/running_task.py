@@ -254,6 +254,7 @@ def _show_buffers(state: TaskState, shown: list[Tensor]) -> None:
         shown[:] = values
 
 
+# More than 15 attributes: it joins what others own of a task in its run, and the rest changes at events of its own.
 @dataclass(eq=False)
 class RunningTask:
     """Touched by the thread that decides, or by the one job of the task's that commits, fits or ends it."""

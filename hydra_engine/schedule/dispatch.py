@@ -21,6 +21,7 @@ from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, Sched
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
 
 
+# More than 15 attributes: five are its queues and five its counters, which one event may move together.
 class Dispatch:
     """Devices, what they run and claim, and the queues of what tasks offer."""
 

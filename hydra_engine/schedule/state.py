@@ -170,6 +170,7 @@ class OnHost(Enum):
     COMMIT = auto()  # `Commit` was said
 
 
+# More than 15 attributes: as those of ScheduledTask.
 @dataclass(eq=False)
 class Part:
     """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
@@ -241,9 +242,10 @@ class Part:
 _NO_BATCH = BatchReady("", 0, training=True)
 
 
+# More than 15 attributes: any of them may be read at any event, and none changes with another.
 @dataclass(eq=False)
 class ScheduledTask:
-    """A task as far as decisions need it. More attributes than most: they are read at every event."""
+    """A task as far as decisions need it."""
 
     added: TaskAdded
     units: TaskUnits

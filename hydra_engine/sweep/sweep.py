@@ -65,6 +65,7 @@ class Sweep:
     that is in use or of another study; ImportError without Optuna.
     """
 
+    # More than seven parameters: it is public, and eleven of them are settings that are named one by one.
     def __init__(
         self,
         build_task: Callable[[Any], ModelTask],

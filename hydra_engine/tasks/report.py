@@ -132,6 +132,7 @@ class Retry:
         return f"at step {self.step} {self.where} was tried again: {self.error}"
 
 
+# More than 15 attributes: figures of their own, which a caller reads one by one, as those of ModelTask.
 @dataclass(kw_only=True)
 class TaskReport:
     """The outcome of one task.

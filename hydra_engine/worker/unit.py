@@ -255,6 +255,7 @@ class Passage:
         self.is_void = False  # the unit has failed before it left anything
 
 
+# More than 15 attributes: they come and go one by one on the unit's way, in three lanes.
 class UnitRun:
     """A unit that is computed: what it works with on the device, and what it leaves there until that is stored.
 
