@@ -56,7 +56,7 @@ class Reader:
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, keeps_positions)
         self._splitter = Splitter(task, name)
-        self.accumulation_steps = 1  # micro-batches that training batches are split into
+        self.num_micro_batches: Callable[[], int] = lambda: 1  # that a training batch is split into, as things stand
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
         self._largest: Item | None = None  # read apart, for a plan
         self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
@@ -126,12 +126,12 @@ class Reader:
 
     # -- batches
 
-    def split_again(self, batch: Batch, accumulation_steps: int) -> Batch:
+    def split_again(self, batch: Batch, num_micro_batches: int) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
-        return self._splitter.again(batch, accumulation_steps, for_plan=self._thread is None)
+        return self._splitter.again(batch, num_micro_batches, for_plan=self._thread is None)
 
     def _batch(self, item: Item, stream: Stream) -> Batch:
-        number = self.accumulation_steps if item.training else 1
+        number = self.num_micro_batches() if item.training else 1
         return self._splitter.split(item, stream, number, for_plan=self._thread is None)
 
     @property

@@ -142,7 +142,6 @@ def _make_room(
     number = min(2 * len(batch.micro_batches), batch.num_samples)
     if batch.training:
         state.split_into(number)
-        reader.accumulation_steps = number
     batch = reader.split_again(batch, number)
     return batch, _measure(state, batch)
 

@@ -261,7 +261,8 @@ class PlannedTask:
         own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
         early_release = task.purpose is Purpose.TRAIN and task.early_release
         pool = own_pool(self.layout, early_release=early_release, frozen=self._frozen)
-        self.state = TaskState(task, name, self.layout, pool)
+        self.state = state = TaskState(task, name, self.layout, pool)
+        self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
         self.estimate = Estimate(self.state)
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
@@ -542,7 +543,6 @@ class Planner:
         """Costs of the layers for the first of so many micro-batches."""
         task, place = self._task, self.state.place
         self.state.split_into(number)
-        self._planned.reader.accumulation_steps = number
         inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())), _naming(self._planned.name):
             if self._trains:

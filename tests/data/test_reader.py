@@ -230,7 +230,7 @@ def test_sample_is_split_as_the_plan_wants_it_now():
     reader = Reader(task_of(Noisy(2, size=5)), "task-0")
     sizes = []
     for number in (1, 2, 4, 1):
-        reader.accumulation_steps = number
+        reader.num_micro_batches = lambda number=number: number
         sizes.append([len(values(reader.sample(), m)[0]) for m in range(len(reader.sample().boundaries))])
     reader.close()
     assert sizes == [[5], [3, 2], [2, 1, 1, 1], [5]]
@@ -238,7 +238,7 @@ def test_sample_is_split_as_the_plan_wants_it_now():
 
 def test_sample_can_be_had_as_it_would_be_evaluated():
     reader = Reader(task_of(Noisy(2, size=5), validation=[]), "task-0")
-    reader.accumulation_steps = 2
+    reader.num_micro_batches = lambda: 2
     training, evaluation = reader.sample(), reader.sample(training=False)
     reader.close()
     assert (len(training.boundaries), len(evaluation.boundaries)) == (2, 1)
@@ -260,7 +260,7 @@ def test_evaluation_weighs_batches_by_their_samples_or_by_the_users_count(loss_r
 def test_micro_batches_have_streams_of_their_own():
     expected = plain_loop(Noisy(2, size=5))
     client = Client(task_of(Noisy(2, size=5), validation=[(torch.ones(4, 2), torch.ones(4))]))
-    client.reader.accumulation_steps = 3
+    client.reader.num_micro_batches = lambda: 3
     with client:
         seen = client.all()
     training = [batch for _, batch in seen if batch.training]
@@ -300,7 +300,7 @@ def test_unpack_and_split_are_the_users():
 
     loader = [{"x": torch.arange(6), "y": torch.arange(6) * 10}]
     client = Client(task_of(loader, epochs=1, unpack=unpack, split=split))
-    client.reader.accumulation_steps = 2
+    client.reader.num_micro_batches = lambda: 2
     with client:
         [(_, batch)] = client.all()
     assert [value.tolist() for value in values(batch, 1)] == [[1, 3, 5], [10, 30, 50]]
@@ -350,7 +350,7 @@ def test_batch_that_could_not_be_split_is_split_again_after_a_restart():
         loader = [(torch.full((2, 2), float(k)), torch.ones(2)) for k in range(4)]
         seen, failures = [], 0
         with Client(task_of(loader, epochs=1, split=split_at_times)) as client:
-            client.reader.accumulation_steps = 2
+            client.reader.num_micro_batches = lambda: 2
             while not isinstance(event := client.next_event(), DataEnded):
                 if isinstance(event, DataFailed):
                     failures += 1
