@@ -80,48 +80,16 @@ __all__ = [
     "stream_seed",
 ]
 
-_HOMES = {
-    "hydra_engine.data": ("stream_seed",),
-    "hydra_engine.devices": ("CudaDevice", "EmulatedDevice"),
-    "hydra_engine.errors": (
-        "CallbackTimeout",
-        "CheckpointError",
-        "DeviceOutOfMemory",
-        "HostOutOfMemory",
-        "LoaderTimeout",
-        "NonFiniteLoss",
-        "PauseTask",
-        "ShardDoesNotFit",
-        "StopTask",
-    ),
-    "hydra_engine.planning": ("DeviceCost", "HostCost", "Simulation", "TaskCost", "simulate"),
-    "hydra_engine.run": ("ModelOrchestrator",),
-    "hydra_engine.system": ("HostThreads",),
-    "hydra_engine.tasks": (
-        "Callback",
-        "CheckpointReport",
-        "DeviceReport",
-        "Evaluation",
-        "Model",
-        "ModelTask",
-        "Plan",
-        "Report",
-        "Retry",
-        "Revision",
-        "TaskPlan",
-        "TaskReport",
-        "split",
-    ),
-    "partitioners": ("Skips",),
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+# They define the public names, from the one that imports least to those that import it.
+_HOMES = ("errors", "system", "tasks", "data", "devices", "planning", "run")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from the room that defines it, once."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)
+    homes = (import_module(home) for home in (*(f"{__name__}.{home}" for home in _HOMES), "partitioners"))
+    found = globals()[name] = next(getattr(home, name) for home in homes if hasattr(home, name))
     return found
 
 

@@ -41,7 +41,6 @@ class Trace:
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
 
     def now_s(self) -> float:
-        """Seconds since the trace began."""
         return time.perf_counter() - self._origin_s
 
     @contextmanager
@@ -61,17 +60,14 @@ class Trace:
             self._busy_s[device, lane] += span.end_s - span.start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
-        """Add to the bytes that a lane moved."""
         with self._lock:
             self._bytes[device, lane] += num_bytes
 
     def busy_s(self, device: str, lane: str) -> float:
-        """Total seconds that a lane worked."""
         with self._lock:
             return self._busy_s[device, lane]
 
     def bytes_moved(self, device: str, lane: str) -> int:
-        """Total bytes that a lane moved."""
         with self._lock:
             return self._bytes[device, lane]
 

@@ -46,3 +46,10 @@ def test_architecture_names_modules_and_methods_that_exist():
     for name, method in re.findall(r"\b([A-Z][a-z]\w+)\.([a-z]\w+)\b", text):
         bodies = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", code, flags=re.MULTILINE | re.DOTALL)
         assert any(f"    def {method}(" in body for body in bodies), f"{name}.{method}"
+
+
+def test_pages_name_files_that_exist():
+    folders = ("docs", "examples", "benchmarks", "hydra_engine", "partitioners", "tests")
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):  # which also has names of before
+        for path in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"

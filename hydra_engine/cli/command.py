@@ -21,6 +21,13 @@ class Mistake(Exception):
     """An error that the user can correct, in words of one line."""
 
 
+def count(text: str, field: str) -> int:
+    """Return the number that an option gives."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code is 0, or 2 after one line on stderr about what the user can correct."""
     own, command = _parted(list(sys.argv[1:] if arguments is None else arguments))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import Mistake, count
 from hydra_engine.cli.sample import here_importable, refusal, sample_of
 from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import table
@@ -26,8 +26,8 @@ MOST_ROWS = 12
 def run(options: argparse.Namespace) -> None:
     """Print the plan of a user's function."""
     machine = _machine(options)
-    num_samples = None if options.batch is None else _count(options.batch, "--batch")
-    number = None if options.micro_batches == "auto" else _count(options.micro_batches, "--micro-batches")
+    num_samples = None if options.batch is None else count(options.batch, "--batch")
+    number = None if options.micro_batches == "auto" else count(options.micro_batches, "--micro-batches")
     partitioner = _partitioner(options.partitioner)
     with here_importable():
         sample = sample_of(options.function)
@@ -69,7 +69,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         link_bytes_per_s=_bytes_per_s(options.link, "--link"),
         dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
         optimizer=options.optimizer,
-        num_devices=_count(options.devices, "--devices"),
+        num_devices=count(options.devices, "--devices"),
     )
 
 
@@ -92,15 +92,9 @@ def _flops(text: str) -> float:
     return value
 
 
-def _count(text: str, field: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
-    return int(text)
-
-
 def _partitioner(text: str) -> Partitioner:
     name, colon, number = text.partition(":")
-    settings = {"num_shards": _count(number, f"--partitioner {name}")} if colon else {}
+    settings = {"num_shards": count(number, f"--partitioner {name}")} if colon else {}
     try:
         return make_partitioner(name, **settings)
     except ValueError as error:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import Mistake, count
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> None:
             sweep = Sweep(
                 build_task,
                 study=options.study,
-                num_trials=_count(options.trials, "--trials"),
-                parallel=None if options.parallel is None else _count(options.parallel, "--parallel"),
+                num_trials=count(options.trials, "--trials"),
+                parallel=None if options.parallel is None else count(options.parallel, "--parallel"),
                 devices=devices,
                 checkpoint_dir=options.checkpoint_dir,
                 checkpoint_every=_every(options.checkpoint_every),
@@ -40,12 +40,6 @@ def run(options: argparse.Namespace) -> None:
         except (ConnectionError, CheckpointError, StudyMismatch) as error:  # what a trial raised keeps its traceback
             raise Mistake(str(error)) from error
     print("", *table(_rows(study)), sep="\n")
-
-
-def _count(text: str, field: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
-    return int(text)
 
 
 def _every(text: str) -> str | int:

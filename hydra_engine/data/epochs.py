@@ -101,7 +101,6 @@ class Epochs:
             put_back()
 
     def first_apart(self) -> Item:
-        """The first batch of an epoch that is read apart."""
         with closing(self.apart()) as pairs:
             for inputs, target in pairs:
                 return Item(inputs, target)
@@ -129,7 +128,6 @@ class Epochs:
             self._last = self._last.with_random(self.stream.state)
 
     def close(self) -> None:
-        """End the loader's iterator."""
         self._items.close()
 
     def _go_back(self, goal: _Goal) -> None:

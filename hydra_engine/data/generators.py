@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -43,13 +44,8 @@ def states_of(loader: Any) -> tuple[Any, ...]:
 
 def putting_back(loader: Any) -> Callable[[], None]:
     """Return a function that sets the generators that it holds now to where they are now."""
-    states = [(generator, _state(generator)) for generator in generators_of(loader)]
-
-    def put_back() -> None:
-        for generator, state in states:
-            _set_state(generator, state)
-
-    return put_back
+    generators = generators_of(loader)
+    return partial(_set_states, generators, tuple(map(_state, generators)))
 
 
 def set_states(loader: Any, states: tuple[Any, ...]) -> None:
@@ -60,8 +56,7 @@ def set_states(loader: Any, states: tuple[Any, ...]) -> None:
             f"the loader holds {len(generators)} random generators, and {len(states)} were saved; resume with the "
             f"loader that was saved"
         )
-    for generator, state in zip(generators, states, strict=True):
-        _set_state(generator, state)
+    _set_states(generators, states)
 
 
 def _state(generator: Any) -> Any:
@@ -70,13 +65,14 @@ def _state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
+def _set_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)
 
 
 def same_states(a: Any, b: Any) -> bool:

@@ -41,9 +41,7 @@ def place_in_dram(tensor: Tensor) -> Tensor:
 
 def copy_in_dram(tensor: Tensor) -> Tensor:
     """A copy in DRAM, in storage of its own, with the very same strides; it is there on return."""
-    place = place_in_dram(tensor)
-    flat(place).copy_(flat(tensor))
-    return place
+    return copy_of(tensor, device=torch.device("cpu"))
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -93,9 +91,9 @@ def _bytes(tensor: Tensor) -> Tensor:
     return memory.reshape(-1).view(torch.uint8).cpu()
 
 
-def copy_of(tensor: Tensor, start: int | None = None) -> Tensor:
+def copy_of(tensor: Tensor, start: int | None = None, device: torch.device | None = None) -> Tensor:
     """A copy in storage of its own, with the very same strides and residue; `start`: with this residue."""
-    place = place_for(tensor, start=start)
+    place = place_for(tensor, device, start)
     flat(place).copy_(flat(tensor))
     return place
 

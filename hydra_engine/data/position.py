@@ -102,7 +102,10 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     set_states(loader, start.generators)
     is_replayed = _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, start))
     with installed(stream):
-        iterator, drew_later = (_replayed if is_replayed else _skipped)(loader, position)
+        if is_replayed:
+            iterator, drew_later = _replayed(loader, position)
+        else:
+            drew_later = _passed(iterator := iter(loader), position)
     # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
     was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
     stream.state = position.random
@@ -230,12 +233,6 @@ def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
 
 
 # -- with loading
-
-
-def _skipped(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
-    """Return the iterator, and True if it draws at every batch."""
-    iterator = iter(loader)
-    return iterator, _passed(iterator, position)
 
 
 def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:

@@ -83,7 +83,6 @@ class Ledger:
         return bool(self._waiting)
 
     def request(self, ticket: Ticket) -> None:
-        """Queue a request."""
         with self.lock:
             if not self._closed:
                 self._waiting.append(ticket)

@@ -86,7 +86,6 @@ class Lane:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
         self._jobs.put(None)
         self._thread.join()
 

@@ -116,7 +116,6 @@ class Shard:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Every parameter it holds."""
         return tuple(self.offsets)
 
     @property
@@ -265,7 +264,6 @@ class ModelLayout:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def buffer_bytes(self, buffer: Tensor) -> int:
-        """Bytes that a buffer takes on a device."""
         return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:

@@ -122,7 +122,6 @@ class StepRecord:
     hooked: dict[int, Tensor] = field(default_factory=dict)  # by slot: a finished gradient that hooks have seen
 
     def received(self, slots: Iterable[Slot]) -> list[Slot]:
-        """Those of the slots that have a gradient."""
         return [slot for slot in slots if self.has_gradient.get(slot.index)]
 
     def gradient(self, slot: Slot, pool: HostPool) -> Tensor:

@@ -93,7 +93,6 @@ class Gradients:
         return slot.gradient_view(self.storages[0], slot.link_offset - slot.link_residue)
 
     def of(self, slot: Slot) -> Tensor:
-        """The gradient of a trainable parameter."""
         gradient = self.places[slot.index]
         assert gradient is not None
         return gradient
@@ -274,7 +273,6 @@ class BestWeights:
 
     @staticmethod
     def num_bytes(layout: ModelLayout) -> int:
-        """DRAM that they take."""
         return layout.num_bytes[True] + sum(buffer.nbytes for buffer in layout.buffers)
 
     def judge(self, best: Best) -> None:

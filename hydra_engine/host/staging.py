@@ -210,7 +210,6 @@ class StepStaging:
     def put_boundary(
         self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place = place_in_dram
     ) -> None:
-        """Store what enters a shard."""
         old = self._boundaries.get((shard, m))
         places = _stored(old.tensors if old else (), value.tensors, copy, place_for)
         self._boundaries[shard, m] = value.around([place for place in places if place is not None])

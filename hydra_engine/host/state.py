@@ -215,7 +215,6 @@ class TaskState:
         return self.measured.known.get(kind, shard, signature, self._count(kind, shard))
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
-        """Remember what a metered run took."""
         if self._is_sized_by_batch(shard):
             self.measured.known.learn(kind, shard, signature, measured, self._count(kind, shard))
 

@@ -58,7 +58,6 @@ class Dispatch:
         return len(self._devices)
 
     def add_device(self, index: int) -> None:
-        """Use one more device."""
         device = self._devices[index] = ScheduledDevice(index)
         self.free(device)
 

@@ -45,7 +45,6 @@ class ShardedLRTF:
     longest_first = True
 
     def key(self, candidate: Candidate) -> float:
-        """Remaining time, the longest first."""
         return -candidate.remaining_s
 
 
@@ -59,7 +58,6 @@ class ShortestRemaining:
     """The task with the shortest remaining time goes first: most tasks end early, the longest last."""
 
     def key(self, candidate: Candidate) -> float:
-        """Remaining time, the shortest first."""
         return candidate.remaining_s
 
 
@@ -67,7 +65,6 @@ class FIFO:
     """The unit that has been waiting longest goes first."""
 
     def key(self, candidate: Candidate) -> int:
-        """Order in which units became ready."""
         return candidate.ready_order
 
 
@@ -79,7 +76,6 @@ class InStep:
     """
 
     def key(self, candidate: Candidate) -> float:
-        """Passes through its shards, the fewest first."""
         return candidate.passes
 
 
@@ -87,7 +83,6 @@ class RoundRobin:
     """The task whose turn was longest ago goes first."""
 
     def key(self, candidate: Candidate) -> int:
-        """Order in which tasks were last served."""
         return candidate.served_order
 
 
@@ -99,7 +94,6 @@ class FairShare:
     """
 
     def key(self, candidate: Candidate) -> float:
-        """Compute seconds of the task per weight."""
         return candidate.used_s / candidate.weight
 
 

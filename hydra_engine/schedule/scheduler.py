@@ -95,11 +95,9 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """True if every task is finished."""
         return self._num_unfinished == 0
 
     def knows(self, task: str) -> bool:
-        """Return True if a task was added."""
         return task in self._tasks
 
     def handle(self, event: Event) -> list[Instruction]:

@@ -109,7 +109,6 @@ class ReadyQueue(Generic[T]):
             heapify(self._heap)
 
     def discard(self, member: T) -> None:
-        """Take a member out, if it is in."""
         self._entries.pop(member, None)
 
     def first(self, num: int) -> list[T]:
@@ -294,7 +293,6 @@ class ScheduledTask:
 
     @property
     def spread(self) -> Spread:
-        """The spread of the batch in progress."""
         return self.units.spreads[len(self.parts) - 1]
 
     def num_stored(self) -> int:

@@ -76,7 +76,6 @@ class Freed:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Note that these bytes were freed."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TRIM_BYTES:
             return_free_memory()
