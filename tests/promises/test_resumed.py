@@ -483,25 +483,29 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, capsys):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="resume: there is no checkpoint_dir"):
         orchestra_of([task_of()]).train_models(resume=True)
-    with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
-        orchestra_of([task_of()], tmp_path, keep=0)
-    with pytest.raises(ValueError, match="checkpoint_every: 0, limit: at least 1 step"):
-        orchestra_of([task_of()], tmp_path, every=0)
-    with pytest.raises(ValueError, match="checkpoint_every: 'often', limit: a time above 0"):
-        orchestra_of([task_of()], tmp_path, every="often")
-    with pytest.raises(TypeError, match=r"checkpoint_every: 1\.5 is a float"):
-        orchestra_of([task_of()], tmp_path, every=1.5)
+    for options, error, message in (
+        ({"keep": 0}, ValueError, "keep: 0, limit: at least 1"),
+        ({"every": 0}, ValueError, "checkpoint_every: 0, limit: at least 1 step"),
+        ({"every": "often"}, ValueError, "checkpoint_every: 'often', limit: a time above 0"),
+        ({"every": 1.5}, TypeError, r"checkpoint_every: 1\.5 is a float"),
+    ):
+        with pytest.raises(error, match=message):
+            orchestra_of([task_of()], tmp_path, **options)
     with pytest.raises(Boom):
         orchestra_of([task_of(callbacks=[FailsAfter(3)])], tmp_path).train_models()
     with pytest.raises(CheckpointError, match=r"holds checkpoints of another run.*resume=True"):
         orchestra_of([task_of()], tmp_path).train_models()
-    with pytest.raises(ValueError, match="the model is not the one that was saved"):
-        orchestra_of([task_of(batch_norm=True)], tmp_path).train_models(resume=True)
-    with pytest.raises(ValueError, match="resume with the loader that was saved"):
-        orchestra_of([task_of("stateful")], tmp_path).train_models(resume=True)
-    other = task_of(optimizer=torch.optim.SGD, lr_scheduler=lambda each: torch.optim.lr_scheduler.StepLR(each, 1))
-    with pytest.raises(ValueError, match="lr_scheduler: the task has one, and was saved with none"):
-        orchestra_of([other], tmp_path).train_models(resume=True)
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    for other, message in (
+        (task_of(batch_norm=True), "the model is not the one that was saved"),
+        (task_of("stateful"), "resume with the loader that was saved"),
+        (
+            task_of(optimizer=torch.optim.SGD, lr_scheduler=schedule),
+            "lr_scheduler: the task has one, and was saved with none",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            orchestra_of([other], tmp_path).train_models(resume=True)
 
 
 @pytest.mark.parametrize("name", ["runs", "hydra-rescue-7"])

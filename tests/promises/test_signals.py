@@ -126,46 +126,31 @@ def ended(process):
     return out.splitlines(), err, process.returncode
 
 
+# By its words: the line at which the script is signalled, and what its report then says.
+STOPPED = {"endless": ["stopped", True]}
+RUNS = {
+    "train": ("stepping", STOPPED),
+    "train, workers": (
+        "stepping",
+        STOPPED,
+    ),  # its loader's have the signal too: a terminal, `timeout` and torchrun do so
+    "evaluate": ("stepping", {}),
+    "predict": ("stepping", {}),
+    "plan": ("planning", {}),
+}
+
+
 @pytest.mark.parametrize("number", ENDS)
-@pytest.mark.parametrize("what", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("what", RUNS)
 def test_a_signal_ends_a_run_in_order(what, number):
-    with running(what) as process:
-        lines_until(process, "stepping")
-        process.send_signal(number)
+    words, (line, tasks), (error, its_code, expected) = what.split(", "), RUNS[what], ENDS[number]
+    with running(*words) as process:
+        lines_until(process, line)
+        (os.killpg if "workers" in words else os.kill)(process.pid, number)
         lines, _, code = ended(process)
-    error, its_code, expected = ENDS[number]
-    assert json.loads(lines[-1]) == {
-        "error": error,
-        "code": its_code,
-        "tasks": {"endless": ["stopped", True]} if what == "train" else {},
-        "threads": [],
-        "handlers": [True, True],
-    }
-    assert code == expected
-
-
-@pytest.mark.parametrize("number", ENDS)
-def test_a_task_is_stopped_and_not_failed_where_the_signal_reaches_its_loaders_workers(number):
-    """A terminal sends it to all, as do `timeout` and torchrun."""
-    with running("train", "workers") as process:
-        lines_until(process, "stepping")
-        os.killpg(process.pid, number)
-        lines, _, code = ended(process)
-    error, its_code, expected = ENDS[number]
     found = json.loads(lines[-1])
     assert (found["error"], found["code"], code) == (error, its_code, expected)
-    assert (found["tasks"], found["threads"]) == ({"endless": ["stopped", True]}, [])
-
-
-@pytest.mark.parametrize("number", ENDS)
-def test_a_signal_ends_planning_promptly(number):
-    with running("plan") as process:
-        lines_until(process, "planning")
-        process.send_signal(number)
-        lines, _, code = ended(process)
-    found = json.loads(lines[-1])
-    assert (found["error"], found["code"], code) == ENDS[number]
-    assert (found["tasks"], found["threads"]) == ({}, [])
+    assert (found["tasks"], found["threads"], found["handlers"]) == (tasks, [], [True, True])
 
 
 @pytest.mark.parametrize("second", ENDS)
