@@ -13,7 +13,7 @@ GPU_DAY ?= --emulated --minutes 4
 # reader of batches, imports, and training with every pair of factors that could change a bit. They took 165 s of
 # processor time on a busy machine. Left out of these folders is a test that compares resident sets, for its 8 s.
 CHECK := $(addprefix tests/,schedule tasks host partitioners display test_imports.py test_package.py test_trace.py \
-	$(addprefix data/test_,boundary.py indices.py position.py reader.py streams.py) \
+	$(addprefix data/test_,indices.py position.py reader.py streams.py) \
 	promises/test_exact.py::test_case_of_the_covering) --ignore=tests/host/test_resident_set.py
 
 .PHONY: demo check test test-oldest exact lint bench gpu-wheels clean

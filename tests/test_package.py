@@ -1,8 +1,12 @@
 """What a fresh clone promises about itself."""
 
 import re
+import shutil
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 import hydra_engine
 
@@ -53,3 +57,11 @@ def test_pages_name_files_that_exist():
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):  # which also has names of before
         for path in re.findall(rf"`((?:{'|'.join(folders)})/[\w/.-]+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_check_names_tests_that_exist():
+    commands = subprocess.run(["make", "-n", "check"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = re.findall(r"\btests/[\w/.]+", commands)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
