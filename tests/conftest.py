@@ -3,7 +3,9 @@
 import faulthandler
 import os
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +65,19 @@ def _nothing_left_behind(request):
     assert not left, f"threads left by the test: {sorted(left)}"
     assert torch.get_num_threads() == num_threads_before
     assert not NO_CEILINGS.parent.exists(), "the test stored ceilings; set HYDRA_ENGINE_CEILINGS to a place in tmp_path"
+
+
+@pytest.fixture
+def hangs(monkeypatch):
+    """Add the events that say that a call hangs: no other one is late then, however busy the machine is.
+
+    For the time-outs of loaders and callbacks, time stands still until one hangs, and 1,000 seconds have passed then.
+    """
+    events, begin_s = [], time.monotonic()
+
+    def monotonic():
+        return 1000 + time.monotonic() - begin_s if any(each.is_set() for each in events) else 0.0
+
+    for module in ("data.calls", "run.notifier"):
+        monkeypatch.setattr(f"hydra_engine.{module}.time", SimpleNamespace(monotonic=monotonic))
+    return events

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -372,7 +372,7 @@ class FakeCuda:
     def _map(self, fileno, num_bytes):
         mapping = _Mapping(fileno, num_bytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        weakref.finalize(mapping, self._unmapped, address, num_bytes).atexit = False
+        mapping.unmapped = partial(self._unmapped, address, num_bytes)
         return mapping
 
     def _unmapped(self, address, num_bytes):
@@ -572,7 +572,10 @@ class _Event:
 
 
 class _Mapping(mmap.mmap):
-    """Which can be referred to weakly."""
+    """Says that it is about to go: a weak reference would say so once another thread may have mapped the same pages."""
+
+    def __del__(self):
+        self.unmapped()
 
 
 class _CudaModule:

@@ -106,6 +106,11 @@ class Splitter:
             with self.draws.reading(stream):
                 weight = float(reduction(target))
         whole = own_pair(self._name, inputs, target)
+        if training and any(True in each.requires_grad for each in whole):
+            raise ValueError(
+                f"{self._name}: a batch has a tensor that requires gradients, limit: none, since a device has a copy "
+                f"of it, which would get them; detach it, and call requires_grad_() in the first layer if needed"
+            )
         pairs = [whole] if number == 1 else [own_pair(self._name, x, y) for x, y, _ in micro_batches]
         if not pairs:
             raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")

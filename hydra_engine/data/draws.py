@@ -88,6 +88,13 @@ class LoaderDraws:
             f"PyTorch; {_REMEDY}"
         )
 
+    def resumed(self, before: RandomState, after: RandomState) -> None:
+        """Note what reads drew that are not watched: those of the process that was saved, and the way back to it."""
+        self._num_watched = -1  # the next read may only find the end of an epoch
+        self.drawn |= before.moved_outside_torch(after)
+        if self.drawn:
+            self._turn = _Company.ALONE
+
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""

@@ -181,6 +181,7 @@ class Epochs:
             set_states(self._task.validation, start.validation)
         self._calls.begin()
         iterator, message = restore(self._training.loader, self.stream, start.loader)
+        self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [] if message is None else [f"{self._name}: {message}"]
         return start.loader.start, iterator
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, TaskGenerator, seeded
+from hydra_engine.data import ALIGNMENT_BYTES, TaskGenerator, residue, seeded
 from partitioners.boundary import extent_bytes
 from partitioners.reach import reach
 
@@ -134,10 +134,19 @@ class Layers:
         for each, place in zip(self.registered, places, strict=True):
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
         self._check_bound(copies, memo)
-        memory = _Memory(self.registered)
+        memory, placed = _Memory(self.registered), set(map(id, places))
+        held = reach(*self._named.items(), copied_only=True)
+        begins = {path: residue(value) for path, value, _ in held if isinstance(value, Tensor)}
         for path, value, _ in reach(*copies.items(), copied_only=True):
-            if not isinstance(value, Stale) and (name := memory.shared_with(value)):
+            if isinstance(value, Stale) or id(value) in placed:
+                continue
+            if name := memory.shared_with(value):
                 raise LayerFault(f"{self._layer(path)}: the {path} of its copy is still {name} itself; {_IGNORES}")
+            if isinstance(value, Tensor) and residue(value) != begins.get(path, residue(value)):
+                raise LayerFault(
+                    f"{self._layer(path)}: the {path} of its copy begins at an address of {residue(value)} modulo 64, "
+                    f"limit: {begins[path]}, as in the layer, since bits depend on it; {_IGNORES}"
+                )
         stale = [
             StalePlace(module, name, value)
             for layer in copies.values()

@@ -58,6 +58,7 @@ class Observed:
     any_may_change: bool = False  # another buffer was seen to change in a step that was spread
     # Buffers that a layer was seen to give another shape or type. Replaced, never changed: lanes write it.
     resized: frozenset[int] = frozenset()
+    runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
 
 

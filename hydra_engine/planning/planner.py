@@ -155,6 +155,8 @@ class Estimate:
         if number == 1:
             more = "raise accumulation_steps" if task.accumulation_steps == 1 else "give larger batches"
             return Spreading(one_device_because=f"it has one micro-batch; {more} to split it")
+        if self._state.observed.runs_backward:
+            return Spreading(one_device_because="its loss or a layer calls backward() itself")
         if self._state.pool.early_release:
             return Spreading(one_device_because="its shards are updated before the step is through")
         links = [device.ceilings() for device in devices]

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,6 +70,7 @@ Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
 LOSS = "loss_fn"
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+_BACKWARDS = (Tensor.backward, torch.autograd.backward)
 BYTES = "bytes "  # before a digest
 PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
@@ -254,7 +256,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
 class _NoGradients(TorchFunctionMode):
     """Raises where a forward reads what its parameters' `.grad` has got from micro-batches before.
 
-    Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others.
+    Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others. So
+    do sums of gradients, where a forward or the loss adds to them by a backward of its own: that is noted.
     """
 
     def __init__(self, state: TaskState) -> None:
@@ -265,13 +268,23 @@ class _NoGradients(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.staging.num_micro_batches > 1:
-            reader = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            reader = _package(sys._getframe(1))
             if reader not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
                 raise _Refused(
                     "reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
                     "set accumulation_steps=1, or keep what it needs in a buffer"
                 )
+        if func in _BACKWARDS and not self._state.observed.runs_backward:
+            frame = sys._getframe(1)
+            while _package(frame) == "torch" and frame.f_back is not None:
+                frame = frame.f_back
+            self._state.observed.runs_backward = _package(frame) != "hydra_engine"
         return func(*args, **(kwargs or {}))
+
+
+def _package(frame: FrameType) -> str:
+    """Return the package whose code runs there."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _writes(name: str) -> str:

@@ -226,7 +226,7 @@ class Notifier:
             with self._draws.calling():
                 if watch is not None:
                     watch[1]()
-                with nullcontext() if watch is None else watch[0].begin():
+                with nullcontext() if watch is None else watch[0].calling():
                     for callback in self._callbacks:
                         if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                             return

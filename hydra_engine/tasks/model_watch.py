@@ -7,13 +7,14 @@ import reprlib
 from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter, eq
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioners.boundary import extent, extent_bytes
@@ -32,6 +33,9 @@ MOST_COMPARED = 100
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 _VERSION, _REQUIRES_GRAD = attrgetter("_version"), attrgetter("requires_grad")
+# What gives a tensor's memory to others, who may write there without an operation of torch's.
+_GIVING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 class ModelWatch:
@@ -40,7 +44,8 @@ class ModelWatch:
     What is compared, in an order that costs little: the attributes of all modules in one comparison of the
     interpreter's for each; which parameters and buffers they hold; `requires_grad`; autograd's counters of writes; the
     places of the tensors in memory; and a few elements of each weight. Beside that, every operation of the call's
-    thread is looked at: what it writes to, through `.data` too, and also where the call puts the values back.
+    thread is looked at: what it writes to, through `.data` too, and also where the call puts the values back. Where it
+    makes a NumPy array of a tensor, or the like, all of that tensor is compared.
     """
 
     def __init__(self, model: nn.Module, *others: object) -> None:
@@ -64,19 +69,23 @@ class ModelWatch:
         self._elements: _Elements | None = None
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
         self._writes = _Writes(())
+        self._given = _Given(self._writes)
 
     def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
         """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`)."""
         self._is_steady, self._stays = is_steady, stays
         self._elements = _Elements(weights) if weights and is_steady else None
 
-    def begin(self) -> AbstractContextManager[Any]:
-        """Note how the model is, and return the context in which this thread is to call a callback."""
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Note how the model is, and run the body, which calls a callback in this thread."""
         self._tensors = self._held()  # a forward may have bound a buffer of another shape
         elements = None if self._elements is None else self._elements.take()
         self._before = (self._versions(), self._places(), elements)
         self._writes = _Writes(self._tensors)
-        return self._writes
+        self._given = _Given(self._writes)
+        with self._writes, self._given:
+            yield
 
     def check(self, who: str) -> None:
         """Raise ValueError where the model is not what it was; `who` was called in between."""
@@ -126,11 +135,16 @@ class ModelWatch:
         if self._versions() != versions:
             pairs = zip(self._watched(self._is_steady), versions, strict=True)
             return f"wrote to {self._name(next(each for each, version in pairs if each._version != version))}"
-        if self._places() != places:
+        moved = self._given.moved
+        if moved is None and self._places() != places:
             pairs = zip(self._watched(self._stays), places, strict=True)
             moved = next(each for each, place in pairs if each.data_ptr() != place)
+        if moved is not None:
             return f"gave {self._name(moved)} other memory (.data)"
-        written = None if elements is None or self._elements is None else self._elements.changed(elements)
+        is_steady = self._is_steady
+        written = next((each for each in self._given.changed() if is_steady or not each.requires_grad), None)
+        if written is None and elements is not None and self._elements is not None:
+            written = self._elements.changed(elements)
         return None if written is None else f"wrote to the memory of {self._name(written)}"
 
     def _changed_module(self) -> str | None:
@@ -185,11 +199,12 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
     def _look(self, value: Any, func: Any) -> None:
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
-                owner = self._owner(each)
+                owner = self.owner(each)
                 if owner is not None and self.first is None:
                     self.first = (owner, str(func))
 
-    def _owner(self, written: Tensor) -> Tensor | None:
+    def owner(self, written: Tensor) -> Tensor | None:
+        """Return the one that a tensor begins in."""
         if type(written).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             return None  # of a class that may have no memory, as fake tensors have none
         if self._spans is None:
@@ -199,6 +214,35 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         if index < 0 or place >= self._spans[index][1]:
             return None
         return self._spans[index][2]
+
+
+class _Given(TorchFunctionMode):
+    """Copies those of the tensors whose memory a call gets hold of, and sees which one is `moved` to other memory."""
+
+    def __init__(self, writes: _Writes) -> None:
+        super().__init__()
+        self._writes = writes
+        self.moved: Tensor | None = None
+        self._before: dict[Tensor, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _GIVING or func == _SET_DATA:
+            owner = self._writes.owner(args[0])
+            if owner is not None and func in _GIVING:
+                self._before.setdefault(owner, _bits(owner).clone())
+            elif owner is args[0]:
+                self.moved = owner
+        return func(*args, **(kwargs or {}))
+
+    def changed(self) -> Iterator[Tensor]:
+        """Yield those that are not as they were copied."""
+        return (tensor for tensor, before in self._before.items() if not torch.equal(_bits(tensor), before))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int, Tensor]]:

@@ -279,9 +279,10 @@ def test_what_it_raises_in_planning_is_raised_there():
     assert loader.opened == []
 
 
-def test_one_that_does_not_return_fails_the_task():
+def test_one_that_does_not_return_fails_the_task(hangs):
     loader, go_on = loader_of(), threading.Event()
-    blocked = SetsEpoch(loader, ("begin", 2), lambda: go_on.wait(PATIENCE_S))
+    hangs.append(threading.Event())
+    blocked = SetsEpoch(loader, ("begin", 2), lambda: (hangs[0].set(), go_on.wait(PATIENCE_S)))
     task, _ = task_of(loader=loader, callback=blocked, callback_timeout_s=0.5)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks

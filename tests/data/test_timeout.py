@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine import LoaderTimeout, ModelTask
+from hydra_engine import Callback, LoaderTimeout, ModelTask
 from hydra_engine.data.reader import Reader
 from hydra_engine.data.streams import GLOBAL_GENERATORS, Stream, capture, install, installed
 from hydra_engine.run.signals import Deadlines, Inbox, Overdue
@@ -20,7 +20,7 @@ from tests.data.test_streams import draws_of, everything, state_of
 from tests.promises.test_faults import committed, trapped_model, victim
 
 PATIENCE_S = 30
-SHORT_S = 0.5  # a thread of a busy machine may stand still for a while
+SHORT_S = 0.5
 
 
 class Hanging:
@@ -54,12 +54,13 @@ class Hanging:
 
 
 @pytest.fixture
-def hanging():
+def hanging(hangs):
     """Loaders that are let go of in the end, with their threads."""
     made = []
 
     def make(at, **options):
         made.append(Hanging(at, **options))
+        hangs.append(made[-1].hangs)
         return made[-1]
 
     yield make
@@ -130,12 +131,12 @@ def test_validation_batch_counts_too(hanging):
 
 
 def test_split_counts_too(hanging):
-    go_on, calls = hanging(None).go_on, []
+    loader, calls = hanging(None), []
 
     def split(inputs, target, number):
         calls.append(number)
         if len(calls) == 8:
-            assert go_on.wait(PATIENCE_S)
+            loader.hang()
         from hydra_engine import split
 
         return split(inputs, target, number)
@@ -180,15 +181,25 @@ def test_another_run_in_the_same_process_is_undisturbed(hanging):
     exact.assert_as_expected(exact.run([again]), "victim", model, committed(None))
 
 
-def test_waiting_for_anothers_loader_does_not_count(hanging):
+def test_waiting_for_anothers_loader_does_not_count(hanging, monkeypatch):
     """A task of a shorter time-out stands behind one that takes long, and is not to blame."""
-    slow = hanging(4)
-    release = threading.Timer(4 * SHORT_S, slow.go_on.set)
-    task, model = victim(build(slow), loader_timeout_s=None)
-    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S)
-    release.start()
+    slow, wait = hanging(1), RevocableLock._wait_beside
+
+    def waits(lock):
+        if slow.hangs.is_set() and threading.current_thread().name == "dropout-reader":
+            slow.go_on.set()
+        wait(lock)
+
+    class Meets(Callback):
+        def on_step(self, report):
+            assert slow.hangs.wait(PATIENCE_S)
+
+    monkeypatch.setattr(RevocableLock, "_wait_beside", waits)
+    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
+    task, model = victim(build(slow), loader_timeout_s=None, loader_alone=True)
+    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S, callbacks=[Meets()])
     report = exact.run([task, other])
-    release.join()
+    assert slow.go_on.is_set()
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout"))
     exact.assert_as_expected(report, "victim", model, committed(None))
 

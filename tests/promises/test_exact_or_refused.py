@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 from tests import reference, zoo
+from tests.promises.test_spread import spread
 
 # torch's own, of what people still have: torch.jit, the old weight_norm.
 pytestmark = [
@@ -117,6 +119,29 @@ def deepcopy_makes_a_new_one():
 @recipe
 def deepcopy_is_shallow():
     return {"layers": around(HalfCopy())}
+
+
+class ClonedTable:
+    """Copies a tensor that begins beside a multiple of 64 by itself."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __deepcopy__(self, memo):
+        return ClonedTable(self.table.clone())
+
+
+@recipe
+def object_that_moves_its_tensor():
+    class Layer(Base):
+        def __init__(self):
+            super().__init__()
+            self.held = ClonedTable(torch.randn(20)[3:11])
+
+        def odd(self, x):
+            return x * self.held.table
+
+    return {"layers": around(Layer()), "expect": "refused"}
 
 
 @recipe
@@ -1473,6 +1498,29 @@ def loss_runs_a_backward_itself():
 
 
 @recipe
+def loss_of_a_spread_step_runs_a_backward_itself():
+    return {**loss_runs_a_backward_itself(), "accumulation_steps": 3, "spread": 2}
+
+
+@recipe
+def batch_that_requires_gradients():
+    return {"layers": around(), "loader": [(x.requires_grad_(), y) for x, y in batches()], "expect": "refused"}
+
+
+@recipe
+def loader_goes_on_from_gradients_of_its_batches():
+    """Adversarial training, as one writes it down first."""
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def unpack(batch):
+        if x.grad is not None:
+            x.data.add_(x.grad.sign(), alpha=0.1)
+        return x, batch[1]
+
+    return {"layers": around(), "unpack": unpack, "expect": "refused"}
+
+
+@recipe
 def clipped_with_parameters_that_are_left_out():
     def optimizer(params, lr):
         return torch.optim.AdamW(list(params)[:2], lr)
@@ -1522,9 +1570,8 @@ DEVICES = {
 
 
 def parts(built):
-    options = {
-        key: value for key, value in built.items() if key not in ("layers", "model", "loss_fn", "loader", "expect")
-    }
+    own = ("layers", "model", "loss_fn", "loader", "expect", "spread")
+    options = {key: value for key, value in built.items() if key not in own}
     model = built.get("model") or nn.Sequential(*built["layers"])
     return model, built.get("loss_fn") or F.cross_entropy, built.get("loader") or batches(), options
 
@@ -1600,7 +1647,8 @@ def test_exact_or_refused(name, where):
     seed()
     state, num_layers = generators(), len(list(model.children()))
     ends = None if size is None else [*range(size, num_layers, size), num_layers]
-    model, stage, error, report = run(built | {"model": model}, ends, num_devices)
+    with spread(built["spread"], in_sums=False) if "spread" in built else nullcontext():
+        model, stage, error, report = run(built | {"model": model}, ends, built.get("spread", num_devices))
     assert built.get("expect") in (None, "exact" if error is None else "refused"), error
     if error is None:
         assert wanted is not None, "trained what plain PyTorch does not"

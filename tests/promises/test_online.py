@@ -395,8 +395,9 @@ def in_background(job, *, after):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone):
+def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone, hangs):
     hanging, first, second = Gate(3), task("first", seed=1), task("second", seed=5)
+    hangs.append(hanging.hangs)
     victim = task("victim", seed=2, loader_timeout_s=0.5, loader_alone=alone)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
@@ -429,10 +430,11 @@ class HangsOnceTold(Gate):
             yield batch
 
 
-def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch):
+def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch, hangs):
     """The plan is made by then, so that only the set-up in the run is left, which must not wait for that loader."""
     hanging, begun, first, second = HangsOnceTold(), threading.Event(), task("first", seed=1), task("second", seed=5)
-    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=2)
+    hangs.append(hanging.hangs)
+    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=0.5)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     orchestra.generate()
@@ -475,8 +477,9 @@ class Factories:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1000)
 
 
-def test_factory_that_hangs_fails_its_task_alone():
+def test_factory_that_hangs_fails_its_task_alone(hangs):
     factories = Factories()
+    hangs.append(factories.hangs)
     victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.5)
     first = task("first", seed=1)
     orchestra = orchestra_of(victim, first)
@@ -527,9 +530,10 @@ def test_task_may_be_stopped_while_it_is_set_up():
     assert report.tasks["slow"].steps == 0
 
 
-def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader():
+def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     """The validation of the one that trains is opened meanwhile, for the first time, for which it has to be alone."""
     hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.5)
+    hangs.append(hanging.hangs)
     joining.dataloader = hanging
     begun = threading.Event()
     first = task("first", At(1, lambda: (begun.set(), hanging.hangs.wait(30))), seed=1, validation=batches())

@@ -17,7 +17,7 @@ from partitioners import Presharded
 
 STEPS, EPOCHS = 4, 3
 PATIENCE_S = 30
-SHORT_S = 0.5  # a thread of a busy machine may stand still for a while
+SHORT_S = 0.5
 
 
 class Log(Callback):
@@ -170,12 +170,13 @@ class Blocks(Callback):
 
 
 @pytest.fixture
-def blocks():
+def blocks(hangs):
     """Callbacks that are let go of in the end, with their threads."""
     made = []
 
     def make(*arguments):
         made.append(Blocks(*arguments))
+        hangs.append(made[-1].inside)
         return made[-1]
 
     yield make
@@ -290,9 +291,10 @@ class HangsOnce:
         return iter(batches())
 
 
-def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks):
+def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs):
     """Neither another task that comes or goes, nor the run's end."""
     loader, added = HangsOnce(), task("added")
+    hangs.append(loader.inside)
     hangs = ModelTask(task("x").model, F.cross_entropy, loader, name="hangs", seed=0)
 
     def act():

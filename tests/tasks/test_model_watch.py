@@ -1,7 +1,9 @@
 """A callback that changes the model is refused by name: devices compute with copies, which would not follow."""
 
+import ctypes
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -250,6 +252,10 @@ WRITES = {
     "new frozen": (lambda m: set_data(m[2].frozen, torch.ones(8)), "gave parameter '2.frozen' other memory (.data)"),
     "new buffer": (lambda m: set_data(m[2].scale, torch.ones(8)), "gave buffer '2.scale' other memory (.data)"),
     "attribute": (lambda m: setattr(m[1], "p", 0.5), "set p of layer '1' (Dropout)"),
+    "frozen, by NumPy": (lambda m: m[2].frozen.data.numpy().put(1, 3), "the memory of parameter '2.frozen'"),
+    "buffer, by NumPy": (lambda m: np.asarray(m[2].scale).put(1, 3), "wrote to the memory of buffer '2.scale'"),
+    "buffer, by DLPack": (lambda m: torch.from_dlpack(m[2].scale)[3:4].fill_(3), "wrote to buffer '2.scale'"),
+    "buffer, by its address": (lambda m: ctypes.memset(m[2].scale.data_ptr(), 1, 4), "the memory of buffer '2.scale'"),
 }  # fmt: skip
 
 
@@ -271,6 +277,24 @@ def test_writes_through_numpy_are_seen_in_small_models():
     change = Calls(lambda: model[0].weight.detach().numpy().put(11, 3.0))
     report = train(task_of(model, change), task_of(model_of(), name="b"))
     assert "wrote to the memory of parameter '0.weight'" in report["a"].error
+
+
+def test_writes_through_numpy_are_seen_wherever_they_are():
+    model = nn.Sequential(nn.Linear(8, 4000), nn.Tanh(), nn.Linear(4000, 8), nn.Linear(8, 3))
+    change = Calls(lambda: model[2].weight.detach().numpy()[:, 3999].__setitem__(6, 3.0))
+    report = train(task_of(model, change), task_of(model_of(), name="b"))
+    assert "wrote to the memory of parameter '2.weight'" in report["a"].error
+
+
+def test_new_memory_is_seen_while_an_optimizer_may_give_others():
+    class Own(torch.optim.SGD):
+        pass
+
+    model = model_of()
+    change = Calls(lambda: set_data(model[0].weight, torch.ones(8, 8)))
+    task = task_of(model, change, optimizer=Own, early_release=True)
+    report = train(task, task_of(model_of(), name="b"))
+    assert "gave parameter '0.weight' other memory (.data)" in report["a"].error
 
 
 def test_a_callback_may_call_what_it_has_compiled():
@@ -318,6 +342,7 @@ LOOKS = {
     "same again": lambda m, x: (m.requires_grad_(False), m[0].requires_grad_(True), setattr(m[1], "p", 0.2),
                                 [p.requires_grad_(p is not m[2].frozen) for p in m.parameters()]),
     "zero_grad": lambda m, x: m.zero_grad(),
+    "arrays": lambda m, x: [np.histogram(p.detach().numpy()) for p in (*m.parameters(), *m.buffers())],
 }  # fmt: skip
 
 
@@ -429,17 +454,17 @@ class TestModelWatch:
     def test_what_is_as_it_was_is_not_refused(self):
         model = model_of()
         watch = ModelWatch(model)
-        watch.begin()
-        model[2].options = {"slope": 0.1}
-        model[2].names = {"a"}
+        with watch.calling():
+            model[2].options = {"slope": 0.1}
+            model[2].names = {"a"}
         watch.check("a")
 
     def test_large_containers_are_taken_as_they_are(self):
         model = model_of()
         model[2].vocabulary = list(range(1000))
         watch = ModelWatch(model)
-        watch.begin()
-        model[2].vocabulary.append(1)
+        with watch.calling():
+            model[2].vocabulary.append(1)
         watch.check("a")
 
     def test_elements_of_every_weight_are_looked_at(self):
@@ -453,7 +478,8 @@ class TestModelWatch:
         watch = ModelWatch(model)
         watch.follow(list(model._parameters.values()))
         for k, weight in enumerate(weights[:3]):
-            watch.begin()
+            with watch.calling():
+                pass
             watch.check("a")
             weight.add_(1)
             with pytest.raises(ValueError, match=f"a wrote to the memory of parameter '{k}'"):
