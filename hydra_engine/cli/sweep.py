@@ -10,7 +10,7 @@ from hydra_engine.cli.command import Mistake
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
-from hydra_engine.sweep import StudyMismatch, Sweep
+from hydra_engine.sweep import Population, Rungs, StudyMismatch, Sweep
 from hydra_engine.system import dram
 from hydra_engine.tasks import table
 
@@ -32,6 +32,10 @@ def run(options: argparse.Namespace) -> None:
                 metric=_one_or_all(options.metric),
                 direction=_one_or_all(options.direction),
                 seed=options.seed,
+                rungs=None if options.rungs is None else _rungs(options.rungs),
+                population=None
+                if options.population is None
+                else Population(settings=options.population, interval=_count(options.interval, "--interval")),
             )
         except (ImportError, ValueError) as error:
             raise Mistake(str(error)) from error
@@ -46,6 +50,13 @@ def _count(text: str, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
     return int(text)
+
+
+def _rungs(text: str) -> Rungs:
+    least, colon, factor = text.partition(":")
+    if not colon:
+        raise Mistake(f"--rungs: {text!r}, limit: MIN:FACTOR; pass for example 1:3")
+    return Rungs(min_resource=_count(least, "--rungs"), reduction_factor=_count(factor, "--rungs"))
 
 
 def _every(text: str) -> str | int:

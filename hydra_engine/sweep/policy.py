@@ -18,10 +18,11 @@ class SweepPolicy:
         self._policy: Policy = resolve_policy(self.name)
 
     def choose(self, tasks: Sequence[ModelTask]) -> None:
-        """Choose for the run that these tasks begin; others, which join it, find it as it is."""
+        """Choose for the run that these tasks begin, which others may join; what was seen to be shared stays so."""
         weights = [weight for task in tasks for weight in frozen(task)]
-        self.name = "in-step" if len(set(weights)) < len(weights) else "sharded-lrtf"
-        self._policy = resolve_policy(self.name)
+        if len(set(weights)) < len(weights):
+            self.name = "in-step"
+            self._policy = resolve_policy(self.name)
 
     @property
     def longest_first(self) -> bool:

@@ -1,0 +1,66 @@
+"""A sweep chooses a policy by itself: "in-step" where its trials share a frozen base."""
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelTask
+from hydra_engine.sweep import Sweep
+from tests.sweep.space import batches, build
+
+optuna = pytest.importorskip("optuna")
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def heads_over(base):
+    """Each trial trains a head over frozen layers: the same ones, or with None its own."""
+
+    def build_head(trial):
+        layers = base if base is not None else frozen_layers()
+        lr = trial.suggest_float("lr", 1e-3, 1e-1)
+        return ModelTask(nn.Sequential(*layers, nn.Linear(8, 3)), F.cross_entropy, batches(), lr, validation=batches(2))
+
+    return build_head
+
+
+def frozen_layers():
+    return [nn.Linear(8, 8).requires_grad_(False), nn.Tanh()]
+
+
+def ran(build_task, **options):
+    options = {"num_trials": 3, "parallel": 3, **options}
+    sweep = Sweep(build_task, devices=[EmulatedDevice("1MiB")], **options)
+    sweep.verbose = 0
+    assert {trial.state.name for trial in sweep.run().trials} == {"COMPLETE"}
+    return sweep._settings.policy
+
+
+@pytest.mark.parametrize(
+    ("build_task", "options", "name"),
+    [
+        (heads_over(frozen_layers()), {}, "in-step"),
+        (heads_over(frozen_layers()), {"parallel": 1}, "sharded-lrtf"),
+        (heads_over(None), {}, "sharded-lrtf"),
+        (build, {}, "sharded-lrtf"),
+    ],
+)
+def test_it_is_chosen_by_what_trials_share(build_task, options, name):
+    policy = ran(build_task, **options)
+    assert policy.name == name
+    assert policy.longest_first == (name == "sharded-lrtf")
+
+
+def test_one_that_is_named_is_taken():
+    assert type(ran(heads_over(frozen_layers()), policy="fifo")).__name__ == "FIFO"
+
+
+def test_losses_are_those_of_any_other_policy():
+    base = frozen_layers()
+    values = []
+    for policy in (None, "sharded-lrtf"):
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3))
+        devices = [EmulatedDevice("1MiB")]
+        sweep = Sweep(heads_over(base), study=study, num_trials=3, parallel=2, devices=devices, policy=policy)
+        sweep.verbose = 0
+        values.append([trial.value for trial in sweep.run().trials])
+    assert values[0] == values[1]
