@@ -1,5 +1,7 @@
 """A sweep chooses a policy by itself: "in-step" where its trials share a frozen base."""
 
+import copy
+
 import pytest
 from torch import nn
 from torch.nn import functional as F
@@ -13,18 +15,20 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def heads_over(base):
-    """Each trial trains a head over frozen layers: the same ones, or with None its own."""
+    """Each trial trains a head over frozen layers, whose weights are the base's, or with None its own."""
 
     def build_head(trial):
-        layers = base if base is not None else frozen_layers()
+        layers = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh())
+        if base is not None:
+            layers = copy.deepcopy(base, {id(each): each for each in base.parameters()})
         lr = trial.suggest_float("lr", 1e-3, 1e-1)
         return ModelTask(nn.Sequential(*layers, nn.Linear(8, 3)), F.cross_entropy, batches(), lr, validation=batches(2))
 
     return build_head
 
 
-def frozen_layers():
-    return [nn.Linear(8, 8).requires_grad_(False), nn.Tanh()]
+def frozen_base():
+    return nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh())
 
 
 def ran(build_task, **options):
@@ -38,8 +42,8 @@ def ran(build_task, **options):
 @pytest.mark.parametrize(
     ("build_task", "options", "name"),
     [
-        (heads_over(frozen_layers()), {}, "in-step"),
-        (heads_over(frozen_layers()), {"parallel": 1}, "sharded-lrtf"),
+        (heads_over(frozen_base()), {}, "in-step"),
+        (heads_over(frozen_base()), {"parallel": 1}, "sharded-lrtf"),
         (heads_over(None), {}, "sharded-lrtf"),
         (build, {}, "sharded-lrtf"),
     ],
@@ -51,11 +55,11 @@ def test_it_is_chosen_by_what_trials_share(build_task, options, name):
 
 
 def test_one_that_is_named_is_taken():
-    assert type(ran(heads_over(frozen_layers()), policy="fifo")).__name__ == "FIFO"
+    assert type(ran(heads_over(frozen_base()), policy="fifo")).__name__ == "FIFO"
 
 
 def test_losses_are_those_of_any_other_policy():
-    base = frozen_layers()
+    base = frozen_base()
     values = []
     for policy in (None, "sharded-lrtf"):
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3))
