@@ -14,15 +14,14 @@ class SweepPolicy:
     """ "in-step" where trials share frozen weights, which are then loaded once for all, else "sharded-lrtf"."""
 
     def __init__(self) -> None:
-        self.name = "sharded-lrtf"
-        self._policy: Policy = resolve_policy(self.name)
+        self.is_in_step = False
+        self._policy: Policy = resolve_policy("sharded-lrtf")
 
     def choose(self, tasks: Sequence[ModelTask]) -> None:
         """Choose for the run that these tasks begin, which others may join; what was seen to be shared stays so."""
         weights = [weight for task in tasks for weight in frozen(task)]
         if len(set(weights)) < len(weights):
-            self.name = "in-step"
-            self._policy = resolve_policy(self.name)
+            self.is_in_step, self._policy = True, resolve_policy("in-step")
 
     @property
     def longest_first(self) -> bool:

@@ -122,19 +122,17 @@ class Search:
         while len(self._live) < self._num_first() and self._has_room and self._begin():
             for live in list(self._live.values()):
                 self._plan(live)
-        if isinstance(self._settings.policy, SweepPolicy):
-            self._settings.policy.choose([live.task for live in self._live.values()])
         return bool(self._live)
 
     def _num_first(self) -> int:
         """Return the number of trials that a run begins with; others join."""
-        if not self._may_join:
-            return self._settings.parallel
-        # Two tell if trials share frozen weights, by which the policy is chosen.
-        is_open = isinstance(self._settings.policy, SweepPolicy) and any(
-            frozen(each.task) for each in self._live.values()
-        )
-        return min(2, self._settings.parallel) if is_open else 1
+        policy, tasks = self._settings.policy, [live.task for live in self._live.values()]
+        if isinstance(policy, SweepPolicy):
+            policy.choose(tasks)
+        if not self._may_join or (isinstance(policy, SweepPolicy) and policy.is_in_step):
+            return self._settings.parallel  # in step from the beginning, they load what they share once
+        # Two tell if trials share frozen weights.
+        return min(2, self._settings.parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""

@@ -40,18 +40,18 @@ def ran(build_task, **options):
 
 
 @pytest.mark.parametrize(
-    ("build_task", "options", "name"),
+    ("build_task", "options", "is_in_step"),
     [
-        (heads_over(frozen_base()), {}, "in-step"),
-        (heads_over(frozen_base()), {"parallel": 1}, "sharded-lrtf"),
-        (heads_over(None), {}, "sharded-lrtf"),
-        (build, {}, "sharded-lrtf"),
+        (heads_over(frozen_base()), {}, True),
+        (heads_over(frozen_base()), {"parallel": 1}, False),
+        (heads_over(None), {}, False),
+        (build, {}, False),
     ],
 )
-def test_it_is_chosen_by_what_trials_share(build_task, options, name):
+def test_it_is_chosen_by_what_trials_share(build_task, options, is_in_step):
     policy = ran(build_task, **options)
-    assert policy.name == name
-    assert policy.longest_first == (name == "sharded-lrtf")
+    assert policy.is_in_step == is_in_step
+    assert policy.longest_first != is_in_step
 
 
 def test_one_that_is_named_is_taken():
