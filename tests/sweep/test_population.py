@@ -126,8 +126,15 @@ def test_where_devices_cannot_plan_beside_training_groups_wait(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    return decided(sweep_in(tmp_path_factory.mktemp("whole")).run())
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    sweep_in(folder).run()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(whole):
+    return decided(study_in(whole))
 
 
 class Killed(Exception):
@@ -179,9 +186,8 @@ def test_killed_as_a_parent_or_its_fork_goes_on_it_ends_with_the_same_values(tmp
     assert decided(sweep_in(tmp_path).run()) == expected
 
 
-def test_nobody_joins_once_it_has_decided(tmp_path, expected):
-    assert decided(sweep_in(tmp_path).run()) == expected
-    assert decided(sweep_in(tmp_path, num_trials=20).run()) == expected
+def test_nobody_joins_once_it_has_decided(whole, expected):
+    assert decided(sweep_in(whole, num_trials=20).run()) == expected
 
 
 LR = optuna.distributions.FloatDistribution(1e-3, 1.0, log=True)
