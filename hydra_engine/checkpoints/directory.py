@@ -82,6 +82,12 @@ class NewCheckpoint:
             raise ValueError(f"task {task!r} is in no checkpoint that was saved here or loaded; add its files")
         self.add(task, {}, sorted(self._base.files(task)))
 
+    def copy(self, task: str, source: str) -> None:
+        """Name the files that the newest checkpoint has of one task as those of another too, which is not in it."""
+        self._check_open()
+        assert self._base is not None
+        self._tasks[task] = {name: self._named_again(source, name) for name in sorted(self._base.files(source))}
+
     def commit(self, data: Any = None) -> Committed:
         """Make it the newest checkpoint, with the caller's JSON data (else TypeError), and remove those not kept."""
         self._check_open()

@@ -10,7 +10,7 @@ from torch import Tensor
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.nested import losses_from_state
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
-from hydra_engine.data import TaskPosition, copy_of, residue
+from hydra_engine.data import TaskPosition, copy_of, residue, seeded
 from hydra_engine.errors import CheckpointError
 from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_averages
 from hydra_engine.tasks import FAILED, FINISHED, Best, ModelTask, Retry, Revision, TaskReport
@@ -36,6 +36,17 @@ class SavedTask:
         self.seed: int = self._state["seed"]
         self.accumulation_steps: int = self._state["accumulation_steps"]
         self.position = TaskPosition.from_state(self._state["position"])
+        # Another task's, in whose state it begins: nothing of its own was saved yet.
+        self._is_fork = "fork_of" in checkpoint.data["tasks"].get(name, {})
+
+    def begin(self, task: ModelTask) -> None:
+        """Give a task the seed that it had; a fork keeps its own, and draws from its own random stream from now on."""
+        if not self._is_fork:
+            task.seed = self.seed
+            return
+        self.seed = task.seed
+        random = self.position.loader.random._replace(torch=seeded(task.seed), device=task.seed)
+        self.position = self.position.with_random(random)
 
     def goes_on(self, task: ModelTask) -> bool:
         """Return True if there is more to train. A failed task is tried again, one that struck a device is not."""
@@ -77,7 +88,7 @@ class SavedTask:
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError if they are of another kind."""
         state, self._optimizer = self._optimizer_state(), None
-        optimizer.restore(state, self._state["schedule"])
+        optimizer.restore(state, self._state["schedule"], keeps_options=self._is_fork)
 
     def read_optimizer(self) -> None:
         """Read optimizer and best weights into DRAM now: the checkpoint may be removed before they are put back."""

@@ -162,6 +162,21 @@ class Saver:
         """Save that a task has ended, and how; then call `then`, with None or why it is not saved. For any thread."""
         self._submit(self._write_end, task, over, snapshot, then)
 
+    def fork(self, source: str, task: str) -> bool:
+        """Save that a task begins as another one is saved, and wait until that is on disk; False once this is closed.
+
+        For any thread. Raises CheckpointError.
+        """
+        answers: SimpleQueue[BaseException | None] = SimpleQueue()
+        try:
+            self._submit(self._write_fork, source, task, answers.put)
+        except RuntimeError:
+            return False
+        error = answers.get()
+        if error is not None:
+            raise CheckpointError(f"task {task!r} cannot begin as {source!r} is saved: {error}") from error
+        return True
+
     @property
     def report(self) -> CheckpointReport:
         """Checkpoints that were saved, and what they cost."""
@@ -247,6 +262,15 @@ class Saver:
             self._save(_Round(), {task: {**(saved or {"steps": 0, "loss": None}), "over": over}})
         return None if snapshot is None else snapshot.error
 
+    def _write_fork(self, source: str, task: str, then: Callable[[BaseException | None], None]) -> None:
+        it, is_saved = _Round(), False
+        try:
+            entry = {**self._tasks[source], "over": None, "fork_of": source}
+            self._paused.add(task)
+            is_saved = self._save(it, {task: entry}, {task: source})
+        finally:
+            then(None if is_saved else it.error or CheckpointError("it could not be saved"))
+
     def _is_whole(self, snapshot: Snapshot) -> bool:
         told = (snapshot.name, str(snapshot.error))
         if snapshot.error is not None and told not in self._errors_told:  # each save may meet it again
@@ -254,8 +278,16 @@ class Saver:
             self.tell(f"task {snapshot.name!r} could not be saved at step {snapshot.steps}: {snapshot.error}")
         return snapshot.error is None
 
-    def _save(self, it: _Round, ended: Mapping[str, dict[str, Any]] | None = None) -> bool:
-        """Save a round's tasks as they come, others as they were, and ends alone; returns True once that is there."""
+    def _save(
+        self,
+        it: _Round,
+        noted: Mapping[str, dict[str, Any]] | None = None,
+        sources: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Save a round's tasks as they come, others as they were; returns True once that is there.
+
+        noted: what a checkpoint says of tasks whose files stay. sources: whose files tasks have that are new.
+        """
         start_s = time.perf_counter()
         try:
             with self._directory.begin() as new:
@@ -263,9 +295,9 @@ class Saver:
                     if self._is_whole(snapshot):
                         self._add(new, snapshot)
                 whole = [each for each in it.snapshots if each.error is None]
-                if not whole and not ended:
+                if not whole and not noted:
                     return False
-                tasks = {**self._tasks, **(ended or {})}
+                tasks = {**self._tasks, **(noted or {})}
                 for name in tasks.keys() - {each.name for each in whole}:
                     is_idle = tasks[name]["over"] is not None or name in self._paused
                     if is_idle and self._lacks_files(name):
@@ -276,6 +308,8 @@ class Saver:
                         )
                     elif self._directory.newest_files(name):
                         new.keep(name)
+                for name, source in (sources or {}).items():
+                    new.copy(name, source)
                 tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
                 saved = new.commit({"tasks": tasks, **self._about()})
         except Exception as error:

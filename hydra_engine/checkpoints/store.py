@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class CheckpointStore:
         self._found: Checkpoint | None = None  # that is resumed
         self._is_own = False  # its checkpoints are of this object's calls
         self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
+        self._forks: dict[str, str] = {}  # tasks that begin as others are saved, by name
+        self._saver: Saver | None = None  # of the last run
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -45,7 +48,7 @@ class CheckpointStore:
     def __exit__(self, *_: object) -> None:
         if self._open is not None:
             self._open.close()
-        self._open = self._found = None
+        self._open = self._found = self._saver = None
 
     @property
     def may_save(self) -> bool:
@@ -83,12 +86,48 @@ class CheckpointStore:
         for message in () if found is None else found.messages:
             print(f"hydra_engine: {message}", file=sys.stderr)
         self._is_own = True
+        if self._forks:
+            about = {} if found is None else {key: each for key, each in found.data.items() if key != "tasks"}
+            with closing(self._saver_in(self._open, lambda: about)) as saver:
+                self._write_forks(saver)
         return found if resume else None
+
+    def goes_on(self, name: str) -> bool:
+        """Return True if what is saved of a task is read in no resume, too: it was paused here, or is a fork."""
+        return name in self.paused or name in self._forks
+
+    @property
+    def has_going_on(self) -> bool:
+        """True if there are such tasks."""
+        return bool(self.paused or self._forks)
+
+    def fork(self, source: str, task: str) -> None:
+        """Let a task begin as another one is saved. That is on disk as this returns, or else before the next run.
+
+        Raises ValueError for one that is not saved, and CheckpointError.
+        """
+        self._forks[task] = source
+        if self._open is not None and self._saver is not None:
+            self._write_forks(self._saver)
+
+    def _write_forks(self, saver: Saver) -> None:
+        for task, source in list(self._forks.items()):
+            saved = () if self._open is None or self._open.newest is None else self._open.newest.task_names
+            if task in saved:  # it goes on from there
+                continue
+            try:
+                if source not in saved:
+                    known = ", ".join(map(repr, saved)) or "none"
+                    raise ValueError(f"fork_task: {source!r} is not saved, known: {known}; give one of these")
+                saver.fork(source, task)
+            except BaseException:
+                del self._forks[task]
+                raise
 
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        A task that was paused here is read in no resume, too.
+        A task that was paused here, or is a fork, is read in no resume, too.
         while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
         while (found := self._newest(name)) is not None and name in found.task_names:
@@ -105,7 +144,7 @@ class CheckpointStore:
         return None
 
     def _newest(self, name: str) -> Checkpoint | None:
-        goes_on = self._found is not None or name in self.paused
+        goes_on = self._found is not None or self.goes_on(name)
         return self._open.newest if self._open is not None and goes_on else None
 
     def over(self, name: str) -> str | None:
@@ -116,10 +155,12 @@ class CheckpointStore:
 
     def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
         """Return the saver of one run; None without a directory."""
-        if self._open is None:
-            return None
-        newest = self._open.newest
-        return Saver(self._open, self._every, about, {} if newest is None else newest.data["tasks"])
+        self._saver = None if self._open is None else self._saver_in(self._open, about)
+        return self._saver
+
+    def _saver_in(self, directory: CheckpointDirectory, about: Callable[[], dict[str, Any]]) -> Saver:
+        newest = directory.newest
+        return Saver(directory, self._every, about, {} if newest is None else newest.data["tasks"])
 
     def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
         """Return a saver in a new directory, here or among temporary files, for a process that has to end."""

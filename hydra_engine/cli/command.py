@@ -125,3 +125,6 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     add("--metric", nargs="+", metavar="NAME", help="of the last validation (validation_loss)")
     add("--direction", nargs="+", choices=("minimize", "maximize"), help="of each metric (minimize)")
     add("--seed", type=int, default=0, metavar="N", help="of the trials' random streams (0)")
+    add("--rungs", metavar="MIN:FACTOR", help="successive halving, after MIN validations and each FACTOR times as many")
+    add("--population", nargs="+", metavar="NAME", help="population-based training, which perturbs these values")
+    add("--interval", default="1", metavar="N", help="validations between two decisions of a population (1)")

@@ -10,7 +10,7 @@ from hydra_engine.cli.command import Mistake, count
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
-from hydra_engine.sweep import StudyMismatch, Sweep
+from hydra_engine.sweep import Population, Rungs, StudyMismatch, Sweep
 from hydra_engine.system import dram
 from hydra_engine.tasks import table
 
@@ -32,6 +32,10 @@ def run(options: argparse.Namespace) -> None:
                 metric=_one_or_all(options.metric),
                 direction=_one_or_all(options.direction),
                 seed=options.seed,
+                rungs=None if options.rungs is None else _rungs(options.rungs),
+                population=None
+                if options.population is None
+                else Population(settings=options.population, interval=count(options.interval, "--interval")),
             )
         except (ImportError, ValueError) as error:
             raise Mistake(str(error)) from error
@@ -40,6 +44,13 @@ def run(options: argparse.Namespace) -> None:
         except (ConnectionError, CheckpointError, StudyMismatch) as error:  # what a trial raised keeps its traceback
             raise Mistake(str(error)) from error
     print("", *table(_rows(study)), sep="\n")
+
+
+def _rungs(text: str) -> Rungs:
+    least, colon, factor = text.partition(":")
+    if not colon:
+        raise Mistake(f"--rungs: {text!r}, limit: MIN:FACTOR; pass for example 1:3")
+    return Rungs(min_resource=count(least, "--rungs"), reduction_factor=count(factor, "--rungs"))
 
 
 def _every(text: str) -> str | int:

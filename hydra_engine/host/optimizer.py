@@ -410,27 +410,55 @@ class TaskOptimizer:
             "epoch": self._schedule_epoch,
         }
 
-    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any], *, keeps_options: bool = False) -> None:
         """Go on from what `state` and `schedule` gave, whose tensors are taken over.
 
+        keeps_options: of groups, and the schedule too, which is stepped anew as often as the saved one was.
         Raises ValueError where the optimizer, its schedule or the precision are of another kind.
         """
+        schedules = () if keeps_options else (("lr_scheduler", self.scheduler, schedule["scheduler"]),)
         for what, own, saved in (
-            ("lr_scheduler", self.scheduler, schedule["scheduler"]),
+            *schedules,
             ("a loss scale (precision 'float16')", self._loss_scale, schedule["loss_scale"]),
         ):
             if (own is None) != (saved is None):
                 kinds = ("has none", "was saved with one") if own is None else ("has one", "was saved with none")
                 raise ValueError(f"{what}: the task {kinds[0]}, and {kinds[1]}; resume with the task that was saved")
-        restore_optimizer(self.optimizer, state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(schedule["scheduler"])
+        if keeps_options:
+            self._take_over(state["optimizer"], schedule)
+        else:
+            restore_optimizer(self.optimizer, state["optimizer"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(schedule["scheduler"])
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
+
+    def _take_over(self, saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
+        """Take over the states of parameters, and nothing of groups; step the schedule as often as the saved one."""
+        if self._task.optimizer_scope == "task":
+            raise ValueError(
+                "optimizer_scope: 'task', limit: 'shard' for a fork, since this optimizer keeps state beside that of "
+                "its parameters, which cannot be told from its options; train a fork with another optimizer"
+            )
+        unknown = sorted({*self.optimizer.defaults} - {key for group in saved["param_groups"] for key in group})
+        if unknown:
+            raise ValueError(
+                f"optimizer: {type(self.optimizer).__name__} has the option {unknown[0]!r}, which the saved one does "
+                f"not have; fork with an optimizer of the kind that was saved"
+            )
+        if schedule["num_steps"]:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
+        for _ in range(schedule["num_steps"]):
+            self._move_schedule("step")
+        self.reach_epoch(schedule["epoch"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        restore_optimizer(self.optimizer, saved)
+        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"})
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""

@@ -234,6 +234,34 @@ class ModelOrchestrator:
             elif self._running is not None:
                 self._running.pause(name)
 
+    def fork_task(self, name: str, new_name: str) -> None:
+        """Let the task that is added as `new_name` begin where the task `name`, which is at rest, was saved.
+
+        `name`: a task that was paused, or that is over, here or in the checkpoint that is resumed. To be called before
+        the task `new_name` is added, or before it begins to train. From any thread, a callback's too. While others
+        train it returns once that is on disk, in a manifest that names the files of `name` twice; else that is done
+        first of all in the next `train_models()`. So a run that is killed goes on with the fork, whatever has become of
+        `name` since. Once something was saved under `new_name` itself, that is what goes on.
+
+        The fork has of `name`: weights, buffers, averages, best weights, the optimizer's state of each parameter, the
+        loss scale, the place in the loader and its epoch, and the report so far. It has of its own: its seed, and from
+        here on the random stream that `torch.manual_seed(seed)` gives; all options of the optimizer (learning rate,
+        weight decay); and its schedule, which is stepped anew as often as that of `name` was.
+
+        Raises ValueError for a task that trains or is not saved, a fork that has begun, and without a `checkpoint_dir`;
+        CheckpointError where the disk does not take it. A model or an optimizer of another kind is refused as the fork
+        is added, or fails.
+        """
+        tasks = self._tasks
+        with tasks.changing:
+            self._check_outside("fork_task")
+            if not self._store.may_save:
+                raise ValueError(
+                    f"fork_task: {name!r}, limit: an orchestrator with a checkpoint_dir, where tasks are saved; give "
+                    f"ModelOrchestrator one"
+                )
+            tasks.fork(name, new_name)
+
     def evaluate(
         self,
         task: ModelTask | str,
@@ -388,7 +416,7 @@ class ModelOrchestrator:
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
                     found = self._store.open(resume=resume)
-                    if found is not None or self._store.paused:
+                    if found is not None or self._store.has_going_on:
                         self.plan = None
                         messages = tasks.go_on(found)
                 waiting = tasks.at(Station.WAITING)

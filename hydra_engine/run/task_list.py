@@ -126,6 +126,21 @@ class TaskList:
             raise ValueError(f"{what}: task {name!r}, known: {known}{remedy}")
         return self._planned[name]
 
+    def fork(self, name: str, new_name: str) -> None:
+        """Let a task that has not begun yet, or is still to be added, begin as another one is saved."""
+        source, fork = self._planned.get(name), self._planned.get(new_name)
+        if source is not None and not source.is_paused and self.station(source) is not Station.OVER:
+            raise ValueError(
+                f"fork_task: {name!r} trains, or is to be trained, limit: a task at rest; pause it, and fork it once "
+                f"its on_task_pause was told"
+            )
+        if fork is not None and self.station(fork) is not Station.WAITING:
+            raise ValueError(
+                f"fork_task: {new_name!r} has begun already, limit: a name that no task has yet, or that of one that "
+                f"waits for training; give another"
+            )
+        self._store.fork(name, new_name)
+
     def found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
         """Return a task that is to be evaluated, and its name here or else its own."""
         if isinstance(task, ModelTask):
@@ -139,9 +154,9 @@ class TaskList:
         return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
 
     def go_on(self, found: Checkpoint | None) -> list[str]:
-        """Put back what was saved of the tasks that wait, in no resume of paused ones alone; what there is to say."""
+        """Put back what was saved of the tasks that wait; what there is to say. found: None in no resume."""
         for each in self.at(Station.WAITING):
-            if found is None and each.name not in self._store.paused:
+            if found is None and not self._store.goes_on(each.name):
                 continue
             again = self.put_back(each, while_training=False)
             self.put(again or each, Station.OVER if again is None else Station.WAITING)
@@ -163,7 +178,7 @@ class TaskList:
         planned.leave()
         planned.reader.close()
         if saved is not None and saved.goes_on(task):
-            task.seed = saved.seed
+            saved.begin(task)
             return self._made(task, name, saved)
         self._reports[name] = report = never_committed(task, name) if saved is None else saved.report(task)
         if saved is not None and task.keep_best is not None:

@@ -14,8 +14,8 @@ from hydra_engine.tasks import Callback, ModelTask, TaskReport
 
 
 def name_of(trial: Any) -> str:
-    """Name of a trial's task, in reports and checkpoints."""
-    return f"trial-{trial.number}"
+    """Name of a trial's task, in reports and checkpoints; of a trial, or of its number."""
+    return f"trial-{getattr(trial, 'number', trial)}"
 
 
 class LiveTrial:

@@ -6,9 +6,9 @@ study has: a sweep that was killed at any moment decides the same again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # User attribute of a trial: the rung that it trains for, and whether it waits there. Missing: it trains for rung 0.
 RUNG = "hydra_engine_rung"
@@ -36,29 +36,65 @@ class Rungs:
         """Return the number of validations after which a trial is at a rung."""
         return int(self.min_resource * self.reduction_factor**rung)
 
-    def decide(self, trials: Sequence[Any], *, is_complete: bool, maximize: bool) -> tuple[list[int], list[int]]:
-        """Return the numbers of trials that go on from the lowest rung that is not empty, and of those to be pruned.
+    def decide(self, trials: Sequence[Any], *, is_complete: bool, maximize: bool, seed: int) -> Decision:
+        """Decide who goes on from the lowest rung that is not empty, and who is pruned; nothing is drawn here."""
+        found = full_rung(trials, self.num_validations, is_complete=is_complete, maximize=maximize)
+        if found is None:
+            return Decision()
+        best = [each.number for each, _ in found.ranked[: max(1, len(found.ranked) // self.reduction_factor)]]
+        goes_on = [number for number in best if number in found.here]
+        return Decision(goes_on, [number for number in found.here if number not in best])
 
-        None while a trial is still to come there. trials: of the sweep, as the study has them. is_complete: no more are
-        to be asked for.
-        """
-        running = [each for each in trials if each.state.name == "RUNNING"]
-        if not is_complete or not running:
-            return [], []
-        rung = min(rung_of(each) for each in running)
-        here = [each for each in running if rung_of(each) == rung]
-        if not all(waits(each) for each in here):
-            return [], []
-        step = self.num_validations(rung) - 1
-        # Beside those that wait, trials that this very decision was about, before the process was killed.
-        decided = [each for each in trials if rung_of(each) > rung or (each.state.name == "PRUNED" and waits(each))]
-        ranked = sorted(
-            (each for each in (*here, *decided) if step in each.intermediate_values and rung_of(each) >= rung),
-            key=lambda each: (_badness(each.intermediate_values[step], maximize), each.number),
-        )
-        best = [each.number for each in ranked[: max(1, len(ranked) // self.reduction_factor)]]
-        numbers = [each.number for each in here]
-        return [number for number in best if number in numbers], [number for number in numbers if number not in best]
+
+class Birth(NamedTuple):
+    """A trial that begins at a rung with values, and with user attributes."""
+
+    rung: int
+    params: dict[str, Any]
+    distributions: dict[str, Any]
+    user_attrs: dict[str, Any]
+
+
+class Decision(NamedTuple):
+    """Numbers of trials that go on from a rung, and of those to be pruned, and trials that begin there."""
+
+    goes_on: Sequence[int] = ()
+    ends: Sequence[int] = ()
+    births: Sequence[Birth] = ()
+
+
+class FullRung(NamedTuple):
+    """A rung that all trials have come to which are not over."""
+
+    rung: int
+    here: list[int]  # numbers of trials that wait there
+    ranked: list[tuple[Any, float]]  # trials and their values there, the best first
+
+
+def full_rung(
+    trials: Sequence[Any], num_validations: Callable[[int], int], *, is_complete: bool, maximize: bool
+) -> FullRung | None:
+    """Return the lowest rung that is not empty; None while a trial is still to come there.
+
+    trials: of the sweep, as the study has them. is_complete: no more are to be asked for.
+    """
+    running = [each for each in trials if each.state.name == "RUNNING"]
+    if not is_complete or not running:
+        return None
+    rung = min(rung_of(each) for each in running)
+    here = [each for each in running if rung_of(each) == rung]
+    if not all(waits(each) for each in here):
+        return None
+    step = num_validations(rung) - 1
+    # Beside those that wait, trials that this very decision was about, before the process was killed.
+    decided = [each for each in trials if rung_of(each) > rung or (each.state.name == "PRUNED" and waits(each))]
+    ranked = [
+        (each, each.intermediate_values[step])
+        for each in (*here, *decided)
+        if step in each.intermediate_values and rung_of(each) >= rung
+    ]
+    ranked.sort(key=lambda each: (_badness(each[1], maximize), each[0].number))
+    return FullRung(rung, [each.number for each in here], ranked)
 
 
 def mark(rung: int, *, waits: bool) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
 from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
-from hydra_engine.sweep.study import Trials
+from hydra_engine.sweep.policy import SweepPolicy, frozen
+from hydra_engine.sweep.population import Population
+from hydra_engine.sweep.study import Trials, load_optuna
 from hydra_engine.system import dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
 
@@ -49,6 +51,7 @@ class SearchSettings:
     policy: str | Policy
     checkpoint_every: str | int
     seed: int
+    population: Population | None = None
 
     def build(self, trial: Any) -> Any:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
@@ -56,6 +59,15 @@ class SearchSettings:
         with CallbackDraws(name_of(trial), seed, set(), set).calling():
             _TORCH_RANDOM.default_generator.manual_seed(seed)  # this thread's, now; no loader's, and no GPU's
             return self.build_task(trial)
+
+    def check(self, trial: Any, task: Any, *, is_first: bool) -> None:
+        """Raise TypeError or ValueError for what `build_task` returned, if it cannot be trained in this sweep."""
+        self.objective.check(task, name_of(trial))
+        if self.population is not None:
+            self.population.check(task, name_of(trial), list(trial.params))
+            if is_first:
+                fixed = load_optuna().trial.FixedTrial
+                self.population.check_settings(task, trial, lambda params: self.build(fixed(params, trial.number)))
 
 
 class Search:
@@ -81,6 +93,7 @@ class Search:
         self._error: BaseException | None = None  # ends the sweep, once what trains is over
         self._first_failure: BaseException | None = None
         self._num_well = 0  # trials that did not fail
+        self._num_built = 0
 
     def run(self) -> None:
         """Train until no trial is left."""
@@ -106,11 +119,20 @@ class Search:
         self._has_room = True
         for live in list(self._live.values()):
             self._plan(live)  # those that came too late to join
-        wanted = 1 if self._may_join else self._settings.parallel
-        while len(self._live) < wanted and self._has_room and self._begin():
+        while len(self._live) < self._num_first() and self._has_room and self._begin():
             for live in list(self._live.values()):
                 self._plan(live)
         return bool(self._live)
+
+    def _num_first(self) -> int:
+        """Return the number of trials that a run begins with; others join."""
+        policy, tasks = self._settings.policy, [live.task for live in self._live.values()]
+        if isinstance(policy, SweepPolicy):
+            policy.choose(tasks)
+        if not self._may_join or (isinstance(policy, SweepPolicy) and policy.is_in_step):
+            return self._settings.parallel  # in step from the beginning, they load what they share once
+        # Two tell if trials share frozen weights.
+        return min(2, self._settings.parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
@@ -141,7 +163,8 @@ class Search:
                 raise
             return None
         try:
-            self._settings.objective.check(task, name_of(trial))
+            self._settings.check(trial, task, is_first=not self._num_built)
+            self._num_built += 1
             self._check_new(task, name_of(trial))
         except (TypeError, ValueError) as error:
             self._failed(trial, error)
@@ -177,13 +200,21 @@ class Search:
                     checkpoint_every=settings.checkpoint_every,
                 )
                 orchestra.verbose = 0
+                self._fork(orchestra, live)
             else:
+                self._fork(orchestra, live)
                 orchestra.add_task(live.task)
         except Exception as error:
             self._refused(live, error)
         else:
             self._live[live.name] = live
             self._note_plan(live)
+
+    def _fork(self, orchestra: ModelOrchestrator, live: LiveTrial) -> None:
+        """Let a trial that was born of another begin in its state."""
+        parent = self._trials.parent(live.trial)
+        if parent is not None:
+            orchestra.fork_task(name_of(parent), live.name)
 
     def _plan(self, live: LiveTrial) -> None:
         """Plan a trial while nothing trains, so that what is wrong with it is its own failure."""
@@ -305,7 +336,7 @@ class Search:
         """Decide who goes on from a rung, if one is full."""
         for trial in self._trials.climb():
             self._num_well += 1
-            self._tell(trial, "pruned at its rung")
+            self._tell(trial, "pruned at its rung" if self._settings.population is None else "pruned, for a better one")
 
     def _failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
         self._first_failure = self._first_failure or error

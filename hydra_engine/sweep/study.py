@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hydra_engine.sweep.rungs import RUNG, Rungs, mark, rung_of, waits
+from hydra_engine.sweep.population import PARENT, Population
+from hydra_engine.sweep.rungs import RUNG, Birth, Rungs, mark, rung_of, waits
 
 if TYPE_CHECKING:
     import optuna
@@ -126,17 +127,24 @@ class Trials:
     """
 
     def __init__(
-        self, study: Any, sweep_id: str, num_trials: int, storage: Any = None, rungs: Rungs | None = None
+        self,
+        study: Any,
+        sweep_id: str,
+        num_trials: int,
+        storage: Any = None,
+        rungs: Rungs | Population | None = None,
+        seed: int = 0,
     ) -> None:
         """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too.
 
-        storage: the study's, where it was opened here.
+        storage: the study's, where it was opened here. seed: of a population's decisions.
         """
         self._optuna = load_optuna()
         self._study: optuna.Study = study
         self._sweep_id = sweep_id
         self._num_trials = num_trials
         self._rungs = rungs
+        self._seed = seed
         self._lock = threading.RLock()
         state = self._optuna.trial.TrialState
         mine = [each for each in study.get_trials(deepcopy=False) if self._is_mine(each)]
@@ -146,19 +154,23 @@ class Trials:
             for each in begun
             if "trial_id" in each.user_attrs[MARK]
         ]
-        self.num_known = sum("trial_id" in each.user_attrs[MARK] for each in mine)  # trials of this sweep
+        # Trials of this sweep that were asked for, and not born of others.
+        self.num_known = sum("trial_id" in each.user_attrs[MARK] and PARENT not in each.user_attrs for each in mine)
         # Killed between `ask` and the second mark, so nothing was asked of it yet.
         for each in (each for each in begun if "trial_id" not in each.user_attrs[MARK]):
             if storage is None and not self._waiting:
                 study.tell(each.number, state=state.FAIL)  # another takes its place
             else:
                 self._waiting.append(self._opened(storage or self._waiting[0].storage, each.number))
-                self.num_known += 1
+                self.num_known += PARENT not in each.user_attrs
+        # The last that were born go first: whoever they are forks of must not go on before.
+        self._waiting.sort(key=lambda each: -_born_after(each))
         self._at_rung: dict[int, Any] = {}  # trials that wait on disk, by number
         if rungs is not None:
             self._at_rung = {each.number: each for each in self._waiting if waits(each)}
             self._waiting = [each for each in self._waiting if not waits(each)]
-        self._is_stopped = False  # the sampler has no more to try
+        # The sampler has no more to try; or a population has begun to decide, and nobody can join it any more.
+        self._is_stopped = isinstance(rungs, Population) and any(rung_of(each) > 0 for each in mine)
         self._untold: dict[int, Any] = {}  # given out by `next`, by number
 
     def _is_mine(self, trial: Any) -> bool:
@@ -214,10 +226,17 @@ class Trials:
             self._waiting.insert(0, trial)
 
     def reported(self, trial: Any) -> set[int]:
-        """Return the steps that a trial has reported, before its process was killed."""
+        """Return the steps that a trial has reported, before its process was killed, or that are its parent's."""
         with self._lock:
             found = next(each for each in self._study.get_trials(deepcopy=False) if each.number == trial.number)
-            return set(found.intermediate_values)
+            return {*found.intermediate_values, *range(_born_after(found))}
+
+    def parent(self, trial: Any) -> int | None:
+        """Return the number of the trial in whose state one begins; None where it has come to a rung of its own."""
+        born = _born_after(trial)
+        if self._rungs is None or not born or born < self._rungs.num_validations(rung_of(trial) - 1):
+            return None
+        return int(trial.user_attrs[PARENT]["trial"])
 
     def prunes(self, trial: Any, value: float, step: int) -> bool:
         """Report a value, and return True if the pruner ends the trial; it is told so then. Rungs ask none."""
@@ -240,22 +259,45 @@ class Trials:
             self._at_rung[trial.number] = trial
 
     def climb(self) -> list[Any]:
-        """Let the best trials of a rung that is full go on, be the next ones; prune the others, and return them."""
+        """Let the best trials of a rung that is full go on, be the next ones; prune the others, and return them.
+
+        Trials that are born there come before those that go on, whose forks they are.
+        """
         with self._lock:
             if self._rungs is None:
                 return []
             maximize = self._study.directions[0].name == "MAXIMIZE"
             is_complete = self.num_known >= self._num_trials or self._is_stopped
             mine = [each for each in self._study.get_trials(deepcopy=False) if self._is_mine(each)]
-            climbing, ending = self._rungs.decide(mine, is_complete=is_complete, maximize=maximize)
-            for number in climbing:  # before others are pruned: who decides again after a kill finds the same ones
+            decision = self._rungs.decide(mine, is_complete=is_complete, maximize=maximize, seed=self._seed)
+            # Births first, and then who goes on, before others are pruned: who decides again after a kill finds the
+            # same ones.
+            self._waiting += [self._born(birth) for birth in decision.births]
+            for number in decision.goes_on:
                 trial = self._at_rung.pop(number)
                 trial.set_user_attr(RUNG, mark(rung_of(trial) + 1, waits=False))
                 self._waiting.append(trial)
-            pruned = [self._at_rung.pop(number) for number in ending]
+            pruned = [self._at_rung.pop(number) for number in decision.ends]
             for trial in pruned:
                 self.prune(trial)
             return pruned
+
+    def _born(self, birth: Birth) -> Any:
+        """Put a trial that runs into the study, with all that it is known by in one write."""
+        trial = self._optuna.trial.create_trial(
+            state=self._optuna.trial.TrialState.RUNNING,
+            params=birth.params,
+            distributions=birth.distributions,
+            user_attrs={MARK: {"sweep": self._sweep_id}, RUNG: mark(birth.rung, waits=False), **birth.user_attrs},
+        )
+        self._study.add_trial(trial)
+        [number] = [
+            each.number
+            for each in self._study.get_trials(deepcopy=False)
+            if self._is_mine(each) and each.user_attrs.get(PARENT) == birth.user_attrs[PARENT]
+        ]
+        storage = next(iter(self._at_rung.values())).storage
+        return self._opened(storage, number)
 
     def complete(self, trial: Any, values: list[float], attributes: dict[str, Any]) -> None:
         """Tell that a trial was trained to its end."""
@@ -296,3 +338,8 @@ class Trials:
             traceback = traceback.tb_next
         name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
         return name.partition(".")[0] == "optuna"
+
+
+def _born_after(trial: Any) -> int:
+    """Return the number of validations that a trial's parent had as it was born; 0 for one that was asked for."""
+    return int(trial.user_attrs.get(PARENT, {"validations": 0})["validations"])

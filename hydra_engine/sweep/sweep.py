@@ -15,6 +15,8 @@ from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.objective import Objective
+from hydra_engine.sweep.policy import SweepPolicy
+from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna, open_study
@@ -41,7 +43,8 @@ class Sweep:
             storage, in which the study is named "sweep"; or None: SQLite in `checkpoint_dir`, or memory without one.
         num_trials: trials in all. Those of an earlier call with the same `checkpoint_dir` count.
         parallel: the most models that are in DRAM at once; default: two per device. Fewer, while DRAM has no room.
-        devices, policy: as of `ModelOrchestrator`.
+        devices, policy: as of `ModelOrchestrator`. policy None: "in-step" where trials that train together share frozen
+            weights, else "sharded-lrtf".
         checkpoint_dir: folder of the sweep. Run again after it was killed, the sweep goes on with every trial from its
             last checkpoint, and trains none again that was told. None: nothing is saved.
         checkpoint_every: as of `ModelOrchestrator`.
@@ -52,6 +55,9 @@ class Sweep:
         seed: of the trials' random streams.
         rungs: `Rungs(min_resource=1, reduction_factor=3)`: synchronous successive halving, instead of the study's
             pruner. A trial waits at a rung in `checkpoint_dir`, and not in DRAM, until all trials have come there.
+        population: `Population(settings=["lr"], interval=1)`: population-based training with `num_trials` members,
+            instead of a pruner. The worst are pruned, and new trials go on in the state of the best with perturbed
+            settings; `trial.user_attrs["parent"]` says of which.
 
     Attributes:
         verbose: 0 silent, 1 a line for each trial that is over.
@@ -74,13 +80,14 @@ class Sweep:
         num_trials: int = 12,
         parallel: int | None = None,
         devices: Sequence[DeviceSpec | str] | None = None,
-        policy: str | Policy = "sharded-lrtf",
+        policy: str | Policy | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int = "10min",
         metric: str | Sequence[str] | None = None,
         direction: str | Sequence[str] | None = None,
         seed: int = 0,
         rungs: Rungs | None = None,
+        population: Population | None = None,
     ) -> None:
         load_optuna()
         if not callable(build_task):
@@ -100,13 +107,20 @@ class Sweep:
             )
         if metric is not None and direction is None and (study is None or isinstance(study, str)):
             raise ValueError(f"direction: not given, and metric {metric!r} may be any; give 'minimize' or 'maximize'")
-        if rungs is not None and not isinstance(rungs, Rungs):
-            raise TypeError(f"rungs: {rungs!r} is a {type(rungs).__name__}; give hydra_engine.sweep.Rungs()")
-        if rungs is not None and checkpoint_dir is None:
-            raise ValueError("rungs: no checkpoint_dir, limit: a folder, where trials wait at a rung; give one")
-        if rungs is not None and len(self._objective.names) > 1:
-            raise ValueError(f"rungs: {len(self._objective.names)} metrics, limit: 1, by which trials are ranked")
-        self._rungs = rungs
+        if rungs is not None and population is not None:
+            raise ValueError("population: given beside rungs, limit: one of the two; a population prunes by itself")
+        for field, given, kind in (("rungs", rungs, Rungs), ("population", population, Population)):
+            if given is None:
+                continue
+            if not isinstance(given, kind):
+                raise TypeError(f"{field}: {given!r} is a {type(given).__name__}; give a {kind.__name__}")
+            if checkpoint_dir is None:
+                raise ValueError(f"{field}: no checkpoint_dir, limit: a folder, where trials wait at a rung; give one")
+            if len(self._objective.names) > 1:
+                raise ValueError(f"{field}: {len(self._objective.names)} metrics, limit: 1, by which trials are ranked")
+        if population is not None and num_trials < 2:
+            raise ValueError(f"num_trials: {num_trials}, limit: at least 2, the members of a population")
+        self._rungs: Rungs | Population | None = rungs or population
         CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
         devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
         self._settings = SearchSettings(
@@ -114,9 +128,10 @@ class Sweep:
             objective=self._objective,
             parallel=parallel or min(num_trials, MODELS_PER_DEVICE * len(devices)),
             devices=devices,
-            policy=resolve_policy(policy),
+            policy=SweepPolicy() if policy is None else resolve_policy(policy),
             checkpoint_every=checkpoint_every,
             seed=seed,
+            population=population,
         )
         self._study = study
         self._num_trials = num_trials
@@ -136,7 +151,12 @@ class Sweep:
                 self._study, None if folder is None else folder.study_url, self._directions, len(self._objective.names)
             )
             trials = Trials(
-                study, self._sweep_id if folder is None else folder.sweep_id, self._num_trials, storage, self._rungs
+                study,
+                self._sweep_id if folder is None else folder.sweep_id,
+                self._num_trials,
+                storage,
+                self._rungs,
+                self._settings.seed,
             )
             if folder is not None:
                 folder.check_is_of(trials.num_known)

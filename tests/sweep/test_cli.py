@@ -24,6 +24,33 @@ def test_a_sweep(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "states"),
+    [
+        (["--rungs", "1:2"], ["COMPLETE", "PRUNED", "PRUNED"]),
+        (["--population", "lr", "--interval", "2"], ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED"]),
+    ],
+)
+def test_trials_that_wait_on_disk(tmp_path, options, states):
+    folder = str(tmp_path)
+    command = [
+        "sweep",
+        BUILD,
+        "--trials",
+        "3",
+        "--devices",
+        "1MiB",
+        "--checkpoint-dir",
+        folder,
+        "--seed",
+        "1",
+        *options,
+    ]
+    assert main(command) == 0
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    assert sorted(trial.state.name for trial in study.trials) == states
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["no_such_module:build"], "module: 'no_such_module' is not there"),
@@ -31,6 +58,11 @@ def test_a_sweep(tmp_path, capsys):
         ([BUILD, "--trials", "none"], "--trials: 'none', limit: a whole number >= 1"),
         ([BUILD, "--parallel", "0"], "--parallel: '0', limit: a whole number >= 1"),
         ([BUILD, "--devices", "3lots"], "--devices: memory: '3lots'"),
+        ([BUILD, "--rungs", "3"], "--rungs: '3', limit: MIN:FACTOR; pass for example 1:3"),
+        ([BUILD, "--rungs", "1:1", "--checkpoint-dir", "unused"], "reduction_factor: 1, limit: at least 2"),
+        ([BUILD, "--rungs", "1:3"], "rungs: no checkpoint_dir, limit: a folder"),
+        ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no', limit: a whole number >= 1"),
+        ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr'], limit: at least one name, each once"),
         ([BUILD, "--metric", "accuracy"], "direction: not given, and metric 'accuracy' may be any"),
         ([BUILD, "--checkpoint-every", "often"], "checkpoint_every: 'often', limit: a time above 0"),
         ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),

@@ -139,7 +139,8 @@ def trial_of(number, state, values, rung=0, waits=False):
 
 
 def decide(*trials, is_complete=True, maximize=False, factor=3):
-    return Rungs(reduction_factor=factor).decide(trials, is_complete=is_complete, maximize=maximize)
+    found = Rungs(reduction_factor=factor).decide(trials, is_complete=is_complete, maximize=maximize, seed=0)
+    return list(found.goes_on), list(found.ends)
 
 
 def test_the_best_third_goes_on():
@@ -157,7 +158,7 @@ def test_the_best_third_goes_on():
 def test_rungs_are_refused_where_nothing_can_wait():
     with pytest.raises(ValueError, match="rungs: no checkpoint_dir"):
         Sweep(build, rungs=RUNGS)
-    with pytest.raises(TypeError, match="rungs: 3 is a int"):
+    with pytest.raises(TypeError, match="rungs: 3 is a int; give a Rungs"):
         Sweep(build, rungs=3, checkpoint_dir="unused")
     with pytest.raises(ValueError, match="rungs: 2 metrics"):
         Sweep(build, rungs=RUNGS, checkpoint_dir="unused", metric=["a", "b"], direction=["minimize"] * 2)
