@@ -93,12 +93,12 @@ class CheckpointStore:
         return found if resume else None
 
     def goes_on(self, name: str) -> bool:
-        """Return True if what is saved of a task is read in no resume, too: it was paused here, or is a fork."""
-        return name in self.paused or name in self._forks
+        """Return True if a task goes on from what was saved of it, if something was."""
+        return self._found is not None or name in self.paused or name in self._forks
 
     @property
     def has_going_on(self) -> bool:
-        """True if there are such tasks."""
+        """True if tasks go on in no resume, too."""
         return bool(self.paused or self._forks)
 
     def fork(self, source: str, task: str) -> None:
@@ -144,8 +144,7 @@ class CheckpointStore:
         return None
 
     def _newest(self, name: str) -> Checkpoint | None:
-        goes_on = self._found is not None or self.goes_on(name)
-        return self._open.newest if self._open is not None and goes_on else None
+        return self._open.newest if self._open is not None and self.goes_on(name) else None
 
     def over(self, name: str) -> str | None:
         """Return how a task ended, even if nothing was saved of it; None if it goes on, or is not known."""

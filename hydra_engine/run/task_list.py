@@ -154,9 +154,9 @@ class TaskList:
         return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
 
     def go_on(self, found: Checkpoint | None) -> list[str]:
-        """Put back what was saved of the tasks that wait; what there is to say. found: None in no resume."""
+        """Put back what was saved of the tasks that wait and go on; what there is to say."""
         for each in self.at(Station.WAITING):
-            if found is None and not self._store.goes_on(each.name):
+            if not self._store.goes_on(each.name):
                 continue
             again = self.put_back(each, while_training=False)
             self.put(again or each, Station.OVER if again is None else Station.WAITING)
