@@ -31,6 +31,7 @@ def test_a_sweep(tmp_path, capsys):
         ([BUILD, "--trials", "none"], "--trials: 'none', limit: a whole number >= 1"),
         ([BUILD, "--parallel", "0"], "--parallel: '0', limit: a whole number >= 1"),
         ([BUILD, "--devices", "3lots"], "--devices: memory: '3lots'"),
+        ([BUILD, "--dram", "much"], "dram: 'much' is not a size"),
         ([BUILD, "--metric", "accuracy"], "direction: not given, and metric 'accuracy' may be any"),
         ([BUILD, "--checkpoint-every", "often"], "checkpoint_every: 'often', limit: a time above 0"),
         ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),
