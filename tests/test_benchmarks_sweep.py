@@ -48,14 +48,15 @@ def test_halving_says_no_where_bits_differ(sweep, capsys, monkeypatch):
 
 
 def test_memory_counts_trials_and_models(sweep, capsys, monkeypatch):
-    def in_this_process(name, number):
-        sweep.CHILDREN[name](number)
+    def in_this_process(name, number, dram):
+        sweep.CHILDREN[name](number, dram)
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
         return {**found, "grown_bytes": max(1, found["grown_bytes"])}  # this process may have been larger before
 
     monkeypatch.setattr(sweep, "in_own_process", in_this_process)
     assert sweep.main(["memory"]) == 0
-    assert "memory: 5 trials, 5 complete, 5 trained once, at most 2 models in DRAM" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "memory: 5 trials, 5 complete, 5 trained once; planned at most" in printed
 
 
 def test_lines_of_user_code_leave_out_what_is_no_code(sweep):

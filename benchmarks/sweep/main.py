@@ -2,6 +2,7 @@
 
 python benchmarks/sweep/main.py                        # every experiment; exit code 1 where one is not exact
 python benchmarks/sweep/main.py halving --rounds 1     # some of them, and smaller
+python benchmarks/sweep/main.py memory --dram 400MiB   # another cap than of six trials
 """
 
 import argparse
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,9 +26,10 @@ import psutil
 import space
 import torch
 
-from hydra_engine import Callback, EmulatedDevice, ModelTask, stream_seed
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
+from hydra_engine.planning import DramLimit
 from hydra_engine.sweep import Sweep
-from partitioners import format_bytes
+from partitioners import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
 HANG_S = 300  # a process that takes longer has failed
@@ -215,45 +218,72 @@ def own_decisions(found):
 
 
 def memory(options):
-    """60 trials, and six for comparison, each in a process of its own; True where each is trained once, to its end."""
-    many, few = (in_own_process("memory", number) for number in (MEMORY.num_trials, MEMORY.parallel))
-    is_good = many["complete"] == many["once"] == MEMORY.num_trials and many["most"] <= many["limit"]
-    for each in (many, few):
+    """60 trials where DRAM is capped, six, and one, each sweep in a process of its own.
+
+    True where each trial is trained once, to its end, and no plan is past the cap.
+    """
+    numbers = (MEMORY.num_trials, MEMORY.parallel, 1)
+    many, few, one = (in_own_process("memory", number, options.dram or "") for number in numbers)
+    is_good = many["complete"] == many["once"] == MEMORY.num_trials and many["planned_bytes"] <= many["cap_bytes"]
+    for each in (many, few, one):
         print(
-            f"memory: {each['trials']} trials, {each['complete']} complete, {each['once']} trained once, at most "
-            f"{each['most']} models in DRAM; resident set + {format_bytes(each['grown_bytes'])} at its peak, "
-            f"{each['seconds']:.1f} s"
+            f"memory: {each['trials']} trials, {each['complete']} complete, {each['once']} trained once; planned at "
+            f"most {format_bytes(each['planned_bytes'])} of {format_bytes(each['cap_bytes'])}, "
+            f"{each['planned_bytes'] / each['trial_bytes']:.2f} trials; resident set + "
+            f"{format_bytes(each['grown_bytes'])} at its peak, {each['seconds']:.1f} s"
         )
-    states = format_bytes(many["trials"] * many["state_bytes"])
-    ratio = many["grown_bytes"] / few["grown_bytes"]
-    print(f"memory: training states of all: {states}; peak of many / peak of few: {ratio:.2f}", flush=True)
+    beyond = many["grown_bytes"] - one["grown_bytes"]
+    print(
+        f"memory: plans of all: {format_bytes(many['trials'] * many['trial_bytes'])}; peak of many / peak of few: "
+        f"{many['grown_bytes'] / few['grown_bytes']:.2f}; many beyond one: {format_bytes(beyond)}, cap less one trial: "
+        f"{format_bytes(many['cap_bytes'] - many['trial_bytes'])}",
+        flush=True,
+    )
     return is_good
 
 
-def memory_child(number):
+class Together(Callback):
+    """Lets the first trials wait for each other in their first steps, until DRAM is full."""
+
+    def __init__(self, number):
+        self.number, self.begun, self.is_full = number, set(), threading.Event()
+
+    def on_step(self, report):
+        self.begun.add(report.name)
+        if len(self.begun) >= self.number:
+            self.is_full.set()
+        self.is_full.wait()
+
+
+def memory_child(number, dram):
     """One sweep; prints what became of it."""
     scale = MEMORY._replace(num_trials=int(number))
-    found, kept, built, at_once = Space(scale), {}, Counter(), []
+    found, kept, planned = Space(scale), {}, []
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), pruner=optuna.pruners.NopPruner())
-    bytes_of = []
+    trial_bytes = largest_bytes(found)
+    cap_bytes = parse_bytes(dram, "dram") if dram else scale.parallel * trial_bytes
+    together = Together(min(scale.num_trials, cap_bytes // trial_bytes))
+    check = DramLimit.check
+
+    def noting(limit, tasks):
+        check(limit, tasks)
+        planned.append(limit.held_bytes)
 
     def build(trial):
-        built[trial.number] += 1
-        at_once.append(sum(each.state.name == "RUNNING" for each in study.get_trials(deepcopy=False)))
-        task = found.build(trial, Keep(trial.number, kept))
-        bytes_of.append(16 * sum(parameter.numel() for parameter in task.model.parameters()))
-        return task
+        return found.build(trial, together, Keep(trial.number, kept))
 
-    sweep = found.sweep(build, study=study)
+    DramLimit.check = noting
+    sweep = found.sweep(build, study=study, parallel=2 * together.number, dram=cap_bytes)
     base_bytes = psutil.Process().memory_info().rss
     begin_s = time.perf_counter()
-    sweep.run()
+    try:
+        sweep.run()
+    finally:
+        DramLimit.check = check
     seconds = time.perf_counter() - begin_s
     peak_bytes = peak_of_this_process()
     once = [
-        trial
-        for trial in study.trials
-        if built[trial.number] == 1 and [len(losses) for losses, _ in kept[trial.number]] == [steps_of(scale, trial)]
+        trial for trial in study.trials if [len(losses) for losses, _ in kept[trial.number]] == [steps_of(scale, trial)]
     ]
     print(
         json.dumps(
@@ -261,14 +291,23 @@ def memory_child(number):
                 "trials": len(study.trials),
                 "complete": sum(trial.state.name == "COMPLETE" for trial in study.trials),
                 "once": len(once),
-                "most": max(at_once),
-                "limit": scale.parallel,
-                "state_bytes": max(bytes_of),
+                "trial_bytes": trial_bytes,
+                "cap_bytes": cap_bytes,
+                "planned_bytes": max(planned),
                 "grown_bytes": peak_bytes - base_bytes,
                 "seconds": seconds,
             }
         )
     )
+
+
+def largest_bytes(found):
+    """DRAM that the largest trial takes, by its plan."""
+    params = {"width": found.scale.widths[-1], "num_blocks": found.scale.num_blocks[1], "batch_size": 16, "lr": 1e-3}
+    task = found.build(optuna.trial.FixedTrial(params))
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(found.scale.memory) for _ in range(2)])
+    orchestra.verbose = 0
+    return orchestra.generate().tasks["task-0"].dram_bytes
 
 
 def peak_of_this_process():
@@ -492,6 +531,7 @@ def main(arguments=None):
     parser.add_argument("--rounds", type=int, default=3, help="of halving and beside (default: 3)")
     parser.add_argument("--kills", type=int, default=10, help="default: 10")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (default: 0)")
+    parser.add_argument("--dram", help="of memory: the cap (default: of six trials)")
     options = parser.parse_args(arguments)
     unknown = set(options.experiments) - EXPERIMENTS.keys()
     if unknown:

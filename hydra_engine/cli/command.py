@@ -119,6 +119,7 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     add("--trials", default="12", metavar="N", help="in all (12)")
     add("--parallel", metavar="N", help="the most models in DRAM at once (two per device)")
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
+    add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")
     add("--study", metavar="URL", help="the study's storage: sqlite:///sweep.db (beside the checkpoints, or in memory)")
     add("--checkpoint-dir", metavar="DIR", help="folder of the sweep, from which it goes on")
     add("--checkpoint-every", default="10min", metavar="TIME|STEPS", help="(10min)")

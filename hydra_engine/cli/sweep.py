@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> None:
                 num_trials=count(options.trials, "--trials"),
                 parallel=None if options.parallel is None else count(options.parallel, "--parallel"),
                 devices=devices,
+                dram=options.dram,
                 checkpoint_dir=options.checkpoint_dir,
                 checkpoint_every=_every(options.checkpoint_every),
                 metric=_one_or_all(options.metric),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -9,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
@@ -144,10 +147,10 @@ class Estimate:
             check_no_hooks(self._state.name, layout)
         return task.optimizer_device == "device"
 
-    def spreading(self, devices: Sequence[DeviceSpec], number: int, beside_bytes: int) -> Spreading:
+    def spreading(self, devices: Sequence[DeviceSpec], number: int, beside_bytes: int, limit: DramLimit) -> Spreading:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices.
 
-        beside_bytes: of DRAM, that the task has yet to take.
+        beside_bytes: of DRAM, that the task has yet to take. limit: of DRAM, which counts the task without its parts.
         """
         task = self._state.task
         if len(devices) == 1 or task.purpose is not Purpose.TRAIN:
@@ -167,7 +170,7 @@ class Estimate:
             memory_bytes=min(device.memory_bytes for device in devices),
         )
         spreads = predict_spreads(self._cost(number), [cost] * len(devices))
-        room = dram.available_dram_bytes() - beside_bytes
+        room = min(dram.available_dram_bytes() - beside_bytes, limit.left_bytes)
         taken = [self._parts_bytes(spread, k, number) for k, spread in enumerate(spreads, 1)]
         fitting = next((k for k, num_bytes in enumerate(taken) if k and num_bytes > room), len(taken))
         why = ""
@@ -214,6 +217,65 @@ class Estimate:
         )
 
 
+class DramLimit:
+    """The most DRAM that the tasks of an orchestrator may take together; None: what the machine has.
+
+    A task counts with what its plan says. From its end on it counts with those of its weights that are still in DRAM,
+    even if nothing here refers to it any more. From any thread.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._tasks: weakref.WeakSet[PlannedTask] = weakref.WeakSet()
+        self._weights: list[weakref.ref[Tensor]] = []  # of tasks that are over
+
+    def enter(self, planned: PlannedTask) -> None:
+        """Count a task from now on."""
+        with self._lock:
+            self._tasks.add(planned)
+
+    def leave(self, planned: PlannedTask) -> None:
+        """A task is over, or will not be trained."""
+        averages = planned.report.ema_state or {}
+        with self._lock:
+            planned.frozen.forget(planned.layout)
+            self._tasks.discard(planned)
+            self._weights = [each for each in self._weights if each() is not None]
+            self._weights += map(weakref.ref, (*(slot.parameter for slot in planned.layout.slots), *averages.values()))
+
+    @property
+    def held_bytes(self) -> int:
+        """DRAM that all tasks take."""
+        with self._lock:
+            tasks = list(self._tasks)
+            total = sum(sum(each.dram.values()) for each in tasks)
+            counted = {slot.parameter.data_ptr() for each in tasks for slot in each.layout.slots}
+            for weight in [each for each in (ref() for ref in self._weights) if each is not None]:
+                if weight.data_ptr() not in counted:
+                    counted.add(weight.data_ptr())
+                    total += weight.nbytes
+            return total
+
+    @property
+    def left_bytes(self) -> float:
+        """DRAM that one more task may take."""
+        return math.inf if self._limit_bytes is None else self._limit_bytes - self.held_bytes
+
+    def check(self, planned: Sequence[PlannedTask]) -> None:
+        """Refuse tasks, which count already, if all tasks would take more than the limit."""
+        limit = self._limit_bytes
+        if limit is None or (held := self.held_bytes) <= limit:
+            return
+        own = sum(sum(each.dram.values()) for each in planned)
+        raise HostOutOfMemory(
+            f"{', '.join(each.name for each in planned)}: {format_bytes(own)} ({own} bytes) of DRAM for weights, "
+            f"gradients, optimizer state and a step, with other tasks {format_bytes(held)} ({held} bytes), limit: "
+            f"dram={format_bytes(limit)} ({limit} bytes); raise dram, train fewer tasks at once, forget those that are "
+            f"over (forget_task), freeze layers, or choose an optimizer with less state (SGD)"
+        )
+
+
 # More than 15 attributes: it is what a task has before, between and after runs, each thing with an owner of its own.
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, and how its steps are spread."""
@@ -227,11 +289,12 @@ class PlannedTask:
         alignment_bytes: int = ALIGNMENT_BYTES,
         keeps_positions: bool = False,
         saved: SavedTask | None = None,
+        limit: DramLimit | None = None,
     ) -> None:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back.
+        back. limit: of DRAM, for all tasks.
         """
         self.task = task
         self.name = name
@@ -245,6 +308,7 @@ class PlannedTask:
         self._stopping: list[StopTask | PauseTask] = []  # what a callback raised before it is begun
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
+        self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
         self.doubts: list[str] = []  # about what they drew
         self.reader = Reader(
@@ -258,11 +322,12 @@ class PlannedTask:
             else None,
         )
         self.layout = layout_of(task, alignment_bytes)
-        self._frozen = FrozenBlocks() if frozen is None else frozen
-        self._frozen.plan(self.layout)
+        self.frozen = FrozenBlocks() if frozen is None else frozen
+        self.frozen.plan(self.layout)
+        self._limit = DramLimit() if limit is None else limit
         own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
         early_release = task.purpose is Purpose.TRAIN and task.early_release
-        pool = own_pool(self.layout, early_release=early_release, frozen=self._frozen)
+        pool = own_pool(self.layout, early_release=early_release, frozen=self.frozen)
         self.state = state = TaskState(task, name, self.layout, pool)
         self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
         self.estimate = Estimate(self.state)
@@ -308,7 +373,7 @@ class PlannedTask:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
         beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
-        self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes)
+        self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
 
     @property
     def largest_slab_bytes(self) -> int:
@@ -327,7 +392,7 @@ class PlannedTask:
     @property
     def doubled_bytes(self) -> int:
         """Frozen weights that another task has equal ones of, elsewhere in DRAM."""
-        return self._frozen.doubled_bytes(self.layout)
+        return self.frozen.doubled_bytes(self.layout)
 
     @property
     def dram(self) -> dict[str, int]:
@@ -337,7 +402,7 @@ class PlannedTask:
         step, exact for state that is laid out as the parameters.
         """
         layout, state = self.layout, self.state
-        frozen, cast = self._frozen.brought(layout)
+        frozen, cast = self.frozen.brought(layout)
         casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
         return {
             "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
@@ -357,7 +422,8 @@ class PlannedTask:
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
-        self._frozen.forget(self.layout)
+        self.has_left = True
+        self._limit.leave(self)
 
 
 class Planner:

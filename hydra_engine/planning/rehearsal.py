@@ -50,7 +50,7 @@ from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
-from hydra_engine.tasks import Purpose
+from hydra_engine.tasks import Purpose, drop_tracebacks
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroInput, Worker
 from partitioners.boundary import Boundary, UnfitTensor
@@ -755,7 +755,8 @@ class _Checks:
                 for k, other in enumerate(others):
                     try:
                         self._rehearsal.run(other, apart=False)
-                    except Exception:  # the layers take no such batch: then nothing is told by it
+                    except Exception as error:  # the layers take no such batch: then nothing is told by it
+                        drop_tracebacks(error)
                         del others[k]
                         state.cut = replace(state.cut, keep_saved=keep_saved)
                         break

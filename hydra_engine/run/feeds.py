@@ -175,6 +175,11 @@ class Feeds:
         if seconds is not None:
             self.await_((LOADER, planned), seconds)
 
+    def forget(self, planned: PlannedTask) -> None:
+        """Look after nobody of a task any more."""
+        for who in (LOADER, CALLBACKS):
+            self._deadlines.drop((who, planned))
+
     def await_callbacks(self, task: RunningTask) -> None:
         """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
         if task.notifier.timeout_s is not None:
@@ -300,7 +305,8 @@ class Joining:
     def follow(self) -> None:
         """Let in those that go on with a task that has ended by now."""
         for name, (planned, jobs) in list(self._behind.items()):
-            if self._common.is_interrupted or self._common.tasks[name].life is Life.ENDED:
+            before = self._common.tasks.get(name)
+            if self._common.is_interrupted or before is None or before.life is Life.ENDED:
                 del self._behind[name]
                 self._let_in(planned)
                 for job in jobs:
@@ -381,12 +387,12 @@ class Joining:
         try:
             with self._common.opening:
                 if task.life is not Life.SETTING_UP:  # it has ended meanwhile
-                    return Job(lambda: None)
+                    return Job(task.feed.answered)
                 task.state.open(self._host_memory)
             with task.planned.reader.calling():
                 return Job(partial(self._was_set_up, task, *self._call_factories(task)))
         except BaseException as error:
-            return Job(partial(self._fail, task, error))
+            return Job(partial(self._set_up_has_raised, task, error))
 
     def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
         """Return its optimizer, and its number of steps."""
@@ -409,6 +415,10 @@ class Joining:
         task.watch(optimizer)
         return optimizer, None if num_batches is None else num_batches * planned.task.epochs
 
+    def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
+        task.feed.answered()
+        self._fail(task, error)
+
     def _fail(self, task: RunningTask, error: BaseException) -> None:
         """Its set-up has raised, or is late."""
         if task.life is Life.SETTING_UP:
@@ -422,6 +432,7 @@ class Joining:
         self._host_work.finish(Finish(task.name))
 
     def _was_set_up(self, task: RunningTask, optimizer: TaskOptimizer | None, num_steps: int | None) -> None:
+        task.feed.answered()
         if task.life is not Life.SETTING_UP:
             return
         self._feeds.reader_answered(task.planned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -241,13 +242,14 @@ class HostWork:
                 if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
                     task.figures.best.put_back()
                 task.state.close()
-            task.planned.leave()
             if task.optimizer is not None and not is_paused:  # else they are on disk
                 task.report.ema_state = task.optimizer.ema_state()
             task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
             task.end.write(task.report)  # callbacks may have failed since
             if is_paused:
                 task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
+            task.planned.leave()
+            if is_paused:
                 task.notifier.pause()
             else:
                 task.notifier.end()
@@ -256,6 +258,24 @@ class HostWork:
 
     def _told(self, task: RunningTask) -> None:
         task.life = Life.ENDED
+
+    def forget(self, task: RunningTask) -> None:
+        """End the threads of a task that is quiet, and keep its report alone."""
+        self._common.pool.submit(self._forgotten, task)  # a loader's iterator, too: its end may take a while
+
+    def _forgotten(self, task: RunningTask) -> None:
+        try:
+            task.notifier.close()
+            if not task.planned.reader.close():
+                return  # the run's end says so
+        except Exception as error:  # of the iterator, whose batches were all that mattered
+            print(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}", file=sys.stderr)
+        self._common.later(partial(self._let_go, task))
+
+    def _let_go(self, task: RunningTask) -> None:
+        if self._common.tasks.get(task.name) is task:  # and none that goes on in its place
+            del self._common.tasks[task.name]
+            self._common.forgotten[task.name] = task.report
 
 
 # -- in a pool

@@ -62,7 +62,8 @@ class EngineRun:
         rescue: Callable[[], Saver] | None = None,
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
-        self._planned = planned
+        self._planned = list(planned)  # until they are begun
+        self._unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
         self._signals = signals
         self._progress = ProgressLine(verbose)
         self._makespan_s = 0.0
@@ -114,6 +115,7 @@ class EngineRun:
             self.workers.open(self._planned)
             self._decide_due()
             self.joining.begin(self._planned)
+            self._planned.clear()
             while not self._has_ended():
                 predicted = self._work()
                 if predicted is not None and self._common.is_interrupted:
@@ -140,7 +142,7 @@ class EngineRun:
         """Report the run."""
         return Report(
             makespan_s=self._makespan_s,
-            tasks={name: task.report for name, task in self._common.tasks.items()},
+            tasks={**self._common.forgotten, **{name: task.report for name, task in self._common.tasks.items()}},
             devices=self.workers.reports(),
             spans=self._common.trace.spans(),
             host=self.site.host,
@@ -174,6 +176,22 @@ class EngineRun:
                 task.end.stop()
             self._common.due.append(TaskStopped(name, is_paused=pauses))
 
+    def forget(self, task: str) -> None:
+        """Keep the report of a task that is over, and nothing else; as soon as no thread works for it. From any thread.
+
+        Where its loader or a callback does not return, it is kept until the run's end.
+        """
+        self._common.later(lambda: self._unwanted.append(self._common.tasks[task]))
+
+    def _forget_quiet(self) -> None:
+        for task in [each for each in self._unwanted if each.is_quiet]:
+            self._unwanted.remove(task)
+            self._feeds.forget(task.planned)
+            if self._common.tasks[task.name] is task:  # else another goes on in its place already
+                if task.end.is_paused:
+                    task.leave(self._common.trace)
+                self._host_work.forget(task)
+
     def _has_ended(self) -> bool:
         """Return True if all tasks have ended and nothing more can come."""
         self.joining.follow()
@@ -184,14 +202,16 @@ class EngineRun:
         tasks = self._common.tasks
         while not self._has_ended():
             with self._common.events as event:
-                if isinstance(event, StepCommitted) and (task := tasks[event.task]).figures.outputs:
+                if isinstance(event, StepCommitted) and tasks[event.task].figures.outputs:
                     # Its commit is not handled yet, so that nothing is under way but the next batch's reading.
+                    task = tasks[event.task]
                     while task.feed.asked is Asked.READING and not self._common.is_interrupted:
                         with self._common.events as other:
                             self._handle(other)
                     self._common.events.put(event)
                     return task
                 self._handle(event)
+            del event  # a job refers to its task, and the next event may be long in coming
             if self._progress.is_on and any(task.life is not Life.SETTING_UP for task in tasks.values()):
                 set_up = (task.progress for task in tasks.values() if task.life is not Life.SETTING_UP)
                 self._progress.show(set_up, self._common.trace.now_s())
@@ -214,6 +234,8 @@ class EngineRun:
         if event is not None:
             for instruction in self._scheduler.handle(event):
                 self._actions[type(instruction)](instruction)
+        if self._unwanted:
+            self._forget_quiet()
 
     def _decide_due(self) -> None:
         while self._common.due:

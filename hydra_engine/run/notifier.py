@@ -123,6 +123,12 @@ class Notifier:
         with self._lock:
             return self._is_left or not self._num_untold
 
+    @property
+    def is_left(self) -> bool:
+        """True if a callback did not return, and its thread was left to itself."""
+        with self._lock:
+            return self._is_left
+
     def when_told(self, job: Callable[[], None]) -> None:
         """Run `job`, short, once the callbacks have seen everything so far: until then the report stays as it is."""
         with self._lock:

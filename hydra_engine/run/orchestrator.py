@@ -19,15 +19,16 @@ from hydra_engine.checkpoints import CheckpointStore
 from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, active_autocast, resolve_devices
 from hydra_engine.errors import DeviceLost
-from hydra_engine.planning import PlannedTask, check_nothing_shared, check_sharing
+from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList
 from hydra_engine.schedule import Policy, resolve_policy
-from hydra_engine.system import bound, dram, host_threads
+from hydra_engine.system import bound, host_threads
+from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
-from partitioners import Partitioner
+from partitioners import Partitioner, parse_bytes
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
@@ -49,6 +50,9 @@ class ModelOrchestrator:
             train are saved, each at the end of its step in progress; while they train on, in the background. A save
             that falls due while another is written begins after it. Tasks are saved at their ends as well.
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
+        dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
+            in bytes or as text ("64GiB"). A task that was trained counts with its weights until they are freed. None:
+            what the machine has.
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
@@ -71,12 +75,14 @@ class ModelOrchestrator:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int = "10min",
         keep: int = 3,
+        dram: int | str | None = None,
     ) -> None:
+        self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
-        self._devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
+        self._devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
-        self._tasks = TaskList(tasks, self._devices, self._store)
+        self._tasks = TaskList(tasks, self._devices, self._store, self._limit)
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
@@ -200,7 +206,7 @@ class ModelOrchestrator:
                 tasks.drop(planned)
                 self.plan = None
             elif tasks.station(planned) is Station.JOINING:
-                tasks.put(planned, Station.OVER)  # who plans it finds out
+                tasks.put(planned, Station.DROPPED)  # who plans it finds out
             elif self._running is not None:
                 self._running.stop(name)
 
@@ -261,6 +267,40 @@ class ModelOrchestrator:
                     f"ModelOrchestrator one"
                 )
             tasks.fork(name, new_name)
+
+    def forget_task(self, name: str) -> None:
+        """Let go of a task that is over: of its model, loader and optimizer, so that their DRAM is free.
+
+        From any thread, from the task's own `on_task_end` or `on_task_pause` on; returns at once. While others train,
+        the task is let go as soon as its callbacks and its loader have returned. Its report stays in the run's, without
+        `ema_state`. A model that you hold keeps its weights. One that was paused is on disk: `add_task` under its name
+        goes on with it. So is the name free of one that was not begun.
+
+        Raises ValueError for an unknown name, RuntimeError for a task that trains or waits to.
+        """
+        tasks = self._tasks
+        with tasks.changing:
+            self._check_outside("forget_task")
+            planned = tasks.named(name, "forget_task")
+            station = tasks.station(planned)
+            run = self._running if station is Station.TRAINING else None
+            if station in (Station.WAITING, Station.JOINING) or (run is not None and not planned.has_left):
+                does = "waits to train" if run is None else "trains"
+                raise RuntimeError(
+                    f"forget_task: {name!r} {does}, limit: a task that is over; end it with stop_task({name!r}), and "
+                    f"call this in its callbacks' on_task_end, or after train_models()"
+                )
+            tasks.forget(planned)
+            if self.plan is not None:
+                plans = {each: plan for each, plan in self.plan.tasks.items() if each != name}
+                self.plan = replace(self.plan, tasks=plans)
+            if run is not None:
+                run.forget(name)
+
+    @property
+    def dram_left_bytes(self) -> int:
+        """DRAM that one more task can take: what the machine has, and `dram` leaves beside the tasks that are here."""
+        return int(min(host_dram.available_dram_bytes(), self._limit.left_bytes))
 
     def evaluate(
         self,
@@ -371,7 +411,7 @@ class ModelOrchestrator:
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in self._devices),
         )
-        return Site(self._devices, self._double_buffer, self.buffer, host)
+        return Site(self._devices, self._double_buffer, self.buffer, host, self._limit)
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
@@ -424,8 +464,8 @@ class ModelOrchestrator:
                     self._plan_all(site, waiting)
                 if waiting:
                     run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
-                for each in waiting:
-                    tasks.put(each, Station.TRAINING)
+                while waiting:  # from now on, those in the run are held by it alone
+                    tasks.put(waiting.pop(0), Station.TRAINING)
             try:
                 if run is not None:
                     run.train()

@@ -47,7 +47,9 @@ class Recovery:
         lost = self._common.lost
         if self._common.is_interrupted and isinstance(event, DataFailed):
             return
-        task = self._common.tasks[event.task]
+        task = self._common.tasks.get(event.task)
+        if task is None:
+            return  # its end has raised, and it was forgotten
         if isinstance(event, DataFailed) and task.is_ending and task.end.is_paused:
             return  # it is saved, and its batch is read again when it goes on
         if task.end.is_early and not task.is_ending and not isinstance(event.error, DeviceLost):

@@ -96,7 +96,7 @@ class Feed:
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
     next_batch: Batch | None = None  # read, not begun
-    is_out: bool = False  # the reader has a request that it has not answered
+    is_out: bool = True  # the reader sets the task up, or has a request that it has not answered
     then: Callable[[], None] | None = None  # to be called once it has
 
     def answered(self) -> None:
@@ -299,6 +299,11 @@ class RunningTask:
         return self.life in (Life.ENDING, Life.ENDED)
 
     @property
+    def is_quiet(self) -> bool:
+        """True if it has ended, and no thread has anything of it in hand."""
+        return self.life is Life.ENDED and not self.feed.is_out and not self.notifier.is_left
+
+    @property
     def batch(self) -> Batch:
         """The batch in progress."""
         assert self.step is not None
@@ -443,6 +448,7 @@ class Common:
         self.due: deque[Event] = deque()  # to be decided upon before the event in hand is
         self.trace = Trace()
         self.tasks: dict[str, RunningTask] = {}
+        self.forgotten: dict[str, TaskReport] = {}  # of tasks that were here
         self.pool = ThreadPoolExecutor(
             host.optimizer_threads,
             thread_name_prefix="hydra-optimizer",

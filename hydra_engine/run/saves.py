@@ -88,14 +88,18 @@ class Saves:
         if self._saver is None:
             then(None)
             return
-        snapshot = None
-        if is_settled and not task.is_torn:
-            snapshot = self._snapshot(self._saver, task, over)
-            if snapshot is not None:
-                snapshot.capture()
-        is_whole = snapshot is not None or (is_settled and not task.is_torn)  # or it has no commit yet
-        torn = None if is_whole else RuntimeError("an update has raised, and some weights are of another step")
-        self._saver.save_end(task.name, over, snapshot, lambda error: then(torn or error))
+        try:
+            snapshot = None
+            if is_settled and not task.is_torn:
+                snapshot = self._snapshot(self._saver, task, over)
+                if snapshot is not None:
+                    snapshot.capture()
+            is_whole = snapshot is not None or (is_settled and not task.is_torn)  # or it has no commit yet
+            torn = None if is_whole else RuntimeError("an update has raised, and some weights are of another step")
+            self._saver.save_end(task.name, over, snapshot, lambda error: then(torn or error))
+        except Exception as error:  # nobody else would end the task
+            self._saver.tell(f"task {task.name!r} could not be saved as it has ended: {error}")
+            then(error)
 
     def give_up(self) -> None:
         """Wait for no task any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, nev
 from hydra_engine.devices import DeviceSpec, EmulatedDevice
 from hydra_engine.host import FrozenBlocks
 from hydra_engine.planning import (
+    DramLimit,
     PlannedTask,
     check_apart,
     check_arena,
@@ -32,15 +34,21 @@ class Station(Enum):
     WAITING = auto()  # not begun to train
     JOINING = auto()  # it is planned, while others train, to join them
     TRAINING = auto()  # in the run
-    OVER = auto()  # it was trained, or is not to be
+    OVER = auto()  # it was trained
+    DROPPED = auto()  # it was not begun, and is not to be
+    FORGOTTEN = auto()  # it was trained, and its name alone is here
 
 
 class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 
-    def __init__(self, tasks: Sequence[ModelTask], devices: Sequence[DeviceSpec], store: CheckpointStore) -> None:
+    def __init__(
+        self, tasks: Sequence[ModelTask], devices: Sequence[DeviceSpec], store: CheckpointStore, limit: DramLimit
+    ) -> None:
+        """`limit`: of DRAM for all of them."""
         self.changing = threading.RLock()
         self._store = store
+        self._limit = limit
         self._frozen = FrozenBlocks()
         self._alignment_bytes = max(device.alignment_bytes for device in devices)
         # A device that is lost takes the process with it, and what was committed is saved.
@@ -48,7 +56,7 @@ class TaskList:
         self._planned: dict[str, PlannedTask] = {}
         self._stations: dict[str, Station] = {}
         self._paused: dict[str, PlannedTask] = {}  # in whose places others are planned, to go on with them
-        self._told: list[str] = []  # about tasks that were paused and have gone on
+        self._told: list[str] = []  # about tasks that were paused and have gone on, and those that were forgotten
         self._reports: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         for task, name in _named(tasks):
             self.put(self._made(task, name), Station.WAITING)
@@ -61,11 +69,12 @@ class TaskList:
 
     def at(self, *stations: Station) -> list[PlannedTask]:
         """Tasks at one of these stations."""
-        return [each for each in self.all if self._stations[each.name] in stations]
+        return [each for each in self.all if self.station(each) in stations]
 
     def station(self, planned: PlannedTask) -> Station:
         """Return a task's station."""
-        return self._stations[planned.name]
+        is_here = self._planned.get(planned.name) is planned
+        return self._stations.get(planned.name, Station.DROPPED) if is_here else Station.DROPPED
 
     def put(self, planned: PlannedTask, station: Station) -> None:
         """Add a task, replace it, or let it come to another station."""
@@ -73,6 +82,8 @@ class TaskList:
         if before is not None and before is not planned and before.is_paused:
             self._paused[planned.name] = before
         self._planned[planned.name], self._stations[planned.name] = planned, station
+        if not planned.has_left:
+            self._limit.enter(planned)
         if station is not Station.JOINING and (before := self._paused.pop(planned.name, None)) is not None:
             self._told += (*before.reader.messages, *before.doubts)
 
@@ -80,7 +91,7 @@ class TaskList:
         """Nobody will train a task."""
         with self.changing:
             if self._planned.get(planned.name) is planned:  # and not one that came after it was removed
-                self._stations[planned.name] = Station.OVER
+                self._stations[planned.name] = Station.DROPPED
         planned.leave()
         planned.reader.close()
 
@@ -91,15 +102,34 @@ class TaskList:
             if before is not None:
                 self._planned[planned.name] = before
                 self._stations[planned.name] = Station.OVER
-            else:
+            elif self._planned.get(planned.name) is planned:
                 del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
 
+    def forget(self, planned: PlannedTask) -> None:
+        """Refer no more to a task that is over.
+
+        Where it was trained, its name stays its own, since reports have it; of one that is paused, it is free.
+        """
+        name = planned.name
+        del self._planned[name]
+        if planned.is_paused:
+            self._store.paused[name] = planned.report.seed
+        if planned.is_paused or self._stations[name] is Station.DROPPED:
+            del self._stations[name]
+        else:
+            self._stations[name] = Station.FORGOTTEN
+        self._told += (*planned.reader.messages, *planned.doubts)
+        for report in (planned.report, self._reports.get(name)):
+            if report is not None:
+                report.lighten()
+
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
-        [(task, name)] = _named([task], len(self._planned))
+        free = (k for k in itertools.count(len(self._stations)) if f"task-{k}" not in self._stations)
+        [(task, name)] = _named([task], next(free))
         before = self._planned.get(name)
-        if before is not None and not before.is_paused:
+        if name in self._stations and not (before is not None and before.is_paused):
             raise ValueError(
                 f"tasks: there is a task named {name!r} already; give each a name of its own. One that was paused is "
                 f"added again once its on_task_pause was told"
@@ -117,13 +147,15 @@ class TaskList:
             alignment_bytes=self._alignment_bytes,
             keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
             saved=saved,
+            limit=self._limit,
         )
 
     def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
         """Return the task of a name that `what` was called with."""
         if name not in self._planned:
             known = ", ".join(map(repr, self._planned))
-            raise ValueError(f"{what}: task {name!r}, known: {known}{remedy}")
+            was = ", which was forgotten" if name in self._stations else ""
+            raise ValueError(f"{what}: task {name!r}{was}, known: {known}{remedy}")
         return self._planned[name]
 
     def fork(self, name: str, new_name: str) -> None:
@@ -189,10 +221,10 @@ class TaskList:
     def joined(self, report: Report, messages: Iterable[str]) -> Report:
         """A run's report with those of tasks that were over before, in the order of the tasks."""
         found, self._reports = {**self._reports, **report.tasks}, {}
-        tasks = {name: found[name] for name in self._planned if name in found}
+        tasks = {name: found[name] for name in (*self._stations, *found) if name in found}
         told = () if report.checkpoints is None else report.checkpoints.messages
-        of_paused, self._told = self._told, []
-        return replace(report, tasks=tasks, messages=(*messages, *of_paused, *told))
+        before, self._told = self._told, []
+        return replace(report, tasks=tasks, messages=(*messages, *before, *told))
 
 
 @dataclass(frozen=True)
@@ -203,6 +235,7 @@ class Site:
     double_buffer: bool
     buffer: int | str | None
     host: HostThreads
+    limit: DramLimit
 
     @property
     def _smallest(self) -> DeviceSpec:
@@ -221,6 +254,7 @@ class Site:
         """Plan tasks that train together."""
         self._check_free()
         check_dram(tasks)
+        self.limit.check(tasks)
         memory_bytes = self._smallest.memory_bytes
         plans = [self._plan(each, len(tasks)) for each in tasks]
         if any(device.has_arena for device in self.devices):
@@ -230,13 +264,16 @@ class Site:
                     plans[k] = self._plan(each, len(tasks), memory_bytes - max(other.work_bytes for other in tasks))
             check_arena(tasks, memory_bytes)
         check_shared_buffers(tasks)
+        self.limit.check(tasks)
         return self.plan_of(plans)
 
     def plan_one(self, planned: PlannedTask, beside: Sequence[PlannedTask]) -> TaskPlan:
         """Plan a task while others train, itself being one of `beside`."""
         check_dram([planned])
+        self.limit.check([planned])
         plan = self._plan(planned, len(beside))
         check_shared_buffers(beside)
+        self.limit.check([planned])
         return plan
 
     def plan_apart(self, planned: PlannedTask) -> PlannedTask:

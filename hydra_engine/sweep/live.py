@@ -37,11 +37,12 @@ class LiveTrial:
         self.task.callbacks = (first, *self.task.callbacks, last)
 
     def release(self) -> None:
-        """Free the DRAM of the weights that were trained; the orchestrator keeps the task until its own end."""
+        """Free the DRAM of the weights that were trained, whoever holds the model, and refer to the task no more."""
         for parameter in self.task.model.parameters():
             parameter.grad = None
             if parameter.requires_grad:  # frozen ones may be another trial's, too
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
+        del self.task
 
 
 class _First(Callback):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -47,6 +48,7 @@ class SearchSettings:
     build_task: Callable[[Any], ModelTask]
     objective: Objective
     parallel: int
+    dram_bytes: int | None  # for all models; None: what the machine has
     devices: Sequence[DeviceSpec]
     policy: str | Policy
     checkpoint_every: str | int
@@ -86,6 +88,7 @@ class Search:
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._is_running = False
+        self._is_left = False  # the "sweep" thread, to itself: what comes of it is nobody's
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
         self._has_room = True  # False: DRAM had none for the next trial; until one is over
         self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
@@ -103,9 +106,13 @@ class Search:
                 if self._error is not None:
                     raise self._error
         except BaseException as error:
-            if self._checkpoints is None:  # nobody can go on with them
-                for trial in self._trials.untold:
+            for trial in self._trials.untold:
+                if self._checkpoints is None:  # nobody can go on with it
                     self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
+                else:
+                    with suppress(Exception):  # of the storage, which may be what was raised
+                        self._trials.interrupt(trial)
+                        self._tell(trial, "interrupted, goes on when the sweep is run again")
             raise
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure
@@ -136,7 +143,7 @@ class Search:
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
-        if self._live and dram.available_dram_bytes() < self._largest_bytes:
+        if self._live and self._dram_left_bytes() < self._largest_bytes:
             self._has_room = False
             return False
         self._climb()
@@ -147,6 +154,9 @@ class Search:
         if live is not None:
             self._add(live)
         return True
+
+    def _dram_left_bytes(self) -> int:
+        return dram.available_dram_bytes() if self._orchestra is None else self._orchestra.dram_left_bytes
 
     def _built(self, trial: Any) -> LiveTrial | None:
         """Call `build_task`; None where that failed the trial, or pruned it. Raises what every trial would meet."""
@@ -161,6 +171,8 @@ class Search:
             self._failed(trial, error)
             if self._trials.is_of_space(error):
                 raise
+            return None
+        if self._is_left:
             return None
         try:
             self._settings.check(trial, task, is_first=not self._num_built)
@@ -198,6 +210,7 @@ class Search:
                     policy=settings.policy,
                     checkpoint_dir=self._checkpoints,
                     checkpoint_every=settings.checkpoint_every,
+                    dram=settings.dram_bytes,
                 )
                 orchestra.verbose = 0
                 self._fork(orchestra, live)
@@ -225,6 +238,7 @@ class Search:
             self._orchestra.generate()
         except Exception as error:
             self._orchestra.stop_task(live.name)
+            self._orchestra.forget_task(live.name)  # it may come again
             del self._live[live.name]
             self._refused(live, error)
         else:
@@ -232,6 +246,7 @@ class Search:
 
     def _refused(self, live: LiveTrial, error: Exception) -> None:
         """The trial has failed; or it waits, where only DRAM is missing that others have now."""
+        live.release()
         if isinstance(error, HostOutOfMemory) and self._live:
             self._has_room = False
             self._trials.put_back(live.trial)
@@ -251,18 +266,22 @@ class Search:
         self._is_running = True
         thread = threading.Thread(target=self._keep_full, name="sweep", daemon=True)
         thread.start()
-        wait_s: float | None = INTERRUPTED_S
         try:
             report = self._trained(self._orchestra)
-            wait_s = None
-        finally:
-            self._is_running = False
-            self._events.put(None)
-            thread.join(wait_s)
+            self._end(thread)
+        except BaseException:
+            self._end(thread, INTERRUPTED_S)
+            self._is_left = thread.is_alive()
+            raise
         for name, live in list(self._live.items()):
             # A pause was heard of before; who was added again since, too late to join, waits for the next run.
             if name in report.tasks and report.tasks[name].status != PAUSED:
                 self._over(live, report.tasks[name], is_last=True)
+
+    def _end(self, thread: threading.Thread, wait_s: float | None = None) -> None:
+        self._is_running = False
+        self._events.put(None)
+        thread.join(wait_s)
 
     def _trained(self, orchestra: ModelOrchestrator) -> Report:
         try:
@@ -275,7 +294,7 @@ class Search:
 
     def _keep_full(self) -> None:
         """Tell trials that are over, and begin others in their place, until the run is over."""
-        while (event := self._events.get()) is not None:
+        while (event := self._events.get()) is not None and not self._is_left:
             live, report = event
             try:
                 if report is not None:
@@ -294,7 +313,7 @@ class Search:
     # -- trials end
 
     def _over(self, live: LiveTrial, report: TaskReport, *, is_last: bool = False) -> None:
-        """Tell the study how a trial has ended, and free its memory.
+        """Tell the study how a trial has ended, and free its memory. In the run, its task is forgotten.
 
         A task is stopped by its callbacks, or by an interrupt, after which the trial goes on some day. is_last: the run
         has ended, and was not interrupted.
@@ -303,8 +322,7 @@ class Search:
             return
         trial = live.trial
         if report.status == PAUSED:
-            del self._live[live.name]
-            live.release()
+            self._forget(live)
             if self._trials.is_at_rung(trial, len(report.validation_losses)):
                 self._trials.rest(trial)
             else:
@@ -314,8 +332,8 @@ class Search:
         is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_in_callbacks
         if not (live.is_pruned or is_ended or is_last):
             return
-        del self._live[live.name]
         values = self._settings.objective.outcome(live.task, report)
+        self._forget(live)
         if live.is_pruned:
             self._num_well += 1
             self._tell(trial, "pruned", report)
@@ -330,7 +348,12 @@ class Search:
             self._trials.complete(trial, values, {"steps": report.steps})
             self._num_well += 1
             self._tell(trial, f"completed, {self._figures(values)}", report)
+
+    def _forget(self, live: LiveTrial) -> None:
+        assert self._orchestra is not None
+        del self._live[live.name]
         live.release()
+        self._orchestra.forget_task(live.name)
 
     def _climb(self) -> None:
         """Decide who goes on from a rung, if one is full."""
@@ -339,6 +362,8 @@ class Search:
             self._tell(trial, "pruned at its rung" if self._settings.population is None else "pruned, for a better one")
 
     def _failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
+        if self._is_left:
+            return
         self._first_failure = self._first_failure or error
         said = str(error).strip()
         line = f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__

@@ -18,6 +18,8 @@ T = TypeVar("T")
 # User attribute of a trial: the sweep that it belongs to, and the id by which that sweep opens it again.
 MARK = "hydra_engine"
 STUDY_NAME = "sweep"
+# User attribute of a running trial: True while nobody trains it, since the sweep was interrupted.
+INTERRUPTED = "interrupted"
 # A storage that does not answer is given up after this.
 STORAGE_TIMEOUT_S = 15.0
 DIRECTIONS = ("minimize", "maximize")
@@ -187,6 +189,8 @@ class Trials:
         with self._lock:
             if self._waiting:
                 trial = self._waiting.pop(0)
+                if trial.user_attrs.get(INTERRUPTED):
+                    trial.set_user_attr(INTERRUPTED, False)
                 self._untold[trial.number] = trial
                 return trial
             if self.num_known >= self._num_trials or self._is_stopped:
@@ -206,9 +210,9 @@ class Trials:
 
     @property
     def untold(self) -> list[Any]:
-        """Trials that were given out, and of which the study has not been told how they ended."""
+        """Trials that were given out, wait at no rung, and of which the study has not been told how they ended."""
         with self._lock:
-            return list(self._untold.values())
+            return [trial for number, trial in self._untold.items() if number not in self._at_rung]
 
     def _trial_id(self, storage: Any, number: int) -> int:
         study_id = storage.get_study_id_from_name(self._study.study_name)
@@ -325,6 +329,11 @@ class Trials:
                 if "Study.stop" not in str(error):
                     raise
                 self._is_stopped = True
+
+    def interrupt(self, trial: Any) -> None:
+        """Note that nobody trains a trial until the sweep is run again."""
+        with self._lock:
+            trial.set_user_attr(INTERRUPTED, True)
 
     def is_pruning(self, error: BaseException) -> bool:
         """Return True for the exception by which user code prunes a trial."""

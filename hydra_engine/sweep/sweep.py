@@ -20,8 +20,9 @@ from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna, open_study
-from hydra_engine.system import dram
+from hydra_engine.system import dram as host_dram
 from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
+from partitioners import parse_bytes
 
 if TYPE_CHECKING:
     import optuna
@@ -45,6 +46,7 @@ class Sweep:
         parallel: the most models that are in DRAM at once; default: two per device. Fewer, while DRAM has no room.
         devices, policy: as of `ModelOrchestrator`. policy None: "in-step" where trials that train together share frozen
             weights, else "sharded-lrtf".
+        dram: the most DRAM that all models take together, as of `ModelOrchestrator`; fewer train at once to keep to it.
         checkpoint_dir: folder of the sweep. Run again after it was killed, the sweep goes on with every trial from its
             last checkpoint, and trains none again that was told. None: nothing is saved.
         checkpoint_every: as of `ModelOrchestrator`.
@@ -79,6 +81,7 @@ class Sweep:
         study: optuna.Study | str | None = None,
         num_trials: int = 12,
         parallel: int | None = None,
+        dram: int | str | None = None,
         devices: Sequence[DeviceSpec | str] | None = None,
         policy: str | Policy | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -122,11 +125,13 @@ class Sweep:
             raise ValueError(f"num_trials: {num_trials}, limit: at least 2, the members of a population")
         self._rungs: Rungs | Population | None = rungs or population
         CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
-        devices = resolve_devices(devices, max(1, dram.available_dram_bytes() // 2))
+        dram_bytes = None if dram is None else parse_bytes(dram, "dram")
+        devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
         self._settings = SearchSettings(
             build_task=build_task,
             objective=self._objective,
             parallel=parallel or min(num_trials, MODELS_PER_DEVICE * len(devices)),
+            dram_bytes=dram_bytes,
             devices=devices,
             policy=SweepPolicy() if policy is None else resolve_policy(policy),
             checkpoint_every=checkpoint_every,

@@ -21,6 +21,7 @@ from hydra_engine.tasks.report import (
     Revision,
     TaskPlan,
     TaskReport,
+    drop_tracebacks,
     table,
 )
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split

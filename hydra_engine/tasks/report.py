@@ -165,6 +165,11 @@ class TaskReport:
     error: str | None = None
     exception: BaseException | None = None
 
+    def lighten(self) -> None:
+        """Let go of what holds a model: `ema_state`, and the frames that `exception` came through; `error` has them."""
+        self.ema_state = None
+        drop_tracebacks(self.exception)
+
     def values(self, by: str) -> tuple[list[int], list[float]]:
         """Return a figure's values, and for each of them the training steps committed before; none if it has none.
 
@@ -174,6 +179,20 @@ class TaskReport:
             return list(range(1, len(self.losses) + 1)), list(self.losses)
         values = self.validation_losses if by == VALIDATION_LOSS else self.validation_metrics.get(by, [])
         return self.validation_steps[: len(values)], list(values)
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Let go of the frames that an error came through. They hold what they worked on: a model, often, in a cycle."""
+    chain: list[BaseException | None] = [error]
+    done: set[int] = {id(None)}
+    while chain:
+        each = chain.pop()
+        if each is not None and id(each) not in done:
+            done.add(id(each))
+            each.__traceback__ = None
+            if isinstance(each, AttributeError):
+                each.obj = None
+            chain += [each.__cause__, each.__context__]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,7 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
         ([BUILD, "--rungs", "1:3"], "rungs: no checkpoint_dir, limit: a folder"),
         ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no', limit: a whole number >= 1"),
         ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr'], limit: at least one name, each once"),
+        ([BUILD, "--dram", "much"], "dram: 'much' is not a size"),
         ([BUILD, "--metric", "accuracy"], "direction: not given, and metric 'accuracy' may be any"),
         ([BUILD, "--checkpoint-every", "often"], "checkpoint_every: 'often', limit: a time above 0"),
         ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),

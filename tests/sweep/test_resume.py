@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
     assert_as_alone(study)
 
 
-def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path):
+def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path, capsys):
     class Interrupt(Callback):
         def __init__(self, number):
             self.number = number
@@ -77,8 +78,16 @@ def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path):
             if self.number == 1 and report.steps == STEPS + 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
+    sweep = sweep_in(tmp_path, lambda trial: build(trial, Interrupt(trial.number)))
+    sweep.verbose = 1
     with pytest.raises(KeyboardInterrupt):
-        sweep_in(tmp_path, lambda trial: build(trial, Interrupt(trial.number))).run()
+        sweep.run()
+    before = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    interrupted = [trial.number for trial in before.trials if trial.state.name == "RUNNING"]
+    assert 1 in interrupted
+    assert [trial.number for trial in before.trials if trial.user_attrs.get("interrupted")] == interrupted
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1][:-1]) for line in lines if "interrupted, goes on" in line] == interrupted
     steps = {}
 
     class First(Callback):
@@ -91,6 +100,39 @@ def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path):
     study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number))).run()
     assert steps[1] > STEPS
     assert [trial.number for trial in study.trials] == list(range(6))
+    assert not any(trial.user_attrs.get("interrupted") for trial in study.trials)
+    assert_as_alone(study)
+
+
+def test_what_is_built_after_an_interrupt_is_nobodys(tmp_path, monkeypatch):
+    """`build_task` does not return in time: its thread is left behind, and tells the study nothing any more."""
+    monkeypatch.setattr("hydra_engine.sweep.search.INTERRUPTED_S", 0.0)
+    is_building, may_build, threads = threading.Event(), threading.Event(), []
+
+    class Interrupt(Callback):
+        def on_step(self, report):
+            if report.steps == 1:
+                assert is_building.wait(60)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def build_late(trial):
+        if trial.number == 0:
+            return build(trial, Interrupt())
+        threads.append(threading.current_thread())
+        is_building.set()
+        assert may_build.wait(60)
+        raise OSError("too late")
+
+    own = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        sweep_in(tmp_path, build_late, study=own, num_trials=2).run()
+    before = [(trial.number, trial.state.name, trial.user_attrs.get("interrupted")) for trial in own.trials]
+    assert before == [(0, "RUNNING", True), (1, "RUNNING", True)]
+    may_build.set()
+    threads[0].join()
+    assert [(trial.number, trial.state.name, trial.user_attrs.get("interrupted")) for trial in own.trials] == before
+    study = sweep_in(tmp_path, study=own, num_trials=2).run()
+    assert [trial.number for trial in study.trials] == [0, 1]
     assert_as_alone(study)
 
 

@@ -1,14 +1,18 @@
 """Trials of a sweep train as if alone, and the study says what became of them."""
 
 import _thread
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelTask, StopTask
+from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine.host import HostPool
+from hydra_engine.planning import DramLimit
 from hydra_engine.sweep import Sweep
 from hydra_engine.system import dram
 from partitioners import Presharded
@@ -199,8 +203,137 @@ def test_so_many_models_hold_weights_at_once(parallel):
 
     sweep_of(build_and_count, num_trials=6, parallel=parallel).run()
     assert len(models) == 6
-    assert max(counts) <= parallel + 1  # one is built while another, which is over, gives its weights back
+    assert max(counts) <= parallel
     assert not any(parameter.numel() for model in models for parameter in model.parameters())
+
+
+def test_of_a_trial_that_is_over_nothing_is_held():
+    """Not its task, its loader or its model, while others train; by counting references alone."""
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the first imports torch._dynamo, which leaves frames in cycles
+    alive, is_freed = {}, threading.Event()
+
+    class Wait(Callback):
+        def on_step(self, report):
+            assert is_freed.wait(60)
+
+    def freed(number):
+        del alive[number]
+        if alive.keys() == {1}:
+            is_freed.set()
+
+    def build_and_watch(trial):
+        task = build(trial, *([Wait()] if trial.number == 1 else []))
+        alive[trial.number] = weakref.ref(task)
+        weakref.finalize(task, freed, trial.number).atexit = False
+        return task
+
+    gc.collect()
+    gc.disable()
+    try:
+        sweep_of(build_and_watch, num_trials=5).run()
+    finally:
+        gc.enable()
+    assert is_freed.is_set()
+
+
+def bytes_of(trial, build_task=build):
+    """DRAM that a trial's task takes, by its plan."""
+    orchestra = ModelOrchestrator([build_task(optuna.trial.FixedTrial(trial))], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    return orchestra.generate().tasks["task-0"].dram_bytes
+
+
+def build_tiny(trial, *callbacks):
+    """A task that takes little time to plan, and as much DRAM as every other trial's."""
+    lr = trial.suggest_float("lr", 1e-3, 1.0)
+    return ModelTask(
+        nn.Sequential(nn.Linear(8, 3)), F.cross_entropy, batches(1), lr, validation=batches(1), callbacks=callbacks
+    )
+
+
+def grid_of(*learning_rates):
+    return optuna.samplers.GridSampler({"width": [4, 8], "lr": list(learning_rates)}, seed=2)
+
+
+@pytest.mark.parametrize(("num_trials", "num_held"), [(9, 3), pytest.param(60, 6, marks=pytest.mark.slow)])
+def test_more_trials_than_dram_holds(num_trials, num_held, monkeypatch):
+    """All complete, none is trained twice, and DRAM is never past the limit: by the plans, and by pools that are open.
+
+    The first ones wait for each other, so that the limit is reached, whoever is fast. Of models that are over and not
+    told yet the weights alone are in DRAM, so there may be more models than that.
+    """
+    each = bytes_of({"lr": 0.1}, build_tiny)
+    limits, counted, pools, most, built, begun, is_full = set(), [], set(), [], [], set(), threading.Event()
+    check, take, give_back = DramLimit.check, HostPool.open, HostPool.close
+
+    def checked(limit, planned):
+        check(limit, planned)
+        limits.add(limit)
+        counted.append(limit.held_bytes)
+
+    def opened(pool, *arguments):
+        pools.add(pool)
+        most.append(len(pools))
+        take(pool, *arguments)
+
+    def closed(pool):
+        give_back(pool)
+        pools.discard(pool)
+
+    class Full(Callback):
+        def on_step(self, report):
+            begun.add(report.name)
+            if len(begun) >= num_held:
+                is_full.set()
+            assert is_full.wait(300)
+            counted.extend(limit.held_bytes for limit in list(limits))
+
+    def build_and_count(trial):
+        built.append(trial.number)
+        return build_tiny(trial, Full())
+
+    monkeypatch.setattr(DramLimit, "check", checked)
+    monkeypatch.setattr(HostPool, "open", opened)
+    monkeypatch.setattr(HostPool, "close", closed)
+    study = study_of()
+    sweep_of(build_and_count, study=study, num_trials=num_trials, parallel=2 * num_held, dram=num_held * each).run()
+    assert [trial.number for trial in study.trials] == list(range(num_trials))
+    assert states(study) == [COMPLETE] * num_trials
+    assert built == list(range(num_trials))
+    assert max(counted) == num_held * each
+    assert max(most) == num_held
+    assert not pools
+
+
+def test_a_trial_that_is_larger_than_those_before_waits_for_room():
+    """Its size is known once it is built: then it gives its DRAM back, and comes again under its number."""
+    kept, built = {}, []
+
+    def build_and_note(trial):
+        built.append(trial.number)
+        return keeping(kept)(trial)
+
+    dram_bytes = bytes_of({"width": 8, "lr": 0.1})
+    study = study_of(sampler=grid_of(0.01, 0.1, 1.0))
+    sweep_of(build_and_note, study=study, num_trials=6, parallel=4, dram=dram_bytes).run()
+    assert [trial.number for trial in study.trials] == list(range(6))
+    assert states(study) == [COMPLETE] * 6
+    assert set(built) == set(range(6))
+    for trial in study.trials:
+        assert kept[trial.number][0] == plain(trial)[0].losses
+
+
+def test_a_trial_that_alone_is_past_the_limit_has_failed():
+    dram_bytes = bytes_of({"width": 8, "lr": 0.1}) - 1
+    study = sweep_of(study=study_of(sampler=grid_of(0.01, 0.1)), parallel=4, dram=dram_bytes).run()
+    assert states(study) == [COMPLETE if trial.params["width"] == 4 else FAIL for trial in study.trials]
+    assert all("HostOutOfMemory: trial-" in trial.user_attrs["error"] for trial in study.trials if trial.state == FAIL)
+
+
+@pytest.mark.parametrize("limit", [0, "much", True])
+def test_a_malformed_limit_of_dram_is_refused(limit):
+    with pytest.raises(ValueError, match="dram: "):
+        sweep_of(dram=limit)
 
 
 def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
@@ -220,7 +353,8 @@ def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
     assert max(most) < 4
 
 
-def test_where_devices_cannot_plan_beside_training_trials_train_in_groups():
+@pytest.mark.parametrize("limit", ["parallel", "dram"])
+def test_where_devices_cannot_plan_beside_training_trials_train_in_groups(limit):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
     kept, together = {}, []
@@ -229,10 +363,15 @@ def test_where_devices_cannot_plan_beside_training_trials_train_in_groups():
         together.append(len(kept))
         return keeping(kept)(trial)
 
-    sweep = Sweep(build_and_note, num_trials=5, parallel=2, devices=[device], study=study_of())
+    options = {"parallel": 2}
+    if limit == "dram":  # the second group is that of the trial which found no room
+        options = {"parallel": 3, "dram": 3 * bytes_of({"width": 8, "lr": 0.1}) - 1}
+    sampler = optuna.samplers.GridSampler({"width": [8], "lr": [0.1, 0.2, 0.3, 0.4, 0.5]}, seed=2)
+    sweep = Sweep(build_and_note, num_trials=5, devices=[device], study=study_of(sampler=sampler), **options)
     sweep.verbose = 0
     study = sweep.run()
     assert together == [0, 0, 2, 2, 4]
+    assert states(study) == [COMPLETE] * 5
     for trial in study.trials:
         assert kept[trial.number][0] == plain(trial)[0].losses
 
