@@ -38,6 +38,7 @@ class CheckpointStore:
         self._found: Checkpoint | None = None  # that is resumed
         self._is_own = False  # its checkpoints are of this object's calls
         self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
+        self.elsewhere: dict[str, Checkpoint] = {}  # of other runs, from which tasks go on, by task
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -85,10 +86,14 @@ class CheckpointStore:
         self._is_own = True
         return found if resume else None
 
+    def goes_on(self, name: str) -> bool:
+        """Return True if a task goes on from what was saved of it, if something was."""
+        return self._found is not None or name in self.paused or name in self.elsewhere
+
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        A task that was paused here is read in no resume, too.
+        A task that was paused here, or goes on from elsewhere, is read in no resume, too.
         while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
         while (found := self._newest(name)) is not None and name in found.task_names:
@@ -101,12 +106,14 @@ class CheckpointStore:
                 if found is self._newest(name):
                     raise
             else:
+                self.elsewhere.pop(name, None)
                 return saved
         return None
 
     def _newest(self, name: str) -> Checkpoint | None:
-        goes_on = self._found is not None or name in self.paused
-        return self._open.newest if self._open is not None and goes_on else None
+        if name in self.elsewhere:
+            return self.elsewhere[name]
+        return self._open.newest if self._open is not None and self.goes_on(name) else None
 
     def over(self, name: str) -> str | None:
         """Return how a task ended, even if nothing was saved of it; None if it goes on, or is not known."""

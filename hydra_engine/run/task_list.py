@@ -139,9 +139,9 @@ class TaskList:
         return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
 
     def go_on(self, found: Checkpoint | None) -> list[str]:
-        """Put back what was saved of the tasks that wait, in no resume of paused ones alone; what there is to say."""
+        """Put back what was saved of the tasks that wait and go on; what there is to say."""
         for each in self.at(Station.WAITING):
-            if found is None and each.name not in self._store.paused:
+            if not self._store.goes_on(each.name):
                 continue
             again = self.put_back(each, while_training=False)
             self.put(again or each, Station.OVER if again is None else Station.WAITING)

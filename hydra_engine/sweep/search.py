@@ -21,11 +21,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from hydra_engine.checkpoints import furthest
 from hydra_engine.data import CallbackDraws, stream_seed
-from hydra_engine.devices import DeviceSpec
+from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.errors import HostOutOfMemory
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
+from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials
@@ -34,6 +36,8 @@ from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, Task
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
+# Models in DRAM per device: while one's weights cross the link or are updated, another computes.
+MODELS_PER_DEVICE = 2
 
 _TORCH_RANDOM: Any = torch.random
 
@@ -44,8 +48,8 @@ class SearchSettings:
 
     build_task: Callable[[Any], ModelTask]
     objective: Objective
-    parallel: int
-    devices: Sequence[DeviceSpec]
+    parallel: int | None  # None: `MODELS_PER_DEVICE`
+    devices: Sequence[DeviceSpec | str] | None  # None: as `ModelOrchestrator`
     policy: str | Policy
     checkpoint_every: str | int
     seed: int
@@ -62,22 +66,33 @@ class Search:
     """Trains the trials of one call; thrown away after it."""
 
     def __init__(
-        self, settings: SearchSettings, trials: Trials, checkpoints: str | os.PathLike[str] | None, verbose: int
+        self,
+        settings: SearchSettings,
+        trials: Trials,
+        checkpoints: str | os.PathLike[str] | None,
+        verbose: int,
+        node: str = "",
     ) -> None:
-        """`checkpoints`: folder of the trials' checkpoints; None: they are not saved."""
+        """`checkpoints`: folder of the trials' checkpoints; None: they are not saved. node: this one's directory there.
+
+        Trials go on from the directory that has most of them, whosever that is.
+        """
         self._settings = settings
+        self._devices = resolve_devices(settings.devices, max(1, dram.available_dram_bytes() // 2))
+        self._parallel = settings.parallel or MODELS_PER_DEVICE * len(self._devices)
         self._trials = trials
-        self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._root = None if checkpoints is None else Path(checkpoints)
+        self._checkpoints = None if self._root is None else self._root / node
         self._verbose = verbose
         # While others train, a GPU has no memory to plan with: there, as many as have room train together, to the end.
-        self._may_join = all(device.has_room_for_planning for device in settings.devices)
+        self._may_join = all(device.has_room_for_planning for device in self._devices)
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._is_running = False
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
         self._has_room = True  # False: DRAM had none for the next trial; until one is over
         self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
-        self._events: SimpleQueue[tuple[LiveTrial, TaskReport | None] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[LiveTrial | None, TaskReport | None] | None] = SimpleQueue()
         self._error: BaseException | None = None  # ends the sweep, once what trains is over
         self._first_failure: BaseException | None = None
         self._num_well = 0  # trials that did not fail
@@ -94,8 +109,15 @@ class Search:
                 for trial in self._trials.untold:
                     self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
             raise
+
+    def check(self) -> None:
+        """Raise the first failure, if every trial has failed."""
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure
+
+    def look_again(self) -> None:
+        """Ask for more trials, if there is room: others were given back."""
+        self._events.put((None, None))
 
     # -- trials begin
 
@@ -106,7 +128,7 @@ class Search:
         self._has_room = True
         for live in list(self._live.values()):
             self._plan(live)  # those that came too late to join
-        wanted = 1 if self._may_join else self._settings.parallel
+        wanted = 1 if self._may_join else self._parallel
         while len(self._live) < wanted and self._has_room and self._begin():
             for live in list(self._live.values()):
                 self._plan(live)
@@ -171,19 +193,29 @@ class Search:
             if orchestra is None:
                 self._orchestra = orchestra = ModelOrchestrator(
                     [live.task],
-                    devices=settings.devices,
+                    devices=self._devices,
                     policy=settings.policy,
                     checkpoint_dir=self._checkpoints,
                     checkpoint_every=settings.checkpoint_every,
                 )
                 orchestra.verbose = 0
+                self._find(live, orchestra)
             else:
+                self._find(live, orchestra)
                 orchestra.add_task(live.task)
         except Exception as error:
             self._refused(live, error)
         else:
             self._live[live.name] = live
             self._note_plan(live)
+
+    def _find(self, live: LiveTrial, orchestra: ModelOrchestrator) -> None:
+        """Let a trial go on from another node's directory, if that has more of it than this one's."""
+        if self._root is None or self._checkpoints is None:
+            return
+        found = furthest([self._checkpoints, *SweepFolder.places(self._root)], live.name)
+        if found is not None and found != self._checkpoints:
+            orchestra.resume_task(live.name, found)
 
     def _plan(self, live: LiveTrial) -> None:
         """Plan a trial while nothing trains, so that what is wrong with it is its own failure."""
@@ -247,7 +279,7 @@ class Search:
         while (event := self._events.get()) is not None:
             live, report = event
             try:
-                if report is not None:
+                if live is not None and report is not None:
                     self._has_room = True
                     self._over(live, report)
                 while self._may_join and self._error is None and self._wants_more() and self._begin():
@@ -258,7 +290,7 @@ class Search:
     def _wants_more(self) -> bool:
         # One that was added and not planned came too late.
         is_running = self._is_running and all(live.is_planned for live in self._live.values())
-        return is_running and self._has_room and len(self._live) < self._settings.parallel
+        return is_running and self._has_room and len(self._live) < self._parallel
 
     # -- trials end
 
