@@ -41,8 +41,10 @@ CONNECT_TIMEOUT_S = 5.0
 POLL_S = 1.0
 # A sweep without any node waits for one this long.
 JOIN_TIMEOUT_S = 600.0
-# A trial whose process was lost more often than this, while its node lived, has failed; so has a node's beginning.
-MOST_LOSSES = 3
+# A trial that was lost more often than this, with a node or a process, has failed: it may be what ends them.
+MOST_LOSSES = 10
+# A node on which so many processes ended before they asked for a trial ends the sweep.
+MOST_STARTS = 3
 
 
 def load_ray() -> Any:
@@ -242,17 +244,14 @@ class Handout:
             self.num_well += 1
             print(f"trial {trial.number}: pruned at its rung", flush=True)
 
-    def give_back(self, node: str, *, counts: bool) -> list[int]:
-        """Let the trials of a node that is gone be the next ones, and return their numbers.
-
-        counts: its process alone is gone, perhaps by what a trial did; a trial that is lost too often so has failed.
-        """
+    def give_back(self, node: str) -> list[int]:
+        """Let the trials of a node that is gone be the next ones, and return their numbers."""
         numbers = sorted(number for number, holder in self._holders.items() if holder == node)
         for number in reversed(numbers):
             del self._holders[number]
-            self._losses[number] += counts
+            self._losses[number] += 1
             if self._losses[number] > MOST_LOSSES:
-                error = f"its process ended {self._losses[number]} times, limit: {MOST_LOSSES}; see the nodes' logs"
+                error = f"lost with {self._losses[number]} nodes, limit: {MOST_LOSSES}; see their logs"
                 self._trials.fail(self._given[number], error)
                 self.first_failure = self.first_failure or f"trial-{number}: {error}"
             else:
@@ -367,7 +366,7 @@ class ClusterSearch:
 
     def _add(self, node: dict[str, Any]) -> None:
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        # Two threads train and answer; all GPUs of the node are the engine's.
+        # All GPUs of the node are the engine's. One thread trains, others answer.
         options = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_concurrency": 4}
         actor = self._ray.remote(Node).options(**options, scheduling_strategy=strategy).remote()
         shown = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
@@ -387,8 +386,8 @@ class ClusterSearch:
         except StopIteration:
             member.requests = None
             return
-        except errors.RayTaskError:
-            raise
+        except errors.RayTaskError as error:  # which shows where it was raised on the node
+            raise error.cause from error
         except errors.RayError as error:
             self._lose(member, error)
             return
@@ -404,13 +403,13 @@ class ClusterSearch:
     def _lose(self, member: Member, error: Exception) -> None:
         self._members.remove(member)
         self._ray.kill(member.actor)  # if it only could not be reached
-        is_alive = any(node["Alive"] and node["NodeID"] == member.node_id for node in self._ray.nodes())
-        numbers = self._handout.give_back(member.name, counts=is_alive)
-        self._tell(f"node {member.shown}: {'its process' if is_alive else 'it'} is gone, and gives back {numbers}")
-        self._failed_starts[member.node_id] += is_alive and not member.has_asked
-        if self._failed_starts[member.node_id] >= MOST_LOSSES:
+        trials = ", ".join(f"trial-{number}" for number in self._handout.give_back(member.name)) or "no trial"
+        self._tell(f"node {member.shown} is gone, and gives back {trials}")
+        self._failed_starts[member.node_id] += not member.has_asked
+        if self._failed_starts[member.node_id] >= MOST_STARTS:
             raise RuntimeError(
-                f"cluster: on node {member.shown} no process begins, limit: {MOST_LOSSES} times: {error}; see its logs"
+                f"cluster: no process begins on node {member.shown}, limit: {MOST_STARTS} attempts: {error}; see its "
+                f"logs"
             ) from error
 
     def _tell(self, text: str) -> None:
