@@ -3,5 +3,6 @@
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.study import StudyMismatch
 from hydra_engine.sweep.sweep import Sweep
+from hydra_engine.sweep.tune import trainable
 
-__all__ = ["Rungs", "StudyMismatch", "Sweep"]
+__all__ = ["Rungs", "StudyMismatch", "Sweep", "trainable"]
