@@ -1,5 +1,6 @@
 """A sweep on many machines: who has which trial, in this process; and nodes of Ray, where it is installed."""
 
+import faulthandler
 import itertools
 import os
 import signal
@@ -22,7 +23,8 @@ from tests.sweep.space import DEVICES, STEPS, build, plain
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-HANG_S = 100
+# Far above any wait; processes that import torch share two cores with whatever else runs.
+HANG_S = 300
 
 
 def new_study(seed=1):
@@ -208,6 +210,7 @@ def nodes():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # whatever token this user has
         patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
         found = Cluster(initialize_head=True, head_node_args={**RAY_NODE, "num_cpus": 0})
         try:
@@ -252,6 +255,7 @@ class Come(Callback):
 def test_twelve_trials_on_three_nodes_of_which_one_is_killed_and_another_comes(nodes, tmp_path):
     import ray
 
+    faulthandler.cancel_dump_traceback_later()  # each wait below ends by itself
     devices = [EmulatedDevice(size) for size in DEVICES]
     study, local = new_study(), new_study()
     for each in (study, local):
@@ -281,7 +285,5 @@ def test_twelve_trials_on_three_nodes_of_which_one_is_killed_and_another_comes(n
 def test_what_no_trial_could_do_without_ends_a_sweep_on_nodes(nodes):
     with pytest.raises(TypeError, match=r"^build_task: trial-\d got a int, limit: a ModelTask"):
         Sweep(lambda trial: 3, num_trials=5, cluster="auto").run()
-    with pytest.raises(ValueError, match=r"^devices: 'gpu', known"):
-        Sweep(build, num_trials=5, devices=["gpu"], cluster="auto").run()
     with pytest.raises(ValueError, match=r"cluster: 'other:6379', limit: .*, to which this program is connected"):
         Sweep(build, cluster="other:6379").run()
