@@ -286,7 +286,8 @@ class ClusterSearch:
         self._cluster = cluster
         self._trials = trials
         self._handout = Handout(trials)
-        self._arguments = (settings, checkpoints)
+        self._settings = settings
+        self._checkpoints = checkpoints
         self._verbose = verbose
         self._ray: Any = None
         self._members: list[Member] = []
@@ -306,7 +307,7 @@ class ClusterSearch:
                 while self._go_on():
                     pass
             except BaseException as error:
-                if self._arguments[1] is None:  # nobody can go on with them
+                if self._checkpoints is None:  # nobody can go on with them
                     for trial in self._trials.untold:
                         self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
                 raise
@@ -375,8 +376,9 @@ class ClusterSearch:
 
     def _begin(self, member: Member) -> None:
         train = member.actor.train.options(num_returns="streaming")
-        settings, checkpoints = self._arguments
-        member.requests = train.remote(settings, checkpoints, member.name, self._verbose, torch.get_num_threads())
+        member.requests = train.remote(
+            self._settings, self._checkpoints, member.name, self._verbose, torch.get_num_threads()
+        )
 
     def _hear(self, member: Member) -> None:
         """Answer a node's request, or note that it has no more, or is gone. Raises what ends the sweep."""
