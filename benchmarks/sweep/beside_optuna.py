@@ -6,6 +6,8 @@ import sys
 import optuna
 import torch
 from beside import EPOCHS, ask, gpt, loaders, new_study, tell
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 from space import next_byte_loss
 
 from hydra_engine import stream_seed
@@ -34,14 +36,18 @@ def objective(trial):
     return total / number
 
 
-def train_one(storage):
+def storage_in(folder):
+    # Not SQLite, where two processes may get one trial.
+    return JournalStorage(JournalFileBackend(f"{folder}/study.log"))
+
+
+def train_one(folder):
     torch.set_num_threads(1)
-    optuna.load_study(study_name="beside", storage=storage).optimize(objective, n_trials=1)
+    optuna.load_study(study_name="beside", storage=storage_in(folder)).optimize(objective, n_trials=1)
 
 
 if __name__ == "__main__":
-    storage = f"sqlite:///{sys.argv[1]}/study.db"
-    study = new_study(storage)
+    study = new_study(storage_in(sys.argv[1]))
     with multiprocessing.get_context(sys.argv[2]).Pool(2, maxtasksperchild=1) as pool:
-        pool.map(train_one, [storage] * 12, chunksize=1)
+        pool.map(train_one, [sys.argv[1]] * 12, chunksize=1)
     tell(trial.value for trial in study.trials)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -146,6 +146,22 @@ def _load_newest(directory: Path) -> Checkpoint | None:
             + "\nrestore one from a backup, or train from the beginning in another directory"
         )
     return None
+
+
+def furthest(directories: Iterable[Path], task: str) -> Path | None:
+    """Return which of these directories has the most steps of a task, by their newest manifests; None: none knows it.
+
+    Runs may save there meanwhile. Contents are checked by who reads them.
+    """
+    steps: dict[Path, int] = {}
+    for directory in directories:
+        for path in newest_first(directory):
+            with suppress(Damaged):
+                tasks = read_manifest(path).data["tasks"]
+                if task in tasks:
+                    steps[directory] = tasks[task]["steps"]
+                break
+    return max(steps, key=lambda directory: steps[directory], default=None)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -41,6 +41,7 @@ class CheckpointStore:
         self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
         self._forks: dict[str, str] = {}  # tasks that begin as others are saved, by name
         self._saver: Saver | None = None  # of the last run
+        self.elsewhere: dict[str, Checkpoint] = {}  # of other runs, from which tasks go on, by task
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -94,12 +95,12 @@ class CheckpointStore:
 
     def goes_on(self, name: str) -> bool:
         """Return True if a task goes on from what was saved of it, if something was."""
-        return self._found is not None or name in self.paused or name in self._forks
+        return self._found is not None or name in self.paused or name in self._forks or name in self.elsewhere
 
     @property
     def has_going_on(self) -> bool:
         """True if tasks go on in no resume, too."""
-        return bool(self.paused or self._forks)
+        return bool(self.paused or self._forks or self.elsewhere)
 
     def fork(self, source: str, task: str) -> None:
         """Let a task begin as another one is saved. That is on disk as this returns, or else before the next run.
@@ -127,7 +128,7 @@ class CheckpointStore:
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
 
-        A task that was paused here, or is a fork, is read in no resume, too.
+        A task that was paused here, is a fork, or goes on from elsewhere, is read in no resume, too.
         while_training: from the next checkpoint if saves remove this one meanwhile, and its optimizer at once.
         """
         while (found := self._newest(name)) is not None and name in found.task_names:
@@ -140,10 +141,13 @@ class CheckpointStore:
                 if found is self._newest(name):
                     raise
             else:
+                self.elsewhere.pop(name, None)
                 return saved
         return None
 
     def _newest(self, name: str) -> Checkpoint | None:
+        if name in self.elsewhere:
+            return self.elsewhere[name]
         return self._open.newest if self._open is not None and self.goes_on(name) else None
 
     def over(self, name: str) -> str | None:

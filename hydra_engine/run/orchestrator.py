@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.checkpoints import CheckpointStore
+from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, active_autocast, resolve_devices
 from hydra_engine.errors import DeviceLost
@@ -162,6 +162,17 @@ class ModelOrchestrator:
         if again is not None:
             self._join(run, again, [*beside, again])
         return planned.name
+
+    def resume_task(self, name: str, directory: str | os.PathLike[str]) -> None:
+        """Let the task of this name go on from another run's directory, with the bits of one that stayed there.
+
+        Call it before `add_task`, or, for a task of the constructor, before `train_models`. What `checkpoint_dir` has
+        of the task is not used. Where that directory has nothing of it, the task begins anew. The other run may go on
+        saving, without this task. Raises CheckpointError as a resume does.
+        """
+        found = load_newest(directory)
+        if found is not None:
+            self._store.elsewhere[name] = found
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""

@@ -9,6 +9,9 @@ from pathlib import Path
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import FolderLock
 
+# A node's directory is named so, and a number.
+NODE = "node-"
+
 
 class SweepFolder:
     """A folder that one sweep at a time works in. It knows its own trials again by an identity, wherever it is moved.
@@ -16,7 +19,8 @@ class SweepFolder:
         DIR/sweep.lock      held while the sweep runs
         DIR/sweep.id        the identity, which its trials carry in the study
         DIR/study.db        the study, where the user gave none
-        DIR/checkpoints/    of the trials, as `ModelOrchestrator(checkpoint_dir=...)` writes them
+        DIR/checkpoints/    of the trials, as `ModelOrchestrator(checkpoint_dir=...)` writes them; those of a
+                            cluster's nodes in node-*/, one for each process that was at work
 
     Raises CheckpointError where the folder is in use or cannot be written to.
     """
@@ -53,6 +57,11 @@ class SweepFolder:
     def checkpoints(self) -> Path:
         """Folder of the trials' checkpoints."""
         return self.path / "checkpoints"
+
+    @staticmethod
+    def places(checkpoints: Path) -> list[Path]:
+        """Return all directories of checkpoints: of sweeps on one machine, and of each node in a cluster."""
+        return [checkpoints, *sorted(checkpoints.glob(f"{NODE}*"))]
 
     def check_is_of(self, num_trials: int) -> None:
         """Refuse a folder with checkpoints, where the study has `num_trials` = 0 trials of this folder."""

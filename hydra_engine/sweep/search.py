@@ -22,11 +22,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from hydra_engine.checkpoints import furthest
 from hydra_engine.data import CallbackDraws, stream_seed
-from hydra_engine.devices import DeviceSpec
+from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.errors import HostOutOfMemory
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
+from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy, frozen
@@ -37,6 +39,8 @@ from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, Task
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
+# Models in DRAM per device: while one's weights cross the link or are updated, another computes.
+MODELS_PER_DEVICE = 2
 
 _TORCH_RANDOM: Any = torch.random
 
@@ -47,9 +51,9 @@ class SearchSettings:
 
     build_task: Callable[[Any], ModelTask]
     objective: Objective
-    parallel: int
+    parallel: int | None  # None: `MODELS_PER_DEVICE`
     dram_bytes: int | None  # for all models; None: what the machine has
-    devices: Sequence[DeviceSpec]
+    devices: Sequence[DeviceSpec | str] | None  # None: as `ModelOrchestrator`
     policy: str | Policy
     checkpoint_every: str | int
     seed: int
@@ -76,15 +80,26 @@ class Search:
     """Trains the trials of one call; thrown away after it."""
 
     def __init__(
-        self, settings: SearchSettings, trials: Trials, checkpoints: str | os.PathLike[str] | None, verbose: int
+        self,
+        settings: SearchSettings,
+        trials: Trials,
+        checkpoints: str | os.PathLike[str] | None,
+        verbose: int,
+        node: str = "",
     ) -> None:
-        """`checkpoints`: folder of the trials' checkpoints; None: they are not saved."""
+        """`checkpoints`: folder of the trials' checkpoints; None: they are not saved. node: this one's directory there.
+
+        Trials go on from the directory that has most of them, whosever that is.
+        """
         self._settings = settings
+        self._devices = resolve_devices(settings.devices, max(1, dram.available_dram_bytes() // 2))
+        self._parallel = settings.parallel or MODELS_PER_DEVICE * len(self._devices)
         self._trials = trials
-        self._checkpoints = None if checkpoints is None else Path(checkpoints)
+        self._root = None if checkpoints is None else Path(checkpoints)
+        self._checkpoints = None if self._root is None else self._root / node
         self._verbose = verbose
         # While others train, a GPU has no memory to plan with: there, as many as have room train together, to the end.
-        self._may_join = all(device.has_room_for_planning for device in settings.devices)
+        self._may_join = all(device.has_room_for_planning for device in self._devices)
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._is_running = False
@@ -92,7 +107,7 @@ class Search:
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
         self._has_room = True  # False: DRAM had none for the next trial; until one is over
         self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
-        self._events: SimpleQueue[tuple[LiveTrial, TaskReport | None] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[LiveTrial | None, TaskReport | None] | None] = SimpleQueue()
         self._error: BaseException | None = None  # ends the sweep, once what trains is over
         self._first_failure: BaseException | None = None
         self._num_well = 0  # trials that did not fail
@@ -114,8 +129,15 @@ class Search:
                         self._trials.interrupt(trial)
                         self._tell(trial, "interrupted, goes on when the sweep is run again")
             raise
+
+    def check(self) -> None:
+        """Raise the first failure, if every trial has failed."""
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure
+
+    def look_again(self) -> None:
+        """Ask for more trials, if there is room: others were given back."""
+        self._events.put((None, None))
 
     # -- trials begin
 
@@ -137,9 +159,9 @@ class Search:
         if isinstance(policy, SweepPolicy):
             policy.choose(tasks)
         if not self._may_join or (isinstance(policy, SweepPolicy) and policy.is_in_step):
-            return self._settings.parallel  # in step from the beginning, they load what they share once
+            return self._parallel  # in step from the beginning, they load what they share once
         # Two tell if trials share frozen weights.
-        return min(2, self._settings.parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
+        return min(2, self._parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
@@ -206,16 +228,16 @@ class Search:
             if orchestra is None:
                 self._orchestra = orchestra = ModelOrchestrator(
                     [live.task],
-                    devices=settings.devices,
+                    devices=self._devices,
                     policy=settings.policy,
                     checkpoint_dir=self._checkpoints,
                     checkpoint_every=settings.checkpoint_every,
                     dram=settings.dram_bytes,
                 )
                 orchestra.verbose = 0
-                self._fork(orchestra, live)
+                self._begin_at(live, orchestra)
             else:
-                self._fork(orchestra, live)
+                self._begin_at(live, orchestra)
                 orchestra.add_task(live.task)
         except Exception as error:
             self._refused(live, error)
@@ -223,11 +245,16 @@ class Search:
             self._live[live.name] = live
             self._note_plan(live)
 
-    def _fork(self, orchestra: ModelOrchestrator, live: LiveTrial) -> None:
-        """Let a trial that was born of another begin in its state."""
-        parent = self._trials.parent(live.trial)
-        if parent is not None:
+    def _begin_at(self, live: LiveTrial, orchestra: ModelOrchestrator) -> None:
+        """Let a trial begin in its parent's state, or go on from another node's directory if that has more of it."""
+        if self._checkpoints is None:
+            return
+        if (parent := self._trials.parent(live.trial)) is not None:
             orchestra.fork_task(name_of(parent), live.name)
+        if self._root is not None:
+            found = furthest([self._checkpoints, *SweepFolder.places(self._root)], live.name)
+            if found is not None and found != self._checkpoints:
+                orchestra.resume_task(live.name, found)
 
     def _plan(self, live: LiveTrial) -> None:
         """Plan a trial while nothing trains, so that what is wrong with it is its own failure."""
@@ -297,7 +324,7 @@ class Search:
         while (event := self._events.get()) is not None and not self._is_left:
             live, report = event
             try:
-                if report is not None:
+                if live is not None and report is not None:
                     self._has_room = True
                     self._over(live, report)
                 while self._may_join and self._error is None and self._wants_more() and self._begin():
@@ -308,7 +335,7 @@ class Search:
     def _wants_more(self) -> bool:
         # One that was added and not planned came too late.
         is_running = self._is_running and all(live.is_planned for live in self._live.values())
-        return is_running and self._has_room and len(self._live) < self._settings.parallel
+        return is_running and self._has_room and len(self._live) < self._parallel
 
     # -- trials end
 

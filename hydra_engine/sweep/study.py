@@ -209,6 +209,16 @@ class Trials:
             return trial
 
     @property
+    def num_waiting(self) -> int:
+        """Number of trials that were begun, and of which `next` gives out the first."""
+        return len(self._waiting)
+
+    @property
+    def has_more(self) -> bool:
+        """True if `next` has a trial."""
+        return self.num_waiting > 0 or (self.num_known < self._num_trials and not self._is_stopped)
+
+    @property
     def untold(self) -> list[Any]:
         """Trials that were given out, wait at no rung, and of which the study has not been told how they ended."""
         with self._lock:

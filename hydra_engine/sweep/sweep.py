@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from hydra_engine.checkpoints import CheckpointStore, load_newest
+from hydra_engine.checkpoints import CheckpointStore, furthest, load_newest
 from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy, resolve_policy
+from hydra_engine.sweep.cluster import ClusterSearch, load_ray
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
-from hydra_engine.sweep.search import Search, SearchSettings
+from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna, open_study
 from hydra_engine.system import dram as host_dram
 from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
@@ -26,9 +27,6 @@ from partitioners import parse_bytes
 
 if TYPE_CHECKING:
     import optuna
-
-# Models in DRAM per device: while one's weights cross the link or are updated, another computes.
-MODELS_PER_DEVICE = 2
 
 
 class Sweep:
@@ -60,6 +58,10 @@ class Sweep:
         population: `Population(settings=["lr"], interval=1)`: population-based training with `num_trials` members,
             instead of a pruner. The worst are pruned, and new trials go on in the state of the best with perturbed
             settings; `trial.user_attrs["parent"]` says of which.
+        cluster: address of a Ray cluster, "auto" or HOST:PORT of its head (extra `ray`): the trials train on all of its
+            nodes with a CPU, on each in one engine over `devices` there. A node that dies gives its trials back: they
+            go on from their checkpoints, if nodes share `checkpoint_dir`, or else begin again, with the same bits. A
+            node that joins gets trials, too. `parallel` is per node. None: this machine alone.
 
     Attributes:
         verbose: 0 silent, 1 a line for each trial that is over.
@@ -69,11 +71,11 @@ class Sweep:
     and the next one joins the others while they train.
 
     Raises at once what no trial could do without: TypeError and ValueError, also for a search space that Optuna refuses
-    and for what `build_task` returns; ConnectionError for a storage that cannot be opened; CheckpointError for a folder
-    that is in use or of another study; ImportError without Optuna.
+    and for what `build_task` returns; ConnectionError for a storage or a cluster that cannot be reached;
+    CheckpointError for a folder that is in use or of another study; ImportError without Optuna, or, for a cluster, Ray.
     """
 
-    # More than seven parameters: it is public, and eleven of them are settings that are named one by one.
+    # More than seven parameters: it is public, and all but the first are settings that are named one by one.
     def __init__(
         self,
         build_task: Callable[[Any], ModelTask],
@@ -91,8 +93,14 @@ class Sweep:
         seed: int = 0,
         rungs: Rungs | None = None,
         population: Population | None = None,
+        cluster: str | None = None,
     ) -> None:
         load_optuna()
+        if cluster is not None:
+            load_ray()
+            if not isinstance(cluster, str):
+                raise TypeError(f"cluster: {cluster!r} is a {type(cluster).__name__}; give 'auto', or HOST:PORT")
+        self._cluster = cluster
         if not callable(build_task):
             raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
         for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
@@ -121,17 +129,20 @@ class Sweep:
                 raise ValueError(f"{field}: no checkpoint_dir, limit: a folder, where trials wait at a rung; give one")
             if len(self._objective.names) > 1:
                 raise ValueError(f"{field}: {len(self._objective.names)} metrics, limit: 1, by which trials are ranked")
+        if population is not None and cluster is not None:
+            raise ValueError("population: given beside cluster, limit: this machine; leave one of them out")
         if population is not None and num_trials < 2:
             raise ValueError(f"num_trials: {num_trials}, limit: at least 2, the members of a population")
         self._rungs: Rungs | Population | None = rungs or population
         CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
-        dram_bytes = None if dram is None else parse_bytes(dram, "dram")
-        devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
+        if cluster is None:  # else each node's own
+            devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
+            parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(devices))
         self._settings = SearchSettings(
             build_task=build_task,
             objective=self._objective,
-            parallel=parallel or min(num_trials, MODELS_PER_DEVICE * len(devices)),
-            dram_bytes=dram_bytes,
+            parallel=parallel,
+            dram_bytes=None if dram is None else parse_bytes(dram, "dram"),
             devices=devices,
             policy=SweepPolicy() if policy is None else resolve_policy(policy),
             checkpoint_every=checkpoint_every,
@@ -165,7 +176,14 @@ class Sweep:
             )
             if folder is not None:
                 folder.check_is_of(trials.num_known)
-            Search(self._settings, trials, None if folder is None else folder.checkpoints, self.verbose).run()
+            checkpoints = None if folder is None else folder.checkpoints
+            search: Search | ClusterSearch
+            if self._cluster is None:
+                search = Search(self._settings, trials, checkpoints, self.verbose)
+            else:
+                search = ClusterSearch(self._cluster, self._settings, trials, checkpoints, self.verbose)
+            search.run()
+            search.check()
         self._study, self._directions = study, None  # another call goes on with it
         return study
 
@@ -179,13 +197,14 @@ class Sweep:
             raise ValueError("model: nothing was saved; give the sweep a checkpoint_dir")
         name = name_of(trial)
         with closing(SweepFolder(self._checkpoint_dir)) as folder:
-            found = load_newest(folder.checkpoints)
+            place = furthest(folder.places(folder.checkpoints), name) or folder.checkpoints
+            found = load_newest(place)
             over = None if found is None else found.data["tasks"].get(name, {}).get("over")
             if over not in (FINISHED, STOPPED):
                 raise ValueError(f"model: {name} is not in {folder.path} as one that is over; give one that is")
             task = self._settings.build(load_optuna().trial.FixedTrial(trial.params, number=trial.number))
             task.name = name
-            orchestra = ModelOrchestrator([task], devices=self._settings.devices, checkpoint_dir=folder.checkpoints)
+            orchestra = ModelOrchestrator([task], devices=self._settings.devices, checkpoint_dir=place)
             orchestra.verbose = 0
             orchestra.train_models(resume=True)  # puts the weights back; there is nothing left to train
             return task.model  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""A task that goes on from another run's directory has the bits of one that stayed where it was."""
+
+import pytest
+
+from hydra_engine import Callback
+from hydra_engine.checkpoints.checkpoint import furthest, load_newest
+from tests.promises.test_paused import Pauses, assert_as_expected, drawing
+from tests.promises.test_resumed import NUM_STEPS, orchestra_of
+
+
+def paused_in(directory, step):
+    orchestra = orchestra_of([drawing(callbacks=[Pauses(step)])], directory)
+    assert orchestra.train_models().tasks["task"].status == "paused"
+    return orchestra
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_task_of_the_constructor(tmp_path, resume):
+    paused_in(tmp_path / "a", 4)
+    task = drawing(callbacks=[told := Pauses()])
+    there = orchestra_of([task], tmp_path / "b")
+    there.resume_task("task", tmp_path / "a")
+    assert_as_expected(there.train_models(resume=resume).tasks["task"], task)
+    assert told.told == [*range(5, NUM_STEPS + 1), "finished"]
+    assert load_newest(tmp_path / "b").data["tasks"]["task"]["over"] == "finished"
+
+
+def test_a_task_that_joins_others(tmp_path):
+    paused_in(tmp_path / "a", 4)
+    task, beside = drawing(callbacks=[told := Pauses()]), drawing("beside")
+
+    class Adds(Callback):
+        def on_step(self, report):
+            if report.steps == 2:
+                there.resume_task("task", tmp_path / "a")
+                there.add_task(task)
+
+    beside.callbacks = (Adds(),)
+    there = orchestra_of([beside], tmp_path / "b")
+    report = there.train_models()
+    if not told.told:  # it came too late to join
+        report = there.train_models(resume=True)
+    assert told.told == [*range(5, NUM_STEPS + 1), "finished"]
+    assert_as_expected(report.tasks["task"], task)
+
+
+def test_there_and_back_again(tmp_path):
+    """The directory that has most of it counts, and not what is in the run's own."""
+    here = paused_in(tmp_path / "a", 3)
+    there = orchestra_of([drawing(callbacks=[Pauses(7)])], tmp_path / "b")
+    there.resume_task("task", tmp_path / "a")
+    assert there.train_models().tasks["task"].status == "paused"
+    places = [tmp_path / "a", tmp_path / "b", tmp_path / "nowhere"]
+    assert furthest(places, "task") == tmp_path / "b"
+    assert furthest(places, "other") is None
+    here.resume_task("task", tmp_path / "b")
+    here.add_task(task := drawing(callbacks=[told := Pauses()]))
+    assert_as_expected(here.train_models().tasks["task"], task)
+    assert told.told == [*range(8, NUM_STEPS + 1), "finished"]
+    assert furthest(places, "task") == tmp_path / "a"
+
+
+def test_a_directory_that_knows_nothing_of_the_task(tmp_path):
+    task = drawing()
+    there = orchestra_of([task], tmp_path / "b")
+    there.resume_task("task", tmp_path / "a")
+    assert_as_expected(there.train_models().tasks["task"], task)
