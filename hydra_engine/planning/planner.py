@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from hydra_engine.host import (
     has_hooks,
     layout_of,
 )
+from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.keep import choose_kept, kept_bytes, least_step_s
 from hydra_engine.planning.rehearsal import REMEDY, TooLarge, rehearse
@@ -224,11 +225,12 @@ class PlannedTask:
         alignment_bytes: int = ALIGNMENT_BYTES,
         keeps_positions: bool = False,
         saved: SavedTask | None = None,
+        rehearsals: Rehearsals | None = None,
     ) -> None:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back.
+        back. rehearsals: those of other tasks.
         """
         self.task = task
         self.name = name
@@ -254,6 +256,7 @@ class PlannedTask:
             if begin_epochs(task.callbacks)
             else None,
         )
+        self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
         self.layout = layout_of(task, alignment_bytes)
         self._frozen = FrozenBlocks() if frozen is None else frozen
         self._frozen.plan(self.layout)
@@ -370,8 +373,13 @@ class Planner:
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
         Structure(state.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        structure, rehearsals = signature_of(state), self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device
+        beside = None if structure is None else self._beside()
+        found = rehearsals.get(structure, beside)
+        if found is not None:
+            return self._adopt(found)
         if state.place.type != "cpu":
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         if task.model.has_own_forward:
@@ -404,7 +412,27 @@ class Planner:
         step_s = self.decide()
         if is_open and self._trains:
             number = self._raised(number, step_s)
+        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes))
         return self._as_plan(number)
+
+    def _beside(self) -> Hashable:
+        """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""
+        target, saved, is_auto = self._target, self._planned.saved, self._task.accumulation_steps == "auto"
+        batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
+        return (
+            *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
+            *(target.num_threads, tuple(each.memory_bytes for each in target.devices), target.most_slab_bytes),
+            *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
+            *(each.fingerprint for batch in batches for each in batch.whole),
+        )
+
+    def _adopt(self, found: Rehearsed) -> TaskPlan:
+        """Plan the task as one of the same structure was planned."""
+        found.put_into(self.state)
+        number = self._planned.reader.accumulation_steps = self.state.cut.num_micro_batches
+        self._estimate.input_bytes = list(found.input_bytes)
+        self.decide()
+        return replace(self._as_plan(number), adopted_from=None if found.task == self.state.name else found.task)
 
     def decide(self) -> float:
         """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""

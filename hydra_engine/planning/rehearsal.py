@@ -564,6 +564,7 @@ class _Checks:
         Unless they find what they have left as good as what was there.
         """
         state, written = self._state, self._guard.written
+        state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
         if state.task.purpose is not Purpose.TRAIN:
             return
         loader = state.task.dataloader if batch.training else state.task.validation

@@ -14,6 +14,7 @@ from hydra_engine.devices import DeviceSpec, EmulatedDevice
 from hydra_engine.host import FrozenBlocks
 from hydra_engine.planning import (
     PlannedTask,
+    Rehearsals,
     check_apart,
     check_arena,
     check_dram,
@@ -42,6 +43,7 @@ class TaskList:
         self.changing = threading.RLock()
         self._store = store
         self._frozen = FrozenBlocks()
+        self._rehearsals = Rehearsals()
         self._alignment_bytes = max(device.alignment_bytes for device in devices)
         # A device that is lost takes the process with it, and what was committed is saved.
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
@@ -117,6 +119,7 @@ class TaskList:
             alignment_bytes=self._alignment_bytes,
             keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
             saved=saved,
+            rehearsals=self._rehearsals,
         )
 
     def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
