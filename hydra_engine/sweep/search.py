@@ -69,8 +69,6 @@ class Search:
         self._trials = trials
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._verbose = verbose
-        # While others train, a GPU has no memory to plan with: there, as many as have room train together, to the end.
-        self._may_join = all(device.has_room_for_planning for device in settings.devices)
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._is_running = False
@@ -106,8 +104,7 @@ class Search:
         self._has_room = True
         for live in list(self._live.values()):
             self._plan(live)  # those that came too late to join
-        wanted = 1 if self._may_join else self._settings.parallel
-        while len(self._live) < wanted and self._has_room and self._begin():
+        while not self._live and self._has_room and self._begin():
             for live in list(self._live.values()):
                 self._plan(live)
         return bool(self._live)
@@ -250,7 +247,7 @@ class Search:
                 if report is not None:
                     self._has_room = True
                     self._over(live, report)
-                while self._may_join and self._error is None and self._wants_more() and self._begin():
+                while self._error is None and self._wants_more() and self._begin():
                     pass
             except BaseException as error:
                 self._error = self._error or error
