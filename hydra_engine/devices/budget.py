@@ -227,7 +227,7 @@ class Residents:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._found: dict[Hashable, _Resident] = {}
-        ledger.evict = self._evict
+        self._evict_before, ledger.evict = ledger.evict, self._evict
 
     def __len__(self) -> int:
         return len(self._found)
@@ -322,6 +322,19 @@ class Residents:
                     continue
                 if not resident.users and resident.num_pins == 0:
                     self._drop(key)
+
+    def vacate(self) -> None:
+        """Give up all that nobody pins."""
+        with self._ledger.lock:
+            while free := self._by_next_use():
+                for key, _ in free:  # one may pin others, which are free then, or gone with it
+                    if key in self._found:
+                        self._drop(key)
+
+    def leave(self) -> None:
+        """Give up all; whoever had values on the device before is asked for room again."""
+        self.forget()
+        self._ledger.evict = self._evict_before
 
     def evict_slab(self) -> bool:
         """Give up the slab that is needed last, whose place in an arena is wanted; False: all are pinned."""

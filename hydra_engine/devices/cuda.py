@@ -76,7 +76,7 @@ class CudaDevice(DeviceSpec):
 
     has_arena = True
     alignment_bytes = ALIGNMENT_BYTES
-    has_room_for_planning = False  # while others train, a rehearsal would need the memory that they have
+    has_room_for_planning = False  # while others train, they lend the device for a rehearsal
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:

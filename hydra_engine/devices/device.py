@@ -76,6 +76,7 @@ class OpenDevice(ABC):
     Attributes:
         has_link: copies take longer than in memory, so that it pays to do something else meanwhile.
         random: what kernels draw from, where that is not the CPU's generator.
+        trace: of its copies.
     """
 
     has_link = True
@@ -97,7 +98,7 @@ class OpenDevice(ABC):
         self.ledger = ledger
         self.arena = arena
         self._lanes = lanes
-        self._trace = trace
+        self.trace = trace
 
     def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
         """Queue a job in a lane, or do it `at_once` in the caller's thread; traced as `label`, unless it computes."""
@@ -121,16 +122,16 @@ class OpenDevice(ABC):
         if lane == COMPUTE:
             job()
             return
-        start_s = self._trace.now_s()
+        start_s = self.trace.now_s()
         try:
             job()
         finally:
-            self._trace.add(self.name, LOAD if lane == INPUT else lane, label, start_s)
+            self.trace.add(self.name, LOAD if lane == INPUT else lane, label, start_s)
 
     def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> None:
         """Queue copies of each (target, source) across the link; `urgent` before what else is on its way."""
         num_bytes = sum(source.nbytes for _, source in pairs)
-        self._trace.count_bytes(self.name, lane, num_bytes)
+        self.trace.count_bytes(self.name, lane, num_bytes)
         self._copy(lane, pairs, num_bytes, urgent=urgent)
 
     @abstractmethod

@@ -2,10 +2,11 @@
 
 from hydra_engine.host.blocked import has_step_hooks, part_of
 from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
+from hydra_engine.host.cut import Cut
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
-from hydra_engine.host.measured import UnitBytes
+from hydra_engine.host.measured import Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceUpdate,
@@ -19,4 +20,4 @@ from hydra_engine.host.optimizer import (
 )
 from hydra_engine.host.pool import BestWeights, BorrowedPool, HostPool
 from hydra_engine.host.staging import BuffersChanged, StepParts
-from hydra_engine.host.state import Region, TaskState, layout_of
+from hydra_engine.host.state import Observed, Region, TaskState, layout_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -206,6 +207,10 @@ class Measured:
         self.repeating: set[tuple[int, int]] = set()  # layers [first, last) whose forward repeats in a backward
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
+
+    def copied(self) -> Measured:
+        """Return the same figures, apart from what is measured from now on."""
+        return copy.deepcopy(self)
 
     def forget_shards(self) -> None:
         """Forget what goes by shards that are others now."""

@@ -174,6 +174,7 @@ class HostPool:
                 self._masters_host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
         self.layout.put_buffers(self.buffers)
+        self.buffers = []  # some lie in memory of a device's, which goes with the run
         del self._weights, self._link, self._blocks, self._brought
 
     def bring_back(self, slots: Iterable[Slot]) -> None:

@@ -60,6 +60,11 @@ class Observed:
     resized: frozenset[int] = frozenset()
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
+    works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
+
+    def copied(self) -> Observed:
+        """Return the same, apart from what is observed from now on."""
+        return replace(self, written_buffers=set(self.written_buffers))
 
 
 class TaskState:
@@ -203,6 +208,11 @@ class TaskState:
         self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
         self.progress = UnitProgress(self.cut, self.measured)
+
+    def adopt(self, cut: Cut, measured: Measured, observed: Observed) -> None:
+        """Be cut as another task of the same structure, and know what is known of that."""
+        self.cut, self.measured, self.observed = cut, measured, observed
+        self.progress = UnitProgress(cut, measured)
 
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""

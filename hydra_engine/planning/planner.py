@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,9 +30,10 @@ from hydra_engine.host import (
     has_hooks,
     layout_of,
 )
+from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.keep import choose_kept, kept_bytes, least_step_s
-from hydra_engine.planning.rehearsal import REMEDY, TooLarge, rehearse
+from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_own_forward
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
@@ -76,6 +77,8 @@ class _Target(NamedTuple):
     devices: Sequence[DeviceSpec]  # that a step may be spread over
     share: int  # of them, that the task has to itself while all tasks train
     most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
+    opened: Opened  # the device, for a rehearsal
+    can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
 
 
 class Spreading(NamedTuple):
@@ -290,11 +293,12 @@ class PlannedTask:
         keeps_positions: bool = False,
         saved: SavedTask | None = None,
         limit: DramLimit | None = None,
+        rehearsals: Rehearsals | None = None,
     ) -> None:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back. limit: of DRAM, for all tasks.
+        back. limit: of DRAM, for all tasks. rehearsals: those of other tasks.
         """
         self.task = task
         self.name = name
@@ -321,6 +325,7 @@ class PlannedTask:
             if begin_epochs(task.callbacks)
             else None,
         )
+        self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
         self.layout = layout_of(task, alignment_bytes)
         self.frozen = FrozenBlocks() if frozen is None else frozen
         self.frozen.plan(self.layout)
@@ -355,14 +360,18 @@ class PlannedTask:
         devices: Sequence[DeviceSpec] = (),
         num_tasks: int = 1,
         most_slab_bytes: int | None = None,
+        opened: Opened | None = None,
+        can_hold: Callable[[int, int], bool] = lambda *_: True,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
-        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of.
+        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
+        device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard.
         """
         share = max(1, len(devices) // num_tasks)
-        target = _Target(device, budget, num_threads, devices or [device], share, most_slab_bytes)
+        opened = opened or partial(own_device, device, num_threads)
+        target = _Target(device, budget, num_threads, devices or [device], share, most_slab_bytes, opened, can_hold)
         self.estimate = Estimate(self.state)
         try:
             return Planner(self, target).plan()
@@ -440,8 +449,14 @@ class Planner:
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
         Structure(state.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        structure, rehearsals = signature_of(state), self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device
+        beside = None if structure is None else self._beside()
+        found = rehearsals.get(structure, beside)
+        if found is not None and self._adopt(found):
+            number = state.cut.num_micro_batches
+            return replace(self._as_plan(number), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         if task.model.has_own_forward:
@@ -474,7 +489,31 @@ class Planner:
         step_s = self.decide()
         if is_open and self._trains:
             number = self._raised(number, step_s)
+        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes))
         return self._as_plan(number)
+
+    def _beside(self) -> Hashable:
+        """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""
+        target, saved, is_auto = self._target, self._planned.saved, self._task.accumulation_steps == "auto"
+        batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
+        return (
+            *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
+            *(target.num_threads, tuple(each.memory_bytes for each in target.devices)),
+            *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
+            *(each.fingerprint for batch in batches for each in batch.whole),
+        )
+
+    def _adopt(self, found: Rehearsed) -> bool:
+        """Cut the task as one of the same structure was cut; False where others leave no room for that."""
+        planned, target = self._planned, self._target
+        found.put_into(self.state)
+        self._estimate.input_bytes = list(found.input_bytes)
+        slab_bytes = planned.largest_slab_bytes
+        fits = target.most_slab_bytes is None or slab_bytes <= target.most_slab_bytes
+        if not fits or not target.can_hold(planned.work_bytes, slab_bytes):
+            return False
+        self.decide()
+        return True
 
     def decide(self) -> float:
         """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
@@ -581,7 +620,7 @@ class Planner:
             locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
             drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
         )
-        state.measured.unit_s = rehearse(state, batch, evaluation, self._target.device, self._target.num_threads)
+        state.measured.unit_s = rehearse(state, batch, evaluation, self._target.opened)
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:

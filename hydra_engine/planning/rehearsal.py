@@ -45,7 +45,7 @@ from hydra_engine.data import (
     memory_of,
     seeded,
 )
-from hydra_engine.devices import COMPUTE, DeviceSpec, Promise
+from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
 from hydra_engine.planning.trial import GENERATORS, frozen
@@ -65,6 +65,8 @@ PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
 Part: TypeAlias = "tuple[int, int, int]"
 # (of which shard, of what, which number): a digest.
 Seen: TypeAlias = "dict[tuple[int, str, int], bytes]"
+# Of a device for as long as the body runs, with room for slabs of so many bytes; nobody else uses it meanwhile.
+Opened: TypeAlias = "Callable[[int], AbstractContextManager[OpenDevice]]"
 
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
@@ -99,40 +101,53 @@ class TooLarge(Exception):
         self.needed_bytes = needed_bytes
 
 
-def rehearse(
-    state: TaskState, batch: Batch, evaluation: Batch | None, device: DeviceSpec, num_threads: int
-) -> dict[tuple[str, int], float]:
+@contextmanager
+def own_device(spec: DeviceSpec, num_threads: int, arena_bytes: int) -> Iterator[OpenDevice]:
+    """Open a device for a rehearsal alone."""
+    device = spec.for_rehearsal().open(0, Trace(), num_threads, arena_bytes)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: Opened) -> dict[tuple[str, int], float]:
     """Seconds of each unit of a step; in `state`, what they take and which shards need the process-wide generators.
 
-    `evaluation`: a batch to evaluate as well, where the task has a validation loader. Raises TooLarge, what a layer or
-    the loss raised, and ValueError for layers that cannot be streamed.
+    `evaluation`: a batch to evaluate as well, where the task has a validation loader. opened: the device. Raises
+    TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
     """
-    rehearsal = _Rehearsal(state, device, num_threads)
-    try:
-        checks = _Checks(rehearsal)
-        seconds, seen = rehearsal.run(batch)
-        checks.check_batch(batch, seen)
-        state.observed.changed_buffers = frozenset(state.staging.buffers)
-        state.measured.staging_bytes = state.staging.num_bytes
-        state.check_buffers()
-        state.check_draws()
-        checks.check_repeats(batch, seen)
-        state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
-        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
-        state.check_draws()
-        if state.task.compile:
-            rehearsal.modes.pop()  # what compiles looks at modes of functions, too
-            rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
-        if not rehearsal.repeats_bits:
-            # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
-            seconds, _ = rehearsal.run(batch)
-        if evaluation is not None:
-            _, seen = rehearsal.run(evaluation)
-            checks.check_batch(evaluation, seen)
-            checks.check_repeats(evaluation, seen)
-            state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
-    finally:
-        rehearsal.close()
+    if state.steps_on_device:  # before anything is open: the factories are user code
+        with installed(Stream(capture())):
+            state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
+    with opened(max(shard.slab_bytes for shard in state.cut.shards)) as device, _Rehearsal(state, device) as rehearsal:
+        return _tried(rehearsal, batch, evaluation)
+
+
+def _tried(rehearsal: _Rehearsal, batch: Batch, evaluation: Batch | None) -> dict[tuple[str, int], float]:
+    state = rehearsal.state
+    checks = _Checks(rehearsal)
+    seconds, seen = rehearsal.run(batch)
+    checks.check_batch(batch, seen)
+    state.observed.changed_buffers = frozenset(state.staging.buffers)
+    state.measured.staging_bytes = state.staging.num_bytes
+    state.check_buffers()
+    state.check_draws()
+    checks.check_repeats(batch, seen)
+    state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
+    state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+    state.check_draws()
+    if state.task.compile:
+        rehearsal.modes.pop()  # what compiles looks at modes of functions, too
+        rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
+    if not rehearsal.repeats_bits:
+        # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
+        seconds, _ = rehearsal.run(batch)
+    if evaluation is not None:
+        _, seen = rehearsal.run(evaluation)
+        checks.check_batch(evaluation, seen)
+        checks.check_repeats(evaluation, seen)
+        state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
     return seconds
 
 
@@ -410,18 +425,13 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 class _Rehearsal:
     """A worker of its own, on which units run one after the other."""
 
-    def __init__(self, state: TaskState, device: DeviceSpec, num_threads: int) -> None:
+    def __init__(self, state: TaskState, device: OpenDevice) -> None:
         self.state = state
         self._events: SimpleQueue[Event] = SimpleQueue()
-        if state.steps_on_device:  # before anything is open: the factories are user code
-            with installed(Stream(capture())):
-                state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
-        trace = Trace()
-        self.repeats_bits = device.torch_device.type == "cpu"
+        self.repeats_bits = state.place.type == "cpu"
         self.modes: list[AbstractContextManager[Any]] = []  # in which units run
-        largest = max(shard.slab_bytes for shard in state.cut.shards)
-        self._device = device.for_rehearsal().open(0, trace, num_threads, largest)
-        self._worker = Worker(0, self._device, trace, self._events.put)
+        self._device = device
+        self._worker = Worker(0, device, Trace(), self._events.put)
         try:
             state.open()
             # What they remember is the user's.
@@ -439,9 +449,15 @@ class _Rehearsal:
             self.close()
             raise
 
+    def __enter__(self) -> _Rehearsal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Give the model back; nothing waits for the cyclic collector, nor for who keeps the error."""
-        self._worker.close()
+        self._worker.leave()
         self._worker.dismiss_all()
         if self.modes:
             self.guard.end()
@@ -577,6 +593,7 @@ class _Checks:
         Unless they find what they have left as good as what was there.
         """
         state, written = self._state, self._guard.written
+        state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
         if state.task.purpose is not Purpose.TRAIN:
             return
         loader = state.task.dataloader if batch.training else state.task.validation

@@ -10,8 +10,8 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from hydra_engine.data import Batch, CallbackDraws
-from hydra_engine.devices import host_memory
-from hydra_engine.errors import LoaderTimeout, PauseTask
+from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
+from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask
 from hydra_engine.host import BestWeights, TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
@@ -25,9 +25,12 @@ from hydra_engine.schedule import (
     BatchReady,
     DataEnded,
     DataFailed,
+    DeviceReturned,
+    DeviceWanted,
     EpochAhead,
     Failed,
     Finish,
+    Lend,
     Read,
     StepCommitted,
     StopRequested,
@@ -233,6 +236,10 @@ def _has_to_be_fitted(task: RunningTask, batch: Batch) -> bool:
     return split_otherwise or not task.state.measured.known.fits(batch.training, batch.signature)
 
 
+class RunOver(Exception):
+    """Nobody trains any more, and devices are closed."""
+
+
 class Arrived(NamedTuple):
     """A task came while others train."""
 
@@ -253,8 +260,10 @@ class Joining:
         # of one over devices that others want. None: no task waits for others any more.
         self._begins_by_s: float | None = None
         self._arriving = threading.Lock()
-        self._num_arriving = 0  # tasks on their way to `take_in`
+        self._num_arriving = 0  # tasks on their way to `take_in`, and devices that are lent
         self._is_over = False
+        self._borrowing = threading.Lock()  # held by who has a device, or waits for it
+        self._loan: Promise[bool] | None = None  # that is waited for; False: there will be none
         # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
         self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
@@ -277,9 +286,60 @@ class Joining:
         try:
             yield
         finally:
-            self._common.later(partial(self._feeds.reader_answered, planned))
+            with self._arriving:
+                if not self._is_over:  # or what nobody reads any more would keep the run
+                    self._common.later(partial(self._feeds.reader_answered, planned))
+
+    @contextmanager
+    def borrowed(self, spec: DeviceSpec) -> Iterator[OpenDevice]:
+        """Have a device alone, from the end of its unit on; the tasks go on with others, or wait.
+
+        Raises RunOver where the run has ended, or is interrupted.
+        """
+        index = next(k for k, each in enumerate(self._workers.specs) if each is spec)
+        with self._borrowing:
+            loan: Promise[bool] = Promise()
+            with self._arriving:
+                if self._is_over:
+                    raise RunOver
+                self._num_arriving += 1
+                self._loan = loan
+            self._common.events.put(DeviceWanted(index))
+            try:
+                if not loan.result():
+                    raise RunOver
+                with self._workers.vacated(index) as device:
+                    yield device
+            except DeviceLost as error:
+                self._common.later(partial(self._lost, error))
+                raise
+            finally:
+                with self._arriving:
+                    self._num_arriving -= 1
+                self._common.events.put(DeviceReturned(index))
 
     # -- from the thread that decides
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {Lend: self._lend}
+
+    def _lend(self, _: Lend) -> None:
+        self._end_loan(is_granted=not self._common.is_interrupted)
+
+    def _end_loan(self, *, is_granted: bool) -> None:
+        """Tell who waits for a device that it is there, or that there will be none."""
+        with self._arriving:
+            loan, self._loan = self._loan, None
+        if loan is not None:
+            loan.keep(is_granted)
+
+    def _lost(self, error: DeviceLost) -> None:
+        """A rehearsal has struck a device, which ends the run."""
+        if self._common.lost is None:
+            self._common.lost = error
+            self._saves.rescue()
+            self._common.due.append(StopRequested())
 
     def begin(self, planned: Sequence[PlannedTask]) -> None:
         """Take in the tasks of the run's beginning."""
@@ -292,6 +352,9 @@ class Joining:
         """Let nobody in any more."""
         with self._arriving:
             self._is_over = True
+        self._end_loan(is_granted=False)
+        with self._borrowing:  # after an error of our own: who has a device needs nothing of this thread
+            pass
         self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
 
     def has_ended(self) -> bool:

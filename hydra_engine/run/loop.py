@@ -93,6 +93,7 @@ class EngineRun:
         }
         self._actions: dict[type, Callable[..., None]] = {
             **self.workers.instructions(),
+            **self.joining.instructions(),
             **self._saves.instructions(),
             **self._host_work.instructions(),
             **self._feeds.instructions(),

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, active_autocast, resolve_devices
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
+from hydra_engine.run.feeds import RunOver
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList
@@ -129,9 +130,10 @@ class ModelOrchestrator:
     def add_task(self, task: ModelTask) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
 
-        From any thread, a callback's too; another task's bits are as without it. What planning takes of a device comes
-        on top of what is training there: its rehearsal runs one step on a device of its own, of the same budget. Where
-        training has ended before the plan is made, the task waits for the next `train_models()`.
+        From any thread, a callback's too; another task's bits are as without it. A task of the structure of one that
+        was planned adopts its plan; any other is rehearsed. On a GPU the tasks that train do without the device
+        meanwhile; an emulated device is rehearsed on beside them, by another one of the same budget. Where training
+        has ended before the plan is made, the task waits for the next `train_models()`.
 
         In a run that was resumed, it goes on as it was saved, if a task of its name was. Under the name of a task that
         was paused it goes on from there: make it as that one was made, with a new model or with that one's.
@@ -145,11 +147,6 @@ class ModelOrchestrator:
         with tasks.changing:
             self._check_outside("add_task")
             planned, run = tasks.made(task), self._running
-            if run is not None and any(not device.has_room_for_planning for device in self._devices):
-                raise RuntimeError(
-                    f"add_task: {planned.name!r} while others train: planning runs a step on a device, whose memory "
-                    f"they have; add it before train_models(), or train it in another call"
-                )
             beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
             check_sharing([*beside, planned])
             if run is None:
@@ -177,20 +174,24 @@ class ModelOrchestrator:
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
         tasks, site = self._tasks, replace(run.site, buffer=self.buffer)
-        cores = site.host.bound_cores
+        cores, joining, plan = site.host.bound_cores, run.joining, None
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
-            with drawing_as_usual(), run.joining.planning(planned), bound(cores, with_helpers=False):
-                plan = site.plan_one(planned, beside)
-            run.workers.check_room(planned)
+            with drawing_as_usual(), joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
+                plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold)
+                run.workers.check_room(planned)
         except BaseException:
             tasks.remove(planned)
             raise
         with tasks.changing:
             is_wanted = tasks.station(planned) is Station.JOINING  # it was not stopped meanwhile
             if is_wanted:
-                self.plan = site.plan_of([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
-                tasks.put(planned, Station.TRAINING if run.joining.add(planned) else Station.WAITING)
+                if plan is None:  # the run was over first: the next one plans it
+                    self.plan = None
+                else:
+                    self.plan = site.plan_of([*(self.plan.tasks.values() if self.plan is not None else ()), plan])
+                has_joined = plan is not None and joining.add(planned)
+                tasks.put(planned, Station.TRAINING if has_joined else Station.WAITING)
         if not is_wanted:
             tasks.drop(planned)
         elif planned.pause_wanted:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
 from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, never_committed
-from hydra_engine.devices import DeviceSpec, EmulatedDevice
+from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
+from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.host import FrozenBlocks
 from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
+    Rehearsals,
     check_apart,
     check_arena,
     check_dram,
@@ -26,6 +30,7 @@ from hydra_engine.planning import (
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
 from partitioners import Budget, parse_bytes
+from partitioners.profile import noted
 
 
 class Station(Enum):
@@ -50,6 +55,7 @@ class TaskList:
         self._store = store
         self._limit = limit
         self._frozen = FrozenBlocks()
+        self._rehearsals = Rehearsals()
         self._alignment_bytes = max(device.alignment_bytes for device in devices)
         # A device that is lost takes the process with it, and what was committed is saved.
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
@@ -148,6 +154,7 @@ class TaskList:
             keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
             saved=saved,
             limit=self._limit,
+            rehearsals=self._rehearsals,
         )
 
     def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
@@ -267,11 +274,27 @@ class Site:
         self.limit.check(tasks)
         return self.plan_of(plans)
 
-    def plan_one(self, planned: PlannedTask, beside: Sequence[PlannedTask]) -> TaskPlan:
-        """Plan a task while others train, itself being one of `beside`."""
+    def plan_one(
+        self,
+        planned: PlannedTask,
+        beside: Sequence[PlannedTask],
+        borrowed: Callable[[DeviceSpec], AbstractContextManager[OpenDevice]],
+        can_hold: Callable[[int, int], bool],
+    ) -> TaskPlan:
+        """Plan a task while others train, itself being one of `beside`.
+
+        borrowed: a device for a rehearsal, which the others do without meanwhile. can_hold: as the planner's.
+        """
         check_dram([planned])
         self.limit.check([planned])
-        plan = self._plan(planned, len(beside))
+        device = self._smallest
+        opened = None if device.has_room_for_planning else lambda _: borrowed(device)
+        try:
+            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold)
+        except ShardDoesNotFit as error:
+            if opened is not None:
+                noted(error, "beside tasks that train, whose arenas stay as they are; add it before train_models()")
+            raise
         check_shared_buffers(beside)
         self.limit.check([planned])
         return plan
@@ -292,9 +315,11 @@ class Site:
         devices = [repr(device) for device in self.devices]
         return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=self.host)
 
-    def _plan(self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None) -> TaskPlan:
-        threads = self.host.intra_op_threads
-        return planned.make_plan(self._smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes)
+    def _plan(
+        self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any
+    ) -> TaskPlan:
+        threads, smallest = self.host.intra_op_threads, self._smallest
+        return planned.make_plan(smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes, **options)
 
     def _check_free(self) -> None:
         for device in self.devices:

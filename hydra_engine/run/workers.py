@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec
+from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common
 from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
 from hydra_engine.tasks import DeviceReport
+from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 from partitioners import format_bytes
 
@@ -39,6 +41,18 @@ class Workers:
         """Close all devices."""
         for worker in self.all:
             worker.close()
+
+    @contextmanager
+    def vacated(self, index: int) -> Iterator[OpenDevice]:
+        """Have a device that was lent, with nothing on it and a trace of its own, in another thread."""
+        worker = self.all[index]
+        worker.vacate()
+        device, trace = worker.device, worker.device.trace
+        device.trace = Trace()
+        try:
+            yield device
+        finally:
+            device.trace = trace
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Return True if each has these bytes for a unit, and for its shard's parameters."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hydra_engine.schedule.events import Computed, Drop, Instruction, Load, Run
+from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Run
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
-from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, ScheduledTask
+from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
@@ -59,6 +59,20 @@ class Dispatch:
 
     def add_device(self, index: int) -> None:
         device = self._devices[index] = ScheduledDevice(index)
+        self.free(device)
+
+    def lend(self, index: int) -> None:
+        """Begin nothing more on a device, and lend it once its unit is through."""
+        device = self._devices[index]
+        device.use = Use.WANTED
+        if device.claim is not None:
+            self._drop(device)
+        self.free(device)
+
+    def take_back(self, index: int) -> None:
+        """Use a device again."""
+        device = self._devices[index]
+        device.use = Use.UNITS
         self.free(device)
 
     def add_task(self, task: ScheduledTask) -> None:
@@ -164,7 +178,8 @@ class Dispatch:
         self._touched = {}
 
     def _is_wanting(self, device: ScheduledDevice) -> bool:
-        return device.claim is None and (device.running is None or self._double_buffer)
+        is_free = device.use is Use.UNITS and device.claim is None
+        return is_free and (device.running is None or self._double_buffer)
 
     def free(self, device: ScheduledDevice) -> None:
         """Put a device where it is looked for, after its unit or its claim has changed."""
@@ -178,7 +193,8 @@ class Dispatch:
 
     def _place(self, device: ScheduledDevice) -> None:
         """Queue a device at once where its unit changes: a policy may raise before it is freed."""
-        for queue, belongs in ((self._idle, device.running is None), (self._wanting, self._is_wanting(device))):
+        is_idle = device.use is Use.UNITS and device.running is None
+        for queue, belongs in ((self._idle, is_idle), (self._wanting, self._is_wanting(device))):
             if not belongs:
                 queue.discard(device)
             elif device not in queue:
@@ -195,6 +211,11 @@ class Dispatch:
 
         A claim has to stand back for a task on the critical path, which any wait would make longer.
         """
+        if device.use is not Use.UNITS:
+            if device.use is Use.WANTED:
+                device.use = Use.LENT
+                self._out.append(Lend(device.index))
+            return
         claim = device.claim
         if claim is not None and claim.in_turn and (not claim.under_way or claim.near is device):
             urgent = self._ready.best() if self._policy_is_longest_first else None

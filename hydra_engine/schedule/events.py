@@ -130,6 +130,18 @@ class DeviceAdded(NamedTuple):
     device: int
 
 
+class DeviceWanted(NamedTuple):
+    """Somebody else wants a device for a while, for a rehearsal: say `Lend` once its unit is through."""
+
+    device: int
+
+
+class DeviceReturned(NamedTuple):
+    """A device that was lent, or wanted, may be used again."""
+
+    device: int
+
+
 class CaptureWanted(NamedTuple):
     """A task is to be saved: say `Capture` at once where it is settled, else when it is."""
 
@@ -150,7 +162,7 @@ class StopRequested(NamedTuple):
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DidNotFit | Fitted | DeviceAdded | CaptureWanted | TaskStopped | StopRequested"
+    " | DidNotFit | Fitted | DeviceAdded | DeviceWanted | DeviceReturned | CaptureWanted | TaskStopped | StopRequested"
 )
 
 
@@ -173,6 +185,12 @@ class Run(NamedTuple):
 
     device: int
     unit: Unit
+
+
+class Lend(NamedTuple):
+    """Give a device to who wants it: no unit computes there, and none is claimed."""
+
+    device: int
 
 
 class Read(NamedTuple):
@@ -237,4 +255,4 @@ class Finish(NamedTuple):
     is_settled: bool = True  # False: it ends in a step that has updated shards already
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+Instruction: TypeAlias = "Load | Drop | Run | Lend | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"

@@ -342,11 +342,20 @@ class ScheduledTask:
         self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
 
 
+class Use(Enum):
+    """Users of a device."""
+
+    UNITS = auto()  # of the tasks
+    WANTED = auto()  # somebody else, once its unit is through
+    LENT = auto()  # somebody else
+
+
 @dataclass(eq=False)
 class ScheduledDevice:
     """A device as far as decisions need it."""
 
     index: int
+    use: Use = Use.UNITS
     running: Unit | None = None
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed

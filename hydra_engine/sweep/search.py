@@ -98,8 +98,6 @@ class Search:
         self._root = None if checkpoints is None else Path(checkpoints)
         self._checkpoints = None if self._root is None else self._root / node
         self._verbose = verbose
-        # While others train, a GPU has no memory to plan with: there, as many as have room train together, to the end.
-        self._may_join = all(device.has_room_for_planning for device in self._devices)
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._is_running = False
@@ -158,7 +156,7 @@ class Search:
         policy, tasks = self._settings.policy, [live.task for live in self._live.values()]
         if isinstance(policy, SweepPolicy):
             policy.choose(tasks)
-        if not self._may_join or (isinstance(policy, SweepPolicy) and policy.is_in_step):
+        if isinstance(policy, SweepPolicy) and policy.is_in_step:
             return self._parallel  # in step from the beginning, they load what they share once
         # Two tell if trials share frozen weights.
         return min(2, self._parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
@@ -327,7 +325,7 @@ class Search:
                 if live is not None and report is not None:
                     self._has_room = True
                     self._over(live, report)
-                while self._may_join and self._error is None and self._wants_more() and self._begin():
+                while self._error is None and self._wants_more() and self._begin():
                     pass
             except BaseException as error:
                 self._error = self._error or error

@@ -39,6 +39,7 @@ class TaskPlan:
     launch_share: float | None = None  # of the time that a device works, that launching takes; None: it is the same
     doubled_bytes: int = 0  # of its frozen weights that another task has equal ones of, elsewhere in DRAM
     ceilings: str = ""  # where the link's rates come from; "": the user stated them
+    adopted_from: str | None = None  # the task of the same structure whose rehearsal this plan is of; None: its own
 
     @property
     def _spread(self) -> str:

@@ -88,10 +88,14 @@ class Claims:
         with self._changed:
             self._changed.wait_for(lambda: not any(task in (None, claim.unit.task) for claim in self._outstanding))
 
-    def give_up(self) -> None:
-        """End all of them, after an error elsewhere: those whose unit is in the lanes fail there."""
+    def drop_all(self) -> None:
+        """Give up all claims whose unit was not begun."""
         for unit in list(self._waiting):
             self.drop(unit)
+
+    def give_up(self) -> None:
+        """End all of them, after an error elsewhere: those whose unit is in the lanes fail there."""
+        self.drop_all()
         with self._lock:
             for claim in self._outstanding:
                 claim.fail(RuntimeError(f"{claim.unit} was given up: the run is closing"))

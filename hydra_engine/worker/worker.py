@@ -135,6 +135,17 @@ class Worker:
     def settle(self, task: str | None = None) -> None:
         self._claims.settle(task)
 
+    def vacate(self) -> None:
+        """Wait until nothing is on its way, and give up all that is kept: somebody else has the device for a while."""
+        self._claims.settle()
+        self._residents.vacate()
+
+    def leave(self) -> None:
+        """Go from a device that somebody else uses again, once all that is on its way is through."""
+        self._claims.drop_all()
+        self._claims.settle()
+        self._residents.leave()
+
     def close(self) -> None:
         """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
         self.device.ledger.close()

@@ -22,6 +22,8 @@ from hydra_engine.schedule.events import (
     DataEnded,
     DataFailed,
     DeviceAdded,
+    DeviceReturned,
+    DeviceWanted,
     DidNotFit,
     Discard,
     Drop,
@@ -151,6 +153,7 @@ class World:
         self.tasks = {}
         self.running = {}  # by device
         self.claims = {}
+        self.wanted = {}  # by device that somebody else wants: whether it has it
         self.is_stored_at_once = lambda: False
         self.story = []  # events and instructions, for a failing test to show
 
@@ -163,6 +166,15 @@ class World:
     def add_device(self, device):
         self.running[device] = self.claims[device] = None
         return self.send(DeviceAdded(device))
+
+    def want_device(self, device):
+        """Somebody else wants a device for a while."""
+        self.wanted[device] = False
+        return self.send(DeviceWanted(device))
+
+    def return_device(self, device):
+        del self.wanted[device]
+        return self.send(DeviceReturned(device))
 
     def read(self, task, *, new_shapes=False):
         """The reader is through with what was asked for."""
@@ -272,8 +284,16 @@ class World:
 
     # -- instructions
 
+    def _lend(self, instruction, _):
+        [device] = instruction
+        assert self.wanted[device] is False, "a device is lent once, to who wants it"
+        assert self.running[device] is None, "its unit is through"
+        assert self.claims[device] is None, "nothing is on its way there"
+        self.wanted[device] = True
+
     def _load(self, instruction, _):
         device, unit = instruction
+        assert device not in self.wanted, "nothing more begins on a device that is wanted"
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
         found, _ = self.part(unit).next_unit()
@@ -384,6 +404,9 @@ class World:
         assert len(chains) == len(on_devices), "the units of a task, or of a part, run one after the other"
         assert not set(on_devices) & set(self.claims.values())
         for device, unit in self.running.items():
+            if device in self.wanted:
+                assert self.wanted[device] == (unit is None), "a device is lent as soon as its unit is through"
+                continue
             if unit is None:
                 assert not {"any", device} & set(runnable.values()), f"{runnable} wait beside the idle device {device}"
             if self.claims[device] is None:
@@ -401,6 +424,9 @@ class World:
 
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
+        for device, has_it in list(self.wanted.items()):
+            if has_it:
+                yield "return", lambda device=device: self.return_device(device)
         for device, unit in self.running.items():
             if unit is not None:
                 yield "compute", lambda device=device: self.compute(device)
@@ -487,7 +513,7 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
     failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
     stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
     misfit_share = rng.choice([0.05, 0.5]) if misfits else 0.0
-    capture_share = 0.05
+    capture_share, lend_share = 0.05, rng.choice([0.0, 0.0, 0.1])
     share_at_once = rng.choice([0.0, 0.5, 1.0])
     world.is_stored_at_once = lambda: rng.random() < share_at_once
     try:
@@ -507,6 +533,10 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
             if rng.random() < stop_share:
                 world.stop()
                 continue
+            others = [device for device in world.running if device not in world.wanted]
+            if others and rng.random() < lend_share:
+                world.want_device(rng.choice(others))
+                continue
             if world.tasks and rng.random() < capture_share:
                 world.want_capture(rng.choice(list(world.tasks.values())))
                 continue
@@ -525,8 +555,8 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
                 happens()
         # What was asked of a reader may still come in.
         for what, happens in list(world.under_way()):
-            assert what in ("read", "read anew"), "when all is finished nothing is under way but a read"
-            if what == "read":
+            assert what in ("read", "read anew", "return"), "when all is finished nothing is under way but a read"
+            if what in ("read", "return"):
                 assert happens() == []
     except AssertionError as error:
         tail = "\n".join(map(str, world.story[-12:]))

@@ -73,7 +73,7 @@ def test_the_best_of_a_rung_go_on_with_the_bits_of_plain_pytorch(tmp_path):
     assert Count.most <= 2
 
 
-def test_where_devices_cannot_plan_beside_training_groups_wait_at_the_rung(tmp_path):
+def test_trials_wait_at_a_rung_where_devices_are_lent_for_rehearsals(tmp_path):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
     assert_halved(sweep_in(tmp_path, devices=[device]).run())

@@ -353,24 +353,13 @@ def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
     assert max(most) < 4
 
 
-@pytest.mark.parametrize("limit", ["parallel", "dram"])
-def test_where_devices_cannot_plan_beside_training_trials_train_in_groups(limit):
+def test_where_devices_have_no_room_beside_training_they_are_lent_for_the_rehearsal_of_the_next_trial():
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
-    kept, together = {}, []
-
-    def build_and_note(trial):
-        together.append(len(kept))
-        return keeping(kept)(trial)
-
-    options = {"parallel": 2}
-    if limit == "dram":  # the second group is that of the trial which found no room
-        options = {"parallel": 3, "dram": 3 * bytes_of({"width": 8, "lr": 0.1}) - 1}
-    sampler = optuna.samplers.GridSampler({"width": [8], "lr": [0.1, 0.2, 0.3, 0.4, 0.5]}, seed=2)
-    sweep = Sweep(build_and_note, num_trials=5, devices=[device], study=study_of(sampler=sampler), **options)
+    kept = {}
+    sweep = Sweep(keeping(kept), num_trials=5, parallel=2, devices=[device], study=study_of())
     sweep.verbose = 0
     study = sweep.run()
-    assert together == [0, 0, 2, 2, 4]
     assert states(study) == [COMPLETE] * 5
     for trial in study.trials:
         assert kept[trial.number][0] == plain(trial)[0].losses

@@ -1,0 +1,386 @@
+"""A task of the structure of one that was planned takes over its plan; one that differs in anything is rehearsed."""
+
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.planning import rehearsal
+from partitioners import Presharded
+from tests import reference
+
+SCALE = 0.5  # a global that a layer reads
+EPOCHS = 2
+
+
+@dataclass
+class Config:
+    width: int = 8
+    bias: bool = True
+
+
+class Scaled(nn.Module):
+    """Reads attributes, a config, a buffer and a global."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor, self.config, self.names = factor, Config(), {"a": [1, 2]}
+        self.activation = torch.tanh
+        self.register_buffer("mask", torch.ones(8))
+
+    def forward(self, x):
+        return self.activation(x * self.factor * SCALE * self.mask)
+
+
+def batches(num=3, size=5, dtype=torch.float32, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 8, generator=generator).to(dtype), torch.randint(3, (size,), generator=generator))
+        for _ in range(num)
+    ]
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), Scaled(), nn.Dropout(0.2), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+    return nn.Sequential(*layers)
+
+
+def loss(output, target):
+    return F.cross_entropy(output, target)
+
+
+def task_of(name, seed=0, model=None, loader=None, loss_fn=loss, lr=1e-2, **options):
+    options = {"optimizer": torch.optim.AdamW, "partitioner": Presharded([2, 4, 6]), "seed": seed, **options}
+    model = model_of(seed) if model is None else model
+    return ModelTask(model, loss_fn, batches() if loader is None else loader, lr, EPOCHS, name=name, **options)
+
+
+def orchestra_of(*tasks, memory="1MiB"):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, meter_every_unit=True)])
+    orchestra.verbose = 0
+    return orchestra
+
+
+def adopted(first, second):
+    """Whose plan each of two tasks has."""
+    plans = orchestra_of(first, second).generate().tasks.values()
+    return [plan.adopted_from for plan in plans]
+
+
+@pytest.fixture
+def num_rehearsals(monkeypatch):
+    """How many steps were run for a plan."""
+    count, run = [], rehearsal._Rehearsal.run
+    monkeypatch.setattr(rehearsal._Rehearsal, "run", lambda *args, **kwargs: count.append(1) or run(*args, **kwargs))
+    return count
+
+
+def test_tasks_of_one_structure_share_a_rehearsal_and_have_the_bits_of_plain_pytorch(num_rehearsals):
+    tasks = [task_of(str(k), seed=k, lr=1e-3 * (k + 1), validation=batches(2, seed=9)) for k in range(3)]
+    orchestra = orchestra_of(*tasks)
+    orchestra_of(task_of("alone", validation=batches(2, seed=9))).generate()
+    alone = len(num_rehearsals)
+    plan = orchestra.generate()
+    assert [each.adopted_from for each in plan.tasks.values()] == [None, "0", "0"]
+    assert len(num_rehearsals) == 2 * alone
+    assert len({tuple(each.boundaries) for each in plan.tasks.values()}) == 1
+    assert len({tuple(each.shard_bytes) for each in plan.tasks.values()}) == 1
+    report = orchestra.train_models()
+    assert report.devices[0].peak_bytes <= report.devices[0].memory_bytes
+    for k, task in enumerate(tasks):
+        model = model_of(k)
+        settings = {"epochs": EPOCHS, "optimizer": torch.optim.AdamW, "validation": batches(2, seed=9)}
+        result = reference.train(model, loss, batches(), seed=k, lr=1e-3 * (k + 1), **settings)
+        found = report.tasks[task.name]
+        assert (found.losses, found.validation_losses) == (result.losses, result.validation_losses)
+        expected = model.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in task.model.state_dict().items())
+
+
+def test_a_task_added_later_adopts_the_plan_of_one_that_is_over():
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.train_models()
+    orchestra.add_task(task_of("second", seed=1))
+    assert orchestra.generate().tasks["second"].adopted_from == "first"
+
+
+def test_a_second_plan_of_a_task_is_its_own(num_rehearsals):
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    before = len(num_rehearsals)
+    orchestra.add_task(task_of("second", model=nn.Sequential(nn.Linear(8, 3)), partitioner=Presharded([1])))
+    plan = orchestra.generate()
+    assert len(num_rehearsals) > before
+    assert [each.adopted_from for each in plan.tasks.values()] == [None, None]
+
+
+def test_other_seeds_rates_optimizers_settings_and_lambdas_of_one_code_are_the_same_structure():
+    def make(name, seed, lr, decay):
+        options = {"optimizer": partial(torch.optim.AdamW, weight_decay=decay), "hparams": {"lr": lr}}
+        return task_of(name, seed, lr=lr, loss_fn=lambda output, target: F.cross_entropy(output, target), **options)
+
+    assert adopted(make("first", 0, 1e-2, 0.0), make("second", 1, 1e-3, 0.1)) == [None, "first"]
+
+
+def test_classes_that_are_made_anew_for_each_task_are_compared_by_their_code():
+    def model(factor):
+        class Local(nn.Module):
+            bias = factor
+
+            def forward(self, x):
+                return super().__call__ and x + self.bias
+
+        return nn.Sequential(nn.Linear(8, 8), Local(), nn.Linear(8, 3))
+
+    options = {"partitioner": Presharded([2, 3])}
+    make = [task_of(name, model=model(factor), **options) for name, factor in (("a", 1.0), ("b", 1.0))]
+    assert adopted(*make) == [None, "a"]
+    assert adopted(make[0], task_of("b", model=model(2.0), **options)) == [None, None]
+
+
+# What a second model has other than the first; each function changes the model in place.
+
+
+def other_dropout(model):
+    model[3].p = 0.3
+
+
+def other_flag(model):
+    model[3].eval()
+
+
+def other_attribute(model):
+    model[2].factor = 2.0
+
+
+def other_type_of_an_attribute(model):
+    model[2].factor = 1
+
+
+def other_value_in_a_config(model):
+    model[2].config.bias = False
+
+
+def other_value_in_a_container(model):
+    model[2].names["a"][1] = 3
+
+
+def another_attribute(model):
+    model[2].more = None
+
+
+def other_function(model):
+    model[2].activation = torch.sigmoid
+
+
+def other_buffer(model):
+    model[2].mask[3] = 0.0
+
+
+def forward_of_its_own(model):
+    model[2].forward = MethodType(lambda self, x: x * self.factor, model[2])
+
+
+def hook(model):
+    model[4].register_forward_hook(lambda module, args, output: None)
+
+
+def hook_on_a_parameter(model):
+    model[4].weight.register_hook(lambda gradient: gradient)
+
+
+def tie(model):
+    model[4].weight = model[0].weight
+
+
+def frozen_parameter(model):
+    model[0].bias.requires_grad_(False)
+
+
+def other_dtype(model):
+    model[2].mask = model[2].mask.half()
+
+
+def another_layer(model):
+    model[3] = nn.Identity()
+
+
+def a_tensor_beside_the_weights(model):
+    model[2].extra = torch.ones(2)
+
+
+def a_generator(model):
+    model[2].generator = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_dropout,
+        other_flag,
+        other_attribute,
+        other_type_of_an_attribute,
+        other_value_in_a_config,
+        other_value_in_a_container,
+        another_attribute,
+        other_function,
+        other_buffer,
+        forward_of_its_own,
+        hook,
+        hook_on_a_parameter,
+        tie,
+        frozen_parameter,
+        other_dtype,
+        another_layer,
+        a_tensor_beside_the_weights,
+        a_generator,
+    ],
+)
+def test_a_model_that_differs_is_rehearsed(change):
+    model = model_of(1)
+    change(model)
+    assert adopted(task_of("first"), task_of("second", model=model)) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_fn": nn.CrossEntropyLoss()},
+        {"loss_fn": partial(loss)},
+        {"loss_fn": lambda output, target: F.cross_entropy(output, target, label_smoothing=0.1)},
+        {"loader": batches(size=6)},
+        {"validation": batches(2)},
+        {"accumulation_steps": 2},
+        {"loss_reduction": "sum"},
+        {"max_grad_norm": 1.0, "optimizer_device": "auto"},
+        {"optimizer": torch.optim.SGD},  # its state is of another size
+        {"early_release": True},
+        {"optimizer_device": "device"},
+        {"partitioner": Presharded([3, 6])},
+    ],
+    ids=str,
+)
+def test_a_task_that_differs_is_rehearsed(options):
+    second = task_of("second", 1, **{"validation": None, **options})
+    assert adopted(task_of("first"), second) == [None, None]
+
+
+@pytest.mark.parametrize("options", [{}, {"metrics": {"largest": lambda output, target: output.max()}}])
+def test_metrics_are_compared(options):
+    first = task_of("first", validation=batches(2), metrics={"largest": lambda output, target: output.min()})
+    assert adopted(first, task_of("second", 1, validation=batches(2), **options)) == [None, None]
+
+
+def test_precisions_are_compared():
+    models = [nn.Sequential(nn.Linear(8, 3)) for _ in range(3)]
+    names, precisions = ("a", "b", "c"), ("float32", "bfloat16", "bfloat16")
+    tasks = [
+        task_of(name, model=model, precision=precision, partitioner=Presharded([1]))
+        for name, model, precision in zip(names, models, precisions, strict=True)
+    ]
+    assert [plan.adopted_from for plan in orchestra_of(*tasks).generate().tasks.values()] == [None, None, "b"]
+
+
+def test_a_global_that_has_changed_is_seen(monkeypatch):
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    orchestra.stop_task("first")
+    monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
+    orchestra.add_task(task_of("second", 1))
+    assert orchestra.generate().tasks["second"].adopted_from is None
+
+
+@pytest.mark.parametrize("owner", [Scaled, nn.Linear])
+def test_a_method_that_was_replaced_is_seen(monkeypatch, owner):
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    orchestra.stop_task("first")
+    before = owner.forward
+    monkeypatch.setattr(owner, "forward", lambda self, x: before(self, x))
+    orchestra.add_task(task_of("second", 1))
+    assert orchestra.generate().tasks["second"].adopted_from is None
+
+
+def test_a_closure_is_compared_by_its_values():
+    def loss_of(smoothing):
+        return lambda output, target: F.cross_entropy(output, target, label_smoothing=smoothing)
+
+    first = task_of("first", loss_fn=loss_of(0.1))
+    assert adopted(first, task_of("second", 1, loss_fn=loss_of(0.1))) == [None, "first"]
+    first = task_of("first", loss_fn=loss_of(0.1))
+    assert adopted(first, task_of("second", 1, loss_fn=loss_of(0.2))) == [None, None]
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2.0)
+
+
+def test_layers_that_work_in_place_on_a_batch_are_rehearsed_with_each_loader():
+    def make(name, loader):
+        model = nn.Sequential(InPlace(), nn.Linear(8, 3))
+        return task_of(name, model=model, loader=loader, partitioner=Presharded([1, 2]))
+
+    class Fresh:
+        def __iter__(self):
+            return iter(batches())
+
+        def __len__(self):
+            return 3
+
+    assert adopted(make("first", Fresh()), make("second", Fresh())) == [None, None]
+    with pytest.raises(ValueError, match="second: layer 0 works in place on the inputs of a batch that loader"):
+        orchestra_of(make("first", Fresh()), make("second", batches())).generate()
+
+
+class Counts(nn.Module):
+    """Refused: its forward counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.num = 0
+
+    def forward(self, x):
+        self.num += 1
+        return x * self.num
+
+
+def test_what_was_refused_is_refused_again():
+    model = nn.Sequential(nn.Linear(8, 8), Counts(), nn.Linear(8, 3))
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    for name in ("second", "third"):
+        orchestra.add_task(task_of(name, model=copy.deepcopy(model), partitioner=Presharded([2, 3])))
+        with pytest.raises(ValueError, match=f"{name}: .*attribute 'num'|{name}: run twice on the same input"):
+            orchestra.generate()
+        orchestra.stop_task(name)
+
+
+def test_other_devices_are_another_plan():
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    orchestra.buffer = "2KiB"
+    orchestra.add_task(task_of("second", 1))
+    assert [plan.adopted_from for plan in orchestra.generate().tasks.values()] == [None, "first"]
+
+
+def test_a_plan_that_is_kept_for_others_keeps_no_model():
+    orchestra = orchestra_of(task_of("other", model=nn.Sequential(nn.Linear(8, 3)), partitioner=Presharded([1])))
+    task = task_of("first")
+    orchestra.add_task(task)
+    orchestra.generate()
+    known = orchestra._tasks._rehearsals._found
+    assert len(known) == 2
+    layer = weakref.ref(task.model[2])
+    del orchestra, task
+    gc.collect()
+    assert layer() is None
