@@ -267,7 +267,7 @@ def test_a_model_that_differs_is_rehearsed(change):
         {"optimizer_device": "device"},
         {"partitioner": Presharded([3, 6])},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_a_task_that_differs_is_rehearsed(options):
     second = task_of("second", 1, **{"validation": None, **options})
