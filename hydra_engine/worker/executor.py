@@ -203,7 +203,7 @@ class UnitRunning:
                 with self._executor.modes():  # may be the user's code
                     for layer in layers:
                         layer.eval()
-            torch.set_grad_enabled(self._spec.kind != EVALUATE)
+            _set_grad_enabled(self._spec.kind != EVALUATE)
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:
@@ -212,7 +212,7 @@ class UnitRunning:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        torch.set_grad_enabled(self._had_gradients)
+        _set_grad_enabled(self._had_gradients)
         for module, training in self._was_training:
             module.training = training
         try:
@@ -451,6 +451,11 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
                 run_backward(outputs, gradients)
+
+
+def _set_grad_enabled(is_enabled: bool) -> None:
+    if torch.is_grad_enabled() != is_enabled:
+        torch.set_grad_enabled(is_enabled)
 
 
 def _check_place(value: Boundary, here: torch.device, layer: str) -> None:
