@@ -54,10 +54,10 @@ class Trace:
 
     def add(self, device: str, lane: str, label: str, start_s: float) -> None:
         """Record a span from `start_s` to now."""
-        span = Span(device, lane, label, start_s, self.now_s())
+        end_s = self.now_s()
         with self._lock:
-            self._spans.append(span)
-            self._busy_s[device, lane] += span.end_s - span.start_s
+            self._spans.append(Span(device, lane, label, start_s, end_s))
+            self._busy_s[device, lane] += end_s - start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
         with self._lock:

@@ -153,7 +153,7 @@ class Ledger:
             self._pump()
 
     def _pump(self) -> None:
-        if self._is_pumping:  # what a callback asks for or gives back is looked at after it
+        if self._is_pumping or not self._waiting:  # what a callback asks for or gives back is looked at after it
             return
         self._is_pumping = True
         try:

@@ -85,7 +85,7 @@ class Dispatch:
         self._num_passes = task.num_passes = max(task.num_passes + 1, self._num_passes)
 
     def computed(self, event: Computed, part: Part) -> ScheduledDevice:
-        """Take a unit from its device, and charge its time; the device has to be freed."""
+        """Take a unit from its device, and charge its time; the device has to be touched."""
         task, device = part.task, self._devices[event.device]
         device.running = device.part = part.computing = None
         self._place(device)
@@ -184,6 +184,10 @@ class Dispatch:
     def free(self, device: ScheduledDevice) -> None:
         """Put a device where it is looked for, after its unit or its claim has changed."""
         self._place(device)
+        self.touch(device)
+
+    def touch(self, device: ScheduledDevice) -> None:
+        """Look at a device that is in its place for what it can have now."""
         self._touched[device] = None
 
     def free_all(self) -> None:
@@ -192,7 +196,7 @@ class Dispatch:
             self.free(device)
 
     def _place(self, device: ScheduledDevice) -> None:
-        """Queue a device at once where its unit changes: a policy may raise before it is freed."""
+        """Queue a device at once where its unit changes: a policy may raise before it is touched."""
         is_idle = device.use is Use.UNITS and device.running is None
         for queue, belongs in ((self._idle, is_idle), (self._wanting, self._is_wanting(device))):
             if not belongs:
@@ -298,7 +302,7 @@ class Dispatch:
         task.served_order = self._served_count
         self._out.append(Run(device.index, unit))
         self.refresh(part.task)
-        self.free(device)
+        self.touch(device)
 
     def _drop(self, device: ScheduledDevice) -> None:
         self.refresh(self._let_go(device).task)

@@ -161,7 +161,7 @@ class Scheduler:
             self._is_stored(part, (event.unit.kind, event.unit.shard))
         else:
             part.leave(None if event.failed else device)
-        self._dispatch.free(device)
+        self._dispatch.touch(device)
         self._dispatch.refresh(part.task)
 
     def _stored(self, event: Stored) -> None:

@@ -329,7 +329,12 @@ class ScheduledTask:
 
     def passes(self) -> float:
         """Return how many passes through its shards it has made, as a fraction of the one in progress, too."""
-        done = sum(part.share * part.position for part in self.parts) if self.chain else 0.0
+        if not self.chain:
+            done = 0.0
+        elif len(self.parts) == 1:
+            done = float(self.parts[0].position)
+        else:
+            done = sum(part.share * part.position for part in self.parts)
         return self.num_passes + done / max(1, len(self.chain))
 
     def measured(self, node: tuple[str, int], seconds: float) -> None:

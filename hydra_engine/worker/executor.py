@@ -21,7 +21,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
+from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors, run_backward
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -203,7 +203,7 @@ class UnitRunning:
                 with self._executor.modes():  # may be the user's code
                     for layer in layers:
                         layer.eval()
-            torch.set_grad_enabled(self._spec.kind != EVALUATE)
+            _set_grad_enabled(self._spec.kind != EVALUATE)
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:
@@ -212,7 +212,7 @@ class UnitRunning:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        torch.set_grad_enabled(self._had_gradients)
+        _set_grad_enabled(self._had_gradients)
         for module, training in self._was_training:
             module.training = training
         try:
@@ -347,7 +347,7 @@ class UnitRunning:
         if pairs:
             edges, roots = zip(*pairs, strict=True)
             with self._watching_buffers(), replayed(graph.frame):
-                torch.autograd.backward(edges, roots)
+                run_backward(edges, roots)
         gradients = self._of_arrivals(graph.arrivals) if self._shard.index else None
         return MicroOutput(random=micro.random, gradients=gradients)
 
@@ -450,7 +450,12 @@ class UnitRunning:
         if roots:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
-                torch.autograd.backward(outputs, gradients)
+                run_backward(outputs, gradients)
+
+
+def _set_grad_enabled(is_enabled: bool) -> None:
+    if torch.is_grad_enabled() != is_enabled:
+        torch.set_grad_enabled(is_enabled)
 
 
 def _check_place(value: Boundary, here: torch.device, layer: str) -> None:

@@ -38,6 +38,7 @@ def settings_of(build_task=build):
         build_task=build_task,
         objective=Objective.parse(None),
         parallel=2,
+        dram_bytes=None,
         devices=[EmulatedDevice(size) for size in DEVICES],
         policy="sharded-lrtf",
         checkpoint_every=1,
