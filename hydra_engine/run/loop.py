@@ -2,7 +2,7 @@
 
     threads                     events               departments                  instructions
 
-    a reader per task    ---->  +---------+          joining    arrivals, set-up
+    a reader per task    ---->  +---------+          joining    arrivals, set-up      Lend
     lanes of devices     ---->  |         |          feeds      readers, deadlines       Read
     optimizer pool       ---->  |  Inbox  | -> loop  recovery   failures                          <- Scheduler
     planner              ---->  |         |          workers    devices                  Load Drop Run

@@ -255,6 +255,31 @@ class TestSameBits:
         for name, model in zip(names, models, strict=True):
             assert_same(result_of(report, name, model), alone[name])
 
+    def test_of_a_task_that_joins_while_another_trains(self):
+        """Rehearsed on the device that the other one lends, or with the plan of one that was."""
+
+        class Adds(Callback):
+            def on_step(self, report):
+                if report.steps == 2:
+                    for task, _ in joining:
+                        orchestra.add_task(task)
+
+        task, model = task_of("cnn")
+        alone = result_of(trained([task]), "cnn", model)
+        joining = [task_of("cnn"), task_of("cnn", label="again")]
+        first, first_model = task_of("gpt_with_dropout", callbacks=[Adds()])
+        orchestra = orchestra_of([first])
+        report = orchestra.train_models()
+        report.raise_failures()
+        [used] = report.devices
+        assert 0 < used.peak_bytes <= used.memory_bytes
+        assert [plan.adopted_from for plan in orchestra.plan.tasks.values()] == [None, None, "cnn"]
+        for task, model in joining:
+            assert_same(result_of(report, task.name, model), alone)
+        task, model = task_of("gpt_with_dropout")
+        expected = result_of(trained([task]), task.name, model)
+        assert_same(result_of(report, first.name, first_model), expected)
+
     def test_twice(self):
         found = []
         for _ in range(2):
