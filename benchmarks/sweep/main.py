@@ -327,6 +327,35 @@ def in_own_process(*arguments):
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
+# --- base: four adapters over one frozen base that is larger than the device ---
+
+
+def base(options):
+    """Sweeps of one and of four LoRA trials over one base, in turn; True where all bits are those of plain PyTorch.
+
+    How often the base is loaded depends on who is held up, so that is printed and not judged.
+    """
+    try:
+        import adapters
+    except ImportError as error:
+        print(f"base: not measured: {error}; `pip install hydra_engine[huggingface]`")
+        return True
+    ratios, is_good = [], True
+    for _ in range(options.rounds):
+        (one, one_equal), (all_, all_equal) = (
+            adapters.sweep_over(adapters.RANKS[:1]),
+            adapters.sweep_over(adapters.RANKS),
+        )
+        is_good = is_good and one_equal and all_equal and all_["brought"] == one["brought"]
+        ratios.append(all_["loaded"] / one["loaded"])
+    print(
+        f"base: {format_bytes(one['brought'])} for a device with a third of it; in DRAM for four trials "
+        f"{all_['brought'] / one['brought']:.2f} times as much of it as for one; loaded {spread(ratios)} times as much"
+    )
+    print(f"base: bits of plain PyTorch, and the base once: {verdict(is_good)}", flush=True)
+    return is_good
+
+
 # --- kills: at random moments ---
 
 
@@ -516,7 +545,7 @@ def tree_bytes(pid):
     return total
 
 
-EXPERIMENTS = {"halving": halving, "memory": memory, "kills": kills, "beside": beside}
+EXPERIMENTS = {"halving": halving, "memory": memory, "base": base, "kills": kills, "beside": beside}
 CHILDREN = {"memory": memory_child, "kills": kills_child}
 
 
@@ -528,7 +557,7 @@ def main(arguments=None):
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=3, help="of halving and beside (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of halving, base and beside (default: 3)")
     parser.add_argument("--kills", type=int, default=10, help="default: 10")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills (default: 0)")
     parser.add_argument("--dram", help="of memory: the cap (default: of six trials)")

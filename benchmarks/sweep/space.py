@@ -58,7 +58,7 @@ def next_byte_loss(logits, target):
     return F.cross_entropy(logits, target.flatten())
 
 
-def plain_epochs(model, loader, validation, lr, seed):
+def plain_epochs(model, loader, validation, lr, seed, loss_fn=next_byte_loss):
     """Train in plain PyTorch with AdamW; after each epoch, yield its losses and the validation loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     torch.manual_seed(seed)
@@ -66,17 +66,17 @@ def plain_epochs(model, loader, validation, lr, seed):
         losses = []
         for inputs, target in loader:
             optimizer.zero_grad(set_to_none=True)
-            loss = next_byte_loss(model(inputs), target)
+            loss = loss_fn(model(inputs), target)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        yield losses, evaluate(model, validation)
+        yield losses, evaluate(model, validation, loss_fn)
 
 
-def evaluate(model, validation):
+def evaluate(model, validation, loss_fn=next_byte_loss):
     """Mean loss of the samples."""
     model.eval()
     with torch.no_grad():
-        total = sum(next_byte_loss(model(inputs), target).item() * len(inputs) for inputs, target in validation)
+        total = sum(loss_fn(model(inputs), target).item() * len(inputs) for inputs, target in validation)
     model.train()
     return total / sum(len(inputs) for inputs, _ in validation)

@@ -153,13 +153,13 @@ def furthest(directories: Iterable[Path], task: str) -> Path | None:
 
     Runs may save there meanwhile. Contents are checked by who reads them.
     """
-    steps: dict[Path, int] = {}
+    steps: dict[Path, tuple[int, bool]] = {}
     for directory in directories:
         for path in newest_first(directory):
             with suppress(Damaged):
                 tasks = read_manifest(path).data["tasks"]
                 if task in tasks:
-                    steps[directory] = tasks[task]["steps"]
+                    steps[directory] = tasks[task]["steps"], tasks[task]["over"] is not None
                 break
     return max(steps, key=lambda directory: steps[directory], default=None)
 

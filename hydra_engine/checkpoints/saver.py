@@ -250,6 +250,7 @@ class Saver:
             over is None
             and saved is not None
             and (saved["steps"], saved["over"]) == now
+            and "fork_of" not in saved  # whose seed is its own
             and not self._lacks_files(task)
         ):
             return None

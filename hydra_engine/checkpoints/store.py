@@ -108,22 +108,23 @@ class CheckpointStore:
         Raises ValueError for one that is not saved, and CheckpointError.
         """
         self._forks[task] = source
-        if self._open is not None and self._saver is not None:
-            self._write_forks(self._saver)
+        try:
+            if self._open is not None and self._saver is not None:
+                self._write_forks(self._saver)
+        except BaseException:
+            self._forks.pop(task, None)
+            raise
 
     def _write_forks(self, saver: Saver) -> None:
         for task, source in list(self._forks.items()):
             saved = () if self._open is None or self._open.newest is None else self._open.newest.task_names
             if task in saved:  # it goes on from there
                 continue
-            try:
-                if source not in saved:
-                    known = ", ".join(map(repr, saved)) or "none"
-                    raise ValueError(f"fork_task: {source!r} is not saved, known: {known}; give one of these")
-                saver.fork(source, task)
-            except BaseException:
+            if source not in saved:
                 del self._forks[task]
-                raise
+                known = ", ".join(map(repr, saved)) or "none"
+                raise ValueError(f"fork_task: {source!r} is not saved, known: {known}; give one of these")
+            saver.fork(source, task)  # where the disk does not take it, a later call tries again
 
     def saved(self, name: str, put_back: Callable[[SavedTask], None], *, while_training: bool) -> SavedTask | None:
         """Read a task as it was saved last, and call `put_back` with it; None if it was not saved, or in no resume.
@@ -141,7 +142,6 @@ class CheckpointStore:
                 if found is self._newest(name):
                     raise
             else:
-                self.elsewhere.pop(name, None)
                 return saved
         return None
 

@@ -100,12 +100,17 @@ class OpenDevice(ABC):
         self._lanes = lanes
         self.trace = trace
 
+    @property
+    def is_here(self) -> bool:
+        """The caller is one of the units that it computes."""
+        return self._lanes[COMPUTE].is_here
+
     def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
         """Queue a job in a lane, or do it `at_once` in the caller's thread; traced as `label`, unless it computes."""
         if at_once:
             self._run(lane, label, job)
             return
-        queued = self._queued() if lane != COMPUTE and self._lanes[COMPUTE].is_here else None
+        queued = self._queued() if lane != COMPUTE and self.is_here else None
 
         def run() -> None:
             if queued is not None:

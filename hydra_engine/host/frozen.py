@@ -102,6 +102,13 @@ class FrozenBlocks:
                     break
             return list(weights.values()), list(casts.values())
 
+    @property
+    def here_bytes(self) -> int:
+        """Bytes of all weights and casts that are here, whoever brought them."""
+        with self._lock:
+            blocks = list(self._blocks.values())
+            return sum(block.weight.numel() * dtype.itemsize for block in blocks for dtype in block.links)
+
     def _known(self) -> set[Cast]:
         """The casts that are here, and with None the weights."""
         blocks = self._blocks.items()

@@ -14,6 +14,7 @@ the values that they can reach. What is not known to be equal is rehearsed.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import itertools
@@ -77,6 +78,8 @@ _FIXED = (
     type(Ellipsis),
     type(NotImplemented),
 )
+# A function that names one of these may read what its globals do not tell.
+_READS_ANYTHING = frozenset({"globals", "import_module", "__import__", "eval", "exec"})
 # Of a class: what says nothing of what its objects do.
 _NO_BEHAVIOUR = frozenset(
     """
@@ -169,7 +172,7 @@ def signature_of(state: TaskState) -> Signature | None:
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())
-    return (*walk.tokens, task.validation is None, states, torch.get_default_dtype())
+    return (*walk.tokens, task.validation is None, states, *_settings())
 
 
 class _Unjudged(Exception):
@@ -237,7 +240,7 @@ class _Walk:
         elif kind is weakref.ref and value.__callback__ is None:
             self._add_all(kind, value())
         elif isinstance(value, Enum):
-            self._add_all(kind, value.name)
+            self._add_all(kind, value.name, value.value)  # flags together have no name before Python 3.11
         elif isinstance(value, np.ndarray):
             self._add_array(value)
         else:
@@ -263,7 +266,8 @@ class _Walk:
         base = next((each for each in kind.__mro__ if each in _CONTAINERS), object)
         made = kind.__mro__[: kind.__mro__.index(base)]  # the classes in Python
         slots = [name for each in made for name, slot in vars(each).items() if isinstance(slot, MemberDescriptorType)]
-        most_bytes = _LEAST_BYTES + _POINTER_BYTES * (2 + len(slots))
+        num_own = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)  # else kept before the object
+        most_bytes = _LEAST_BYTES + _POINTER_BYTES * (num_own + len(slots))
         if not all(each.__flags__ & _IS_HEAP_TYPE for each in made):
             raise _Unjudged
         if base is object and kind.__basicsize__ > most_bytes:
@@ -348,9 +352,13 @@ class _Walk:
                 self._add_all(name, value)
 
     def _add_function(self, function: FunctionType) -> None:
-        if _is_library(function.__module__):
+        # functools.wraps gives a user's function the module of what it wraps, or a library's that of a user's.
+        if _is_library(function.__module__) and _is_library(function.__globals__.get("__name__")):
             self.tokens.append(_Is(function))
             return
+        names = frozenset(_names(function.__code__))
+        if names & _READS_ANYTHING or not all(map(_is_library, _imported(function.__code__))):
+            raise _Unjudged  # what it reads is not among the globals that it names
         self._add_all(function.__code__, function.__defaults__, function.__kwdefaults__)
         for cell in function.__closure__ or ():
             try:
@@ -358,7 +366,7 @@ class _Walk:
             except ValueError:  # not assigned yet
                 self.tokens.append("empty")
         self._add_items(vars(function))
-        self._add_named(function.__globals__, frozenset(_names(function.__code__)))
+        self._add_named(function.__globals__, names)
 
     def _add_named(self, scope: dict[str, Any], names: frozenset[str]) -> None:
         """Write down what a function may read by its names: of its globals, and of modules that it reaches there."""
@@ -380,6 +388,26 @@ def _names(code: CodeType) -> Iterator[str]:
     """Names that a function's code looks up, and those of the functions in it."""
     inside = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return itertools.chain(code.co_names, *inside)
+
+
+def _imported(code: CodeType) -> Iterator[str]:
+    """Modules that a function imports as it runs, and functions in it; a relative one without its package."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
+    inside = (_imported(each) for each in code.co_consts if isinstance(each, CodeType))
+    return itertools.chain(own, *inside)
+
+
+def _settings() -> Iterator[Hashable]:
+    """What torch and layers may ask for anywhere."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    yield torch.get_default_dtype()
+    yield torch.get_deterministic_debug_mode()
+    yield torch.get_float32_matmul_precision()
+    yield from (getattr(cuda, f"{each}_sdp_enabled")() for each in ("flash", "mem_efficient", "math", "cudnn"))
+    yield from (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
+    yield torch.backends.mkldnn.enabled
+    yield torch.backends.mha.get_fastpath_enabled()
+    yield tuple(sorted(os.environ.items()))
 
 
 def _digest(tensor: Tensor) -> bytes:

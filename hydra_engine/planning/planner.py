@@ -252,7 +252,9 @@ class DramLimit:
         """DRAM that all tasks take."""
         with self._lock:
             tasks = list(self._tasks)
+            # A plan counts frozen weights until they are here, of whichever task: from then on nobody brings them.
             total = sum(sum(each.dram.values()) for each in tasks)
+            total += sum(each.here_bytes for each in {id(each.frozen): each.frozen for each in tasks}.values())
             counted = {slot.parameter.data_ptr() for each in tasks for slot in each.layout.slots}
             for weight in [each for each in (ref() for ref in self._weights) if each is not None]:
                 if weight.data_ptr() not in counted:

@@ -297,6 +297,11 @@ class Joining:
         Raises RunOver where the run has ended, or is interrupted.
         """
         index = next(k for k, each in enumerate(self._workers.specs) if each is spec)
+        if any(worker.device.is_here for worker in self._workers.all[index : index + 1]):  # it would wait for itself
+            raise RuntimeError(
+                "add_task: called by a layer or a loss, limit: callbacks and other threads, since the rehearsal needs "
+                "the device that computes it; call it from on_step"
+            )
         with self._borrowing:
             loan: Promise[bool] = Promise()
             with self._arriving:

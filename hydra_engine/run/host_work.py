@@ -233,22 +233,24 @@ class HostWork:
         """Give a task's memory back."""
         is_paused = task.end.is_paused
         try:
-            for worker in self._workers.all:
-                worker.settle(task.name)  # a claim that was revoked may still be loading
-                worker.dismiss(task.name)
-            task.notifier.look_away()
-            task.planned.doubts += task.notifier.messages
-            with self._common.opening:  # its set-up may be at it
-                if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
-                    task.figures.best.put_back()
-                task.state.close()
-            if task.optimizer is not None and not is_paused:  # else they are on disk
-                task.report.ema_state = task.optimizer.ema_state()
-            task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
-            task.end.write(task.report)  # callbacks may have failed since
-            if is_paused:
-                task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
-            task.planned.leave()
+            try:
+                for worker in self._workers.all:
+                    worker.settle(task.name)  # a claim that was revoked may still be loading
+                    worker.dismiss(task.name)
+                task.notifier.look_away()
+                task.planned.doubts += task.notifier.messages
+                with self._common.opening:  # its set-up may be at it
+                    if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
+                        task.figures.best.put_back()
+                    task.state.close()
+                if task.optimizer is not None and not is_paused:  # else they are on disk
+                    task.report.ema_state = task.optimizer.ema_state()
+                task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
+                task.end.write(task.report)  # callbacks may have failed since
+                if is_paused:
+                    task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
+            finally:  # an iterator may raise as it is closed
+                task.planned.leave()
             if is_paused:
                 task.notifier.pause()
             else:

@@ -188,7 +188,7 @@ class EngineRun:
         for task in [each for each in self._unwanted if each.is_quiet]:
             self._unwanted.remove(task)
             self._feeds.forget(task.planned)
-            if self._common.tasks[task.name] is task:  # else another goes on in its place already
+            if self._common.tasks.get(task.name) is task:  # else another goes on in its place already
                 if task.end.is_paused:
                     task.leave(self._common.trace)
                 self._host_work.forget(task)

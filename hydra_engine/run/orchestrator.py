@@ -165,11 +165,14 @@ class ModelOrchestrator:
 
         Call it before `add_task`, or, for a task of the constructor, before `train_models`. What `checkpoint_dir` has
         of the task is not used. Where that directory has nothing of it, the task begins anew. The other run may go on
-        saving, without this task. Raises CheckpointError as a resume does.
+        saving, without this task. Raises CheckpointError as a resume does, and ValueError for a task that has begun.
         """
         found = load_newest(directory)
-        if found is not None:
-            self._store.elsewhere[name] = found
+        with self._tasks.changing:
+            self._check_outside("resume_task")
+            self._tasks.check_begins(name, "resume_task", or_paused=True)
+            if found is not None:
+                self._store.elsewhere[name] = found
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""

@@ -88,6 +88,8 @@ class TaskList:
         if before is not None and before is not planned and before.is_paused:
             self._paused[planned.name] = before
         self._planned[planned.name], self._stations[planned.name] = planned, station
+        if station in (Station.TRAINING, Station.OVER):
+            self._store.elsewhere.pop(planned.name, None)  # from now on what is saved here counts
         if not planned.has_left:
             self._limit.enter(planned)
         if station is not Station.JOINING and (before := self._paused.pop(planned.name, None)) is not None:
@@ -132,7 +134,8 @@ class TaskList:
 
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
-        free = (k for k in itertools.count(len(self._stations)) if f"task-{k}" not in self._stations)
+        taken = {*self._stations, *self._store.paused}  # which waits for its name, even where it was forgotten
+        free = (k for k in itertools.count(len(self._stations)) if f"task-{k}" not in taken)
         [(task, name)] = _named([task], next(free))
         before = self._planned.get(name)
         if name in self._stations and not (before is not None and before.is_paused):
@@ -167,18 +170,26 @@ class TaskList:
 
     def fork(self, name: str, new_name: str) -> None:
         """Let a task that has not begun yet, or is still to be added, begin as another one is saved."""
-        source, fork = self._planned.get(name), self._planned.get(new_name)
-        if source is not None and not source.is_paused and self.station(source) is not Station.OVER:
+        source = self._planned.get(name)
+        station = Station.OVER if source is None else self.station(source)
+        is_over = station is Station.OVER or (source is not None and station is Station.TRAINING and source.has_left)
+        if source is not None and not source.is_paused and not is_over:
             raise ValueError(
                 f"fork_task: {name!r} trains, or is to be trained, limit: a task at rest; pause it, and fork it once "
                 f"its on_task_pause was told"
             )
-        if fork is not None and self.station(fork) is not Station.WAITING:
-            raise ValueError(
-                f"fork_task: {new_name!r} has begun already, limit: a name that no task has yet, or that of one that "
-                f"waits for training; give another"
-            )
+        self.check_begins(new_name, "fork_task")
         self._store.fork(name, new_name)
+
+    def check_begins(self, name: str, what: str, *, or_paused: bool = False) -> None:
+        """Refuse the name of a task that has begun, for which `what` was called."""
+        planned = self._planned.get(name)
+        may_be_paused = or_paused and planned is not None and planned.is_paused
+        if self._stations.get(name, Station.WAITING) is not Station.WAITING and not may_be_paused:
+            raise ValueError(
+                f"{what}: {name!r} has begun already, limit: a name that no task has yet, or that of one that waits "
+                f"for training; give another"
+            )
 
     def found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
         """Return a task that is to be evaluated, and its name here or else its own."""

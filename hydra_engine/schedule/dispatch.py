@@ -63,7 +63,9 @@ class Dispatch:
 
     def lend(self, index: int) -> None:
         """Begin nothing more on a device, and lend it once its unit is through."""
-        device = self._devices[index]
+        device = self._devices.get(index)
+        if device is None:  # it could not be opened, which ends the run
+            return
         device.use = Use.WANTED
         if device.claim is not None:
             self._drop(device)
@@ -71,9 +73,10 @@ class Dispatch:
 
     def take_back(self, index: int) -> None:
         """Use a device again."""
-        device = self._devices[index]
-        device.use = Use.UNITS
-        self.free(device)
+        device = self._devices.get(index)
+        if device is not None:
+            device.use = Use.UNITS
+            self.free(device)
 
     def add_task(self, task: ScheduledTask) -> None:
         """Let a task share compute time from now on."""

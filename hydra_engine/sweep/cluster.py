@@ -329,11 +329,13 @@ class ClusterSearch:
                 if member.requests is None:
                     self._begin(member)
         busy = [member for member in self._members if member.requests is not None]
-        if not busy:
+        if not any(member.has_asked for member in busy) and not self._trials.has_more:
             self._handout.climb()
-            if self._trials.has_more:
-                self._wait_for_nodes()
-            return self._trials.has_more
+            if not self._trials.has_more:
+                return False  # processes that Ray has not placed yet are not needed
+        if not busy:
+            self._wait_for_nodes()
+            return True
         ready, _ = self._ray.wait([member.requests for member in busy], timeout=POLL_S)
         for member in busy:
             if member.requests in ready:

@@ -224,7 +224,7 @@ class Search:
         orchestra, settings = self._orchestra, self._settings
         try:
             if orchestra is None:
-                self._orchestra = orchestra = ModelOrchestrator(
+                orchestra = ModelOrchestrator(
                     [live.task],
                     devices=self._devices,
                     policy=settings.policy,
@@ -234,6 +234,7 @@ class Search:
                 )
                 orchestra.verbose = 0
                 self._begin_at(live, orchestra)
+                self._orchestra = orchestra  # not before: a trial that is refused is in none
             else:
                 self._begin_at(live, orchestra)
                 orchestra.add_task(live.task)
@@ -282,7 +283,9 @@ class Search:
         plan = None if self._orchestra is None else self._orchestra.plan
         if plan is not None and live.name in plan.tasks:
             live.is_planned = True
-            self._largest_bytes = max(self._largest_bytes, plan.tasks[live.name].dram_bytes)
+            # Frozen weights may be shared: the next trial then finds them here. One that brings its own is refused.
+            own = plan.tasks[live.name].dram_bytes - sum(weight.nbytes for weight in frozen(live.task))
+            self._largest_bytes = max(self._largest_bytes, own)
 
     # -- trials train
 
