@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(items):
 def _nothing_left_behind(request):
     threads_before = set(threading.enumerate())
     num_threads_before = torch.get_num_threads()
-    faulthandler.dump_traceback_later(HANG_S, exit=True, file=request.config.stderr_of_the_terminal)
+    patience_s = HANG_S * (5 if request.node.get_closest_marker("slow") else 1)
+    faulthandler.dump_traceback_later(patience_s, exit=True, file=request.config.stderr_of_the_terminal)
     yield
     faulthandler.cancel_dump_traceback_later()
     left = [

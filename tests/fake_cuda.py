@@ -574,6 +574,8 @@ class _Event:
 class _Mapping(mmap.mmap):
     """Says that it is about to go: a weak reference would say so once another thread may have mapped the same pages."""
 
+    unmapped = staticmethod(lambda: None)
+
     def __del__(self):
         self.unmapped()
 

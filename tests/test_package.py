@@ -1,5 +1,6 @@
 """What a fresh clone promises about itself."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -61,7 +62,9 @@ def test_pages_name_files_that_exist():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_check_names_tests_that_exist():
-    commands = subprocess.run(["make", "-n", "check"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    paths = re.findall(r"\btests/[\w/.]+", commands)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # of `make test`
+    command = ["make", "-n", "--no-print-directory", "check"]
+    commands = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    paths = re.findall(r"(?<![\w/])tests/[\w/.]+", commands)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []

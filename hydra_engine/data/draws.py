@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.data.streams import (
@@ -240,7 +241,12 @@ def drawing_as_usual() -> Iterator[None]:
         yield
         return
     with _standing_in(None), _disable_current_modes():  # of who watches the callback
-        yield
+        modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for mode in reversed(modes):
+                _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def _outside() -> RandomState:

@@ -404,6 +404,7 @@ class TaskOptimizer:
     def schedule(self) -> dict[str, Any]:
         """State of all else for a checkpoint."""
         return {
+            "kind": _kind(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
             "num_steps": self._num_steps,
@@ -444,11 +445,10 @@ class TaskOptimizer:
                 "optimizer_scope: 'task', limit: 'shard' for a fork, since this optimizer keeps state beside that of "
                 "its parameters, which cannot be told from its options; train a fork with another optimizer"
             )
-        unknown = sorted({*self.optimizer.defaults} - {key for group in saved["param_groups"] for key in group})
-        if unknown:
+        if _kind(self.optimizer) != schedule["kind"]:
             raise ValueError(
-                f"optimizer: {type(self.optimizer).__name__} has the option {unknown[0]!r}, which the saved one does "
-                f"not have; fork with an optimizer of the kind that was saved"
+                f"optimizer: {_kind(self.optimizer)}, limit: {schedule['kind']}, with which the task was saved; fork "
+                f"with an optimizer of that kind"
             )
         if schedule["num_steps"]:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
@@ -459,6 +459,25 @@ class TaskOptimizer:
         restore_optimizer(self.optimizer, saved)
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
+            self._check_states(group)
+
+    def _check_states(self, group: Mapping[str, Any]) -> None:
+        """Refuse states that lack what a step with these options goes on from, as AdamW's with `amsgrad` does."""
+        if not self._is_torchs:
+            return
+        for ndim in {parameter.ndim for parameter in group["params"]}:
+            sample = nn.Parameter(torch.zeros((1,) * ndim))
+            sample.grad = torch.zeros_like(sample)
+            kind: Any = type(self.optimizer)
+            optimizer = kind([{**group, "params": [sample]}])
+            optimizer.step()
+            needed = {key for key, value in optimizer.state[sample].items() if value is not None}
+            for had in (self.optimizer.state.get(each) for each in group["params"] if each.ndim == ndim):
+                if had and not needed <= had.keys():
+                    raise ValueError(
+                        f"optimizer: its options need the state {min(needed - had.keys())!r}, limit: what was saved, "
+                        f"which has {', '.join(sorted(had))}; fork with options that keep the same states"
+                    )
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
@@ -466,6 +485,12 @@ class TaskOptimizer:
             return None
         averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
         return with_averages(self._task.model, averages)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an optimizer's class; torch's Adam and AdamW keep the same states."""
+    kind = torch.optim.Adam if type(optimizer) is torch.optim.AdamW else type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -89,7 +89,10 @@ class ModelWatch:
 
     def check(self, who: str) -> None:
         """Raise ValueError where the model is not what it was; `who` was called in between."""
-        change = self._change() or self._written()
+        try:
+            change = self._change() or self._written()
+        finally:
+            self._given = _Given(self._writes)  # the copies of this one go
         if change is not None:
             raise ValueError(f"{who} {change}; {_WHY}")
 

@@ -21,7 +21,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors, run_backward
+from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -347,7 +347,7 @@ class UnitRunning:
         if pairs:
             edges, roots = zip(*pairs, strict=True)
             with self._watching_buffers(), replayed(graph.frame):
-                run_backward(edges, roots)
+                torch.autograd.backward(edges, roots)
         gradients = self._of_arrivals(graph.arrivals) if self._shard.index else None
         return MicroOutput(random=micro.random, gradients=gradients)
 
@@ -450,7 +450,7 @@ class UnitRunning:
         if roots:
             outputs, gradients = zip(*roots, strict=True)
             with replayed(frame):
-                run_backward(outputs, gradients)
+                torch.autograd.backward(outputs, gradients)
 
 
 def _set_grad_enabled(is_enabled: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_engine.data import copy_of
@@ -51,11 +51,6 @@ class Arrive(torch.autograd.Function):
             )
         ctx.arrival.gradient = gradients[0]
         return None, None
-
-
-def run_backward(outputs: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Run a backward as `torch.autograd.backward` does, without its own checks: they take longer than a small one."""
-    _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @dataclass(kw_only=True)

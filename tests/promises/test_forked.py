@@ -166,7 +166,12 @@ def test_averages_and_a_loss_scale_are_taken_over(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"optimizer": partial(torch.optim.SGD, momentum=0.9)}, "SGD has the option 'dampening', which the saved one"),
+        (
+            {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
+            r"optimizer: torch\.optim\.sgd\.SGD, limit: torch\.optim\.adam",
+        ),
+        ({"optimizer": torch.optim.RAdam}, "RAdam, limit"),  # which keeps states of the same names
+        ({"optimizer": partial(torch.optim.AdamW, amsgrad=True)}, "its options need the state 'max_exp_avg_sq'"),
         ({"optimizer_scope": "task"}, "optimizer_scope: 'task', limit: 'shard' for a fork"),
     ],
 )

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.display.drawing import draw_text
+from hydra_engine.run.feeds import Joining
 from hydra_engine.run.task_list import Site
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
@@ -434,11 +435,13 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch,
     """The plan is made by then, so that only the set-up in the run is left, which must not wait for that loader."""
     hanging, begun, first, second = HangsOnceTold(), threading.Event(), task("first", seed=1), task("second", seed=5)
     hangs.append(hanging.hangs)
+    joined, add = threading.Event(), Joining.add
+    monkeypatch.setattr(Joining, "add", lambda *args: (add(*args), joined.set())[0])
     victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=0.5)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     orchestra.generate()
-    first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)
+    first.callbacks = (At(1, lambda: joined.wait(30)),)
     plan = Site.plan_one
 
     def then_hang(*args):
