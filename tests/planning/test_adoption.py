@@ -1,11 +1,16 @@
 """A task of the structure of one that was planned takes over its plan; one that differs in anything is rehearsed."""
 
 import copy
+import functools
 import gc
+import importlib
+import operator
+import os
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import MethodType, ModuleType
 
 import pytest
 import torch
@@ -308,6 +313,140 @@ def test_a_method_that_was_replaced_is_seen(monkeypatch, owner):
     monkeypatch.setattr(owner, "forward", lambda self, x: before(self, x))
     orchestra.add_task(task_of("second", 1))
     assert orchestra.generate().tasks["second"].adopted_from is None
+
+
+class Reads(nn.Module):
+    """Reads the environment."""
+
+    def forward(self, x):
+        return x * float(os.getenv("SCALE_OF_A_LAYER", "1"))
+
+
+@functools.wraps(F.relu)  # which gives it that function's module
+def scaled_relu(x):
+    return F.relu(x) * SCALE
+
+
+class Wraps(nn.Module):
+    def forward(self, x):
+        return scaled_relu(x)
+
+
+def flip_environment(monkeypatch):
+    monkeypatch.setenv("SCALE_OF_A_LAYER", "2")
+
+
+def flip_global(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
+
+
+def flip_mkldnn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", not torch.backends.mkldnn.enabled)
+
+
+def flip_fastpath(_):
+    torch.backends.mha.set_fastpath_enabled(not torch.backends.mha.get_fastpath_enabled())
+
+
+def flip_flash(_):
+    torch.backends.cuda.enable_flash_sdp(not torch.backends.cuda.flash_sdp_enabled())
+
+
+def flip_deterministic(_):
+    modes = {0: 1, 1: 0, 2: 0}
+    torch.set_deterministic_debug_mode(modes[torch.get_deterministic_debug_mode()])
+
+
+@pytest.fixture
+def as_before():
+    """Torch's settings."""
+    flash, fastpath = torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
+    mode = torch.get_deterministic_debug_mode()
+    yield
+    torch.backends.cuda.enable_flash_sdp(flash)
+    torch.backends.mha.set_fastpath_enabled(fastpath)
+    torch.set_deterministic_debug_mode(mode)
+
+
+def with_layer(name, layer):
+    return task_of(name, model=nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 3)), partitioner=Presharded([2, 3]))
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize(
+    ("layer", "flip"),
+    [
+        (Reads, flip_environment),
+        (Wraps, flip_global),
+        (nn.ReLU, flip_mkldnn),
+        (nn.ReLU, flip_fastpath),
+        (nn.ReLU, flip_flash),
+        (nn.ReLU, flip_deterministic),
+    ],
+)
+def test_what_a_layer_asks_for_and_has_changed_is_seen(monkeypatch, layer, flip):
+    orchestra = orchestra_of(with_layer("first", layer()), with_layer("second", layer()))
+    assert orchestra.generate().tasks["second"].adopted_from == "first"
+    for name in ("first", "second"):  # or they would be rehearsed anew, too
+        orchestra.stop_task(name)
+    flip(monkeypatch)
+    orchestra.add_task(with_layer("third", layer()))
+    assert orchestra.generate().tasks["third"].adopted_from is None
+
+
+class Imports(nn.Module):
+    def forward(self, x):
+        import module_of_a_user
+
+        return x * module_of_a_user.SCALE
+
+
+class ImportsInside(nn.Module):
+    def forward(self, x):
+        def scale():
+            from module_of_a_user import SCALE
+
+            return SCALE
+
+        return x * scale()
+
+
+class ImportsByName(nn.Module):
+    def forward(self, x):
+        return x * importlib.import_module("module_of_a_user").SCALE
+
+
+class ReadsAnyGlobal(nn.Module):
+    def forward(self, x):
+        return x * globals()["SCALE"]
+
+
+@pytest.mark.parametrize("layer", [Imports, ImportsInside, ImportsByName, ReadsAnyGlobal])
+def test_a_function_that_may_read_what_it_does_not_name_is_rehearsed(monkeypatch, layer):
+    module = ModuleType("module_of_a_user")
+    module.SCALE = 0.5
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert adopted(with_layer("first", layer()), with_layer("second", layer())) == [None, None]
+
+
+def test_an_import_of_a_library_is_no_reason_for_a_rehearsal():
+    class Local(nn.Module):
+        def forward(self, x):
+            import math
+
+            return x * math.pi
+
+    assert adopted(with_layer("first", Local()), with_layer("second", Local())) == [None, "first"]
+
+
+def test_getters_of_other_attributes_are_rehearsed():
+    def getting(name):
+        model = model_of(0)
+        model[2].get = operator.attrgetter(name)
+        return model
+
+    first, second = (task_of(name, model=getting(name)) for name in ("factor", "names"))
+    assert adopted(first, second) == [None, None]
 
 
 def test_a_closure_is_compared_by_its_values():

@@ -3,18 +3,19 @@
 import copy
 import errno
 import os
+import threading
 from functools import lru_cache, partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from hydra_engine import CheckpointError
+from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.system.files import Disk
 from tests import exact, reference, zoo
 from tests.promises.test_paused import Pauses, assert_as_expected, drawing, schedule
-from tests.promises.test_resumed import NUM_STEPS, model, orchestra_of, shuffled, task_of
+from tests.promises.test_resumed import NUM_STEPS, PATIENCE_S, model, orchestra_of, shuffled, task_of
 
 LR, DECAY, SEED = 0.02, 0.3, 11  # of the fork; the other's: 0.01, 0.1 and 7
 EPOCH = NUM_STEPS // 2
@@ -243,3 +244,65 @@ def test_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
     assert p.errors == []
     assert list(report.tasks) == ["task"]
     assert_as_expected(report.tasks["task"], again)
+
+
+def test_a_disk_that_does_not_take_it_before_training_is_asked_again(tmp_path, monkeypatch):
+    orchestra_of([drawing(callbacks=[Pauses(EPOCH)])], tmp_path).train_models()
+    orchestra = orchestra_of([forked := fork()], tmp_path)
+    orchestra.fork_task("task", "fork")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "write", full)
+        with pytest.raises(CheckpointError, match="'fork' cannot begin as 'task' is saved"):
+            orchestra.train_models(resume=True)
+    assert_forked(orchestra.train_models(resume=True).tasks["fork"], forked)
+
+
+def test_of_a_task_that_is_over_as_its_end_is_told(tmp_path):
+    ended, done = [], threading.Event()
+
+    class Ends(Callback):
+        def on_task_end(self, report):
+            try:
+                orchestra.fork_task("task", "fork")
+            except Exception as error:
+                ended.append(error)
+            finally:
+                done.set()
+
+    class Waits(Callback):
+        def on_step(self, report):
+            if report.steps == NUM_STEPS:
+                assert done.wait(PATIENCE_S)
+
+    orchestra = orchestra_of([drawing(callbacks=[Ends()]), drawing("other", callbacks=[Waits()])], tmp_path)
+    assert list(orchestra.train_models().tasks) == ["task", "other"]
+    assert ended == []
+    assert load_newest(tmp_path).data["tasks"]["fork"]["steps"] == NUM_STEPS
+
+
+def test_the_name_of_one_that_was_trained_and_forgotten_is_refused(tmp_path):
+    orchestra = orchestra_of([drawing(), drawing("other")], tmp_path)
+    orchestra.train_models()
+    orchestra.forget_task("other")
+    with pytest.raises(ValueError, match="fork_task: 'other' has begun already, limit: a name that no task has yet"):
+        orchestra.fork_task("task", "other")
+
+
+def test_paused_before_its_first_commit_it_has_its_own_seed_again(tmp_path):
+    orchestra_of([drawing(callbacks=[Pauses(EPOCH)])], tmp_path).train_models()
+
+    class AtOnce(Callback):
+        def on_epoch_begin(self, report, epoch):
+            raise PauseTask
+
+    orchestra = orchestra_of([fork(callbacks=[AtOnce()])], tmp_path)
+    orchestra.fork_task("task", "fork")
+    report = orchestra.train_models(resume=True).tasks["fork"]
+    assert (report.status, report.steps) == ("paused", EPOCH)
+    assert "fork_of" not in load_newest(tmp_path).data["tasks"]["fork"]
+    forked = fork(seed=None)
+    assert_forked(orchestra_of([forked], tmp_path).train_models(resume=True).tasks["fork"], forked)

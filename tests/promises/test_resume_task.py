@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydra_engine import Callback
+from hydra_engine import Callback, HostOutOfMemory, StopTask
 from hydra_engine.checkpoints.checkpoint import furthest, load_newest
 from tests.promises.test_paused import Pauses, assert_as_expected, drawing
 from tests.promises.test_resumed import NUM_STEPS, orchestra_of
@@ -65,3 +65,57 @@ def test_a_directory_that_knows_nothing_of_the_task(tmp_path):
     there = orchestra_of([task], tmp_path / "b")
     there.resume_task("task", tmp_path / "a")
     assert_as_expected(there.train_models().tasks["task"], task)
+
+
+def test_a_task_that_was_refused_goes_on_from_there_as_it_is_added_again(tmp_path, monkeypatch):
+    paused_in(tmp_path / "a", 4)
+    task = drawing(callbacks=[told := Pauses()])
+
+    class Adds(Callback):
+        def on_step(self, report):
+            if report.steps == 1:
+                there.resume_task("task", tmp_path / "a")
+                monkeypatch.setattr(there._limit, "_limit_bytes", 1)
+                with pytest.raises(HostOutOfMemory, match="task: "):
+                    there.add_task(drawing())
+                monkeypatch.undo()
+                there.add_task(task)
+
+    there = orchestra_of([drawing("beside", callbacks=[Adds()])], tmp_path / "b")
+    report = there.train_models()
+    if not told.told:  # it came too late to join
+        report = there.train_models()
+    assert told.told == [*range(5, NUM_STEPS + 1), "finished"]
+    assert_as_expected(report.tasks["task"], task)
+
+
+def test_one_that_has_begun_does_not_go_on_from_elsewhere(tmp_path):
+    paused_in(tmp_path / "a", 4)
+    errors = []
+
+    class Late(Callback):
+        def on_step(self, report):
+            with pytest.raises(ValueError, match="resume_task: 'task' has begun already, limit: a name that no task"):
+                there.resume_task("task", tmp_path / "a")
+            errors.append(report.steps)
+
+    task = drawing(callbacks=[Late()])
+    there = orchestra_of([task], tmp_path / "b")
+    assert_as_expected(there.train_models().tasks["task"], task)
+    assert errors == list(range(1, NUM_STEPS + 1))
+    with pytest.raises(ValueError, match="has begun already"):
+        there.resume_task("task", tmp_path / "a")
+
+
+def test_of_two_directories_with_as_many_steps_the_one_in_which_it_is_over_counts(tmp_path):
+    class Stops(Callback):
+        def on_step(self, report):
+            if report.steps == 4:
+                raise StopTask
+
+    paused_in(tmp_path / "a", 4)
+    orchestra_of([drawing(callbacks=[Stops()])], tmp_path / "b").train_models()
+    saved = [load_newest(tmp_path / name).data["tasks"]["task"] for name in "ab"]
+    assert [(each["steps"], each["over"]) for each in saved] == [(4, None), (4, "stopped")]
+    for order in ("ab", "ba"):
+        assert furthest([tmp_path / name for name in order], "task") == tmp_path / "b"

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelOrchestrator, ModelTask, PauseTask, StopTask
+from hydra_engine.data.reader import Reader
 from partitioners import Presharded
 from tests import reference
 
@@ -264,6 +265,17 @@ def test_paused_before_it_is_begun_and_forgotten_it_has_its_seed_again(tmp_path)
     assert again.seed == report.tasks["first"].seed == 0
 
 
+def test_an_unnamed_task_has_no_name_of_one_that_is_paused_and_forgotten(tmp_path):
+    orchestra = orchestra_of(task(None), task(None, At(2, pause), seed=2), checkpoint_dir=tmp_path)
+    assert orchestra.train_models().tasks["task-1"].status == "paused"
+    orchestra.forget_task("task-1")
+    name = orchestra.add_task(third := task(None, seed=7))
+    assert name == "task-2"
+    report = orchestra.train_models().tasks[name]
+    assert report.seed == 7
+    assert_as_plain(third, report)
+
+
 @pytest.mark.usefixtures("by_counting")
 def test_after_training():
     held = Held()
@@ -399,6 +411,57 @@ def test_a_task_that_joins_keeps_to_the_limit():
     assert refused == [0, each - weights, each]
     assert_as_plain(second, report.tasks["second"])
     assert_as_plain(third, report.tasks["third"])
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_frozen_weights_count_while_they_are_here(missing):
+    """A plan that is refused before training is refused beside the same task that trains, too; byte by byte."""
+
+    def over_base(*callbacks):
+        base = nn.Linear(8, 64).requires_grad_(False)
+        return ModelTask(nn.Sequential(base, nn.Linear(64, 3)), F.cross_entropy, batches(), 1e-2, callbacks=callbacks)
+
+    def other():
+        return task("other", seed=7)
+
+    base_bytes = orchestra_of(over_base()).generate().tasks["task-0"].dram_bytes
+    limit, left, refused = base_bytes + bytes_of() - missing, [], []
+
+    def add(report):
+        left.append(orchestra.dram_left_bytes)
+        try:
+            orchestra.add_task(other())
+        except HostOutOfMemory:
+            refused.append("joining")
+
+    orchestra = orchestra_of(over_base(At(2, add)), dram=limit)
+    report = orchestra.train_models()
+    assert left == [limit - base_bytes]
+    try:
+        orchestra_of(over_base(), other(), dram=limit).generate()
+    except HostOutOfMemory:
+        refused.append("before")
+    assert refused == ["joining", "before"] * missing
+    assert [each.status for each in report.tasks.values()] == ["finished"] * (2 - missing)
+
+
+def test_a_reader_that_raises_as_it_is_closed_keeps_no_dram(tmp_path, monkeypatch):
+    first = task("first", At(2, pause))
+    orchestra = orchestra_of(first, checkpoint_dir=tmp_path, dram="1MiB")
+    weights = sum(parameter.nbytes for parameter in first.model.parameters())
+    close = Reader.close
+
+    def raises(reader):
+        monkeypatch.setattr(Reader, "close", close)
+        raise ArithmeticError("as it is closed")
+
+    def begin(report):
+        monkeypatch.setattr(Reader, "close", raises)
+
+    first.callbacks = (At(1, begin), *first.callbacks)
+    with pytest.raises(ArithmeticError, match="as it is closed"):
+        orchestra.train_models()
+    assert orchestra._limit.held_bytes == weights
 
 
 @pytest.mark.parametrize("dram", [0, -1, "much", 1.5, True])

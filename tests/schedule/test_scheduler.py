@@ -564,6 +564,13 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
     return world
 
 
+def test_a_device_that_is_not_here_is_neither_lent_nor_taken_back():
+    """It could not be opened, which ends the run; whoever waits for it is told so."""
+    scheduler = Scheduler(resolve_policy("sharded-lrtf"))
+    for event in (DeviceAdded(0), DeviceWanted(1), DeviceReturned(1)):
+        assert scheduler.handle(event) == []
+
+
 @pytest.mark.parametrize("first_seed", range(0, 150, 50))
 def test_walk_without_failures_trains_every_batch_of_every_task(first_seed):
     for seed in range(first_seed, first_seed + 50):

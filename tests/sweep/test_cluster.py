@@ -137,6 +137,23 @@ def test_a_node_that_dies_gives_its_trials_back(tmp_path, is_shared):
     assert (first[1] > STEPS) == is_shared
 
 
+class NoRay:
+    """A cluster that has no CPU for the processes that were asked for."""
+
+    @staticmethod
+    def wait(requests, timeout):
+        return [], requests
+
+
+@pytest.mark.parametrize(("num_left", "has_asked"), [(0, False), (0, True), (1, False), (1, True)])
+def test_a_node_that_is_never_placed_does_not_keep_a_sweep_that_has_no_trial_left(num_left, has_asked):
+    trials = Trials(new_study(), "mine", num_left)
+    search = cluster.ClusterSearch("auto", settings_of(), trials, None, 0)
+    search._ray, search._looked_s = NoRay, float("inf")
+    search._members = [cluster.Member("a", "a", None, "node-a", requests=object(), has_asked=has_asked)]
+    assert search._go_on() == (num_left > 0 or has_asked)
+
+
 def test_a_trial_that_is_lost_again_and_again_has_failed():
     study = new_study()
     trials = Trials(study, "mine", 2)

@@ -10,10 +10,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine import (
+    Callback,
+    CheckpointError,
+    EmulatedDevice,
+    HostOutOfMemory,
+    ModelOrchestrator,
+    ModelTask,
+    StopTask,
+)
 from hydra_engine.host import HostPool
 from hydra_engine.planning import DramLimit
 from hydra_engine.sweep import Sweep
+from hydra_engine.sweep.search import Search
 from hydra_engine.system import dram
 from partitioners import Presharded
 from tests.sweep.space import EPOCHS, STEPS, accuracy, batches, build, keeping, plain
@@ -328,6 +337,46 @@ def test_a_trial_that_alone_is_past_the_limit_has_failed():
     study = sweep_of(study=study_of(sampler=grid_of(0.01, 0.1)), parallel=4, dram=dram_bytes).run()
     assert states(study) == [COMPLETE if trial.params["width"] == 4 else FAIL for trial in study.trials]
     assert all("HostOutOfMemory: trial-" in trial.user_attrs["error"] for trial in study.trials if trial.state == FAIL)
+
+
+@pytest.mark.parametrize("num_missing", [0, 1])
+def test_trials_over_one_base_begin_together_where_dram_holds_it_once(monkeypatch, num_missing):
+    """All four, to the byte; of four bases there would be no room for two."""
+    base = nn.Linear(8, 256).requires_grad_(False)
+
+    def over_base(trial):
+        lr = trial.suggest_float("lr", 1e-3, 1.0)
+        return ModelTask(nn.Sequential(base, nn.Linear(256, 3)), F.cross_entropy, batches(1), lr, validation=batches(1))
+
+    tasks = [over_base(optuna.trial.FixedTrial({"lr": 0.1})) for _ in range(4)]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    dram_bytes = sum(plan.dram_bytes for plan in orchestra.generate().tasks.values()) - num_missing
+    del orchestra, tasks
+    begun, train = [], Search._train
+
+    def noted(search):
+        begun.append((len(search._live), search._settings.policy.is_in_step))
+        train(search)
+
+    monkeypatch.setattr(Search, "_train", noted)
+    study = sweep_of(over_base, study=study_of(), parallel=4, dram=dram_bytes).run()
+    assert states(study) == [COMPLETE] * 4
+    assert begun[0] == (4 - num_missing, True)
+
+
+def test_a_trial_whose_checkpoint_cannot_be_read_has_failed_alone(tmp_path, monkeypatch):
+    begin_at = Search._begin_at
+
+    def damaged(search, live, orchestra):
+        if live.trial.number in (0, 2):
+            raise CheckpointError("no checkpoint is whole")
+        begin_at(search, live, orchestra)
+
+    monkeypatch.setattr(Search, "_begin_at", damaged)
+    study = sweep_of(study=study_of(), checkpoint_dir=tmp_path).run()
+    assert states(study) == [FAIL, COMPLETE, FAIL, COMPLETE]
+    assert study.trials[0].user_attrs["error"] == "CheckpointError: no checkpoint is whole"
 
 
 @pytest.mark.parametrize("limit", [0, "much", True])
