@@ -282,6 +282,12 @@ class Joining:
     @contextmanager
     def planning(self, planned: PlannedTask) -> Iterator[None]:
         """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        # The rehearsal would wait for the very device that computes the layer, and be part of its autograd graph.
+        if any(worker.device.is_here for worker in self._workers.all):
+            raise RuntimeError(
+                "add_task: called by a layer or a loss while it trains, limit: callbacks and other threads, since a "
+                "unit that is computed cannot wait for a rehearsal; call it from on_step"
+            )
         self._common.later(partial(self._feeds.await_loader, planned))
         try:
             yield
@@ -297,11 +303,6 @@ class Joining:
         Raises RunOver where the run has ended, or is interrupted.
         """
         index = next(k for k, each in enumerate(self._workers.specs) if each is spec)
-        if any(worker.device.is_here for worker in self._workers.all[index : index + 1]):  # it would wait for itself
-            raise RuntimeError(
-                "add_task: called by a layer or a loss, limit: callbacks and other threads, since the rehearsal needs "
-                "the device that computes it; call it from on_step"
-            )
         with self._borrowing:
             loan: Promise[bool] = Promise()
             with self._arriving:

@@ -1,6 +1,7 @@
 """Tasks join while others train on devices that have no room beside them: these lend the device for the rehearsal."""
 
 import _thread
+import queue
 import threading
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.devices.lanes import Promise
 from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.run.feeds import Joining
 from partitioners import Presharded
@@ -147,7 +149,7 @@ def test_where_memory_is_short_the_rehearsal_stays_within_the_budget(devices_of,
 def test_tasks_that_come_from_several_threads_take_turns(devices_of, loans):
     devices = devices_of(2)
     tasks = [task_of(str(width), seed=width, width=width) for width in (9, 10, 11, 12)]
-    added, errors = threading.Semaphore(0), []
+    added, errors, threads = threading.Semaphore(0), [], []
 
     def add(task):
         try:
@@ -158,13 +160,16 @@ def test_tasks_that_come_from_several_threads_take_turns(devices_of, loans):
 
     def begin():
         for task in tasks:
-            threading.Thread(target=add, args=(task,)).start()
+            threads.append(threading.Thread(target=add, args=(task,)))
+            threads[-1].start()
         for _ in tasks:
             assert added.acquire(timeout=60)
 
     first = task_of("first", at := At({1: begin}))
     orchestra = orchestra_of([first], devices)
     report = orchestra.train_models()
+    for thread in threads:
+        thread.join()
     assert (at.errors, errors) == ([], [])
     assert len(loans) == len(tasks)
     assert_as_alone(first, report, 0)
@@ -220,6 +225,43 @@ def test_a_rehearsal_that_fails_harms_nobody(devices_of, layer, error, text):
     assert_as_alone(first, report, 0)
     assert_as_alone(other, report, 1)
     assert_as_alone(third, report, 5, 16)
+
+
+class Loan(Promise):
+    """Nobody waits for it for ever."""
+
+    def result(self):
+        assert self._lock.acquire(timeout=60)
+        self._lock.release()
+        return super().result()
+
+
+@pytest.mark.parametrize("mode", ["training", "validation"])
+def test_a_layer_that_adds_a_task_is_refused_by_name(devices_of, mode, loans, monkeypatch):
+    """The rehearsal would wait for the very unit that asks for it; in training it would be in that one's graph."""
+    monkeypatch.setattr("hydra_engine.run.feeds.Promise", Loan)
+    devices = devices_of(1)
+    calls, errors = queue.SimpleQueue(), []
+
+    class Calls(nn.Module):
+        def forward(self, x):
+            if self.training == (mode == "training") and not calls.empty():
+                calls.get()()
+            return x
+
+    def add():
+        try:
+            orchestra.add_task(task_of("second", seed=5, width=16))
+        except RuntimeError as error:
+            errors.append(str(error))  # without its frames, which hold the run
+
+    first = task_of("first", At({1: lambda: calls.put(add)}), extra=Calls(), validation=batches(2))
+    orchestra = orchestra_of([first, other := task_of("other", seed=1)], devices)
+    report = orchestra.train_models()
+    assert [text.partition(",")[0] for text in errors] == ["add_task: called by a layer or a loss while it trains"]
+    assert loans == []
+    assert {name: each.status for name, each in report.tasks.items()} == {"first": "finished", "other": "finished"}
+    assert_as_alone(other, report, 1)
 
 
 def test_a_task_that_is_planned_too_late_waits_for_the_next_call(devices_of):
