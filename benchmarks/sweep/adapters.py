@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, ModelTask
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.host import HostPool
 from hydra_engine.integrations.huggingface import adapters, sequential
 from hydra_engine.sweep import Sweep
@@ -22,7 +22,7 @@ CONFIG = transformers.LlamaConfig(
     vocab_size=space.BYTES,
     hidden_size=128,
     intermediate_size=256,
-    num_hidden_layers=16,
+    num_hidden_layers=20,
     num_attention_heads=4,
     attention_dropout=0.1,
 )
@@ -58,9 +58,13 @@ def bytes_of(model):
 
 @contextmanager
 def counted():
-    """Bytes of frozen weights that are loaded, and those that come into DRAM's pools, while in here."""
+    """Bytes of frozen weights that training loads, and that its tasks bring into DRAM, while in here."""
     counts = Counter()
-    opened, load_slab = HostPool.open, Spiller.load_slab
+    train, opened, load_slab = ModelOrchestrator.train_models, HostPool.open, Spiller.load_slab
+
+    def train_and_count(orchestra, **options):
+        counts.clear()  # of rehearsals
+        return train(orchestra, **options)
 
     def open_and_count(pool, *arguments):
         opened(pool, *arguments)
@@ -70,7 +74,11 @@ def counted():
         counts["loaded"] += 0 if region.trainable else region.num_bytes
         return load_slab(spiller, state, shard, region, make_room)
 
-    with mock.patch.object(HostPool, "open", open_and_count), mock.patch.object(Spiller, "load_slab", load_and_count):
+    with (
+        mock.patch.object(ModelOrchestrator, "train_models", train_and_count),
+        mock.patch.object(HostPool, "open", open_and_count),
+        mock.patch.object(Spiller, "load_slab", load_and_count),
+    ):
         yield counts
 
 

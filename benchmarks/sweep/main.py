@@ -340,20 +340,18 @@ def base(options):
     except ImportError as error:
         print(f"base: not measured: {error}; `pip install hydra_engine[huggingface]`")
         return True
-    ratios, is_good = [], True
+    ratios, is_equal, is_once = [], True, True
     for _ in range(options.rounds):
-        (one, one_equal), (all_, all_equal) = (
-            adapters.sweep_over(adapters.RANKS[:1]),
-            adapters.sweep_over(adapters.RANKS),
-        )
-        is_good = is_good and one_equal and all_equal and all_["brought"] == one["brought"]
-        ratios.append(all_["loaded"] / one["loaded"])
+        one, one_equal = adapters.sweep_over(adapters.RANKS[:1])
+        four, four_equal = adapters.sweep_over(adapters.RANKS)
+        is_equal, is_once = is_equal and one_equal and four_equal, is_once and four["brought"] == one["brought"]
+        ratios.append(four["loaded"] / one["loaded"])
     print(
-        f"base: {format_bytes(one['brought'])} for a device with a third of it; in DRAM for four trials "
-        f"{all_['brought'] / one['brought']:.2f} times as much of it as for one; loaded {spread(ratios)} times as much"
+        f"base: {format_bytes(one['brought'])} in DRAM for one trial, {format_bytes(four['brought'])} for four, once: "
+        f"{verdict(is_once)}; on a device with a third of it; loaded {spread(ratios)} times what one loads"
     )
-    print(f"base: bits of plain PyTorch, and the base once: {verdict(is_good)}", flush=True)
-    return is_good
+    print(f"base: bits of plain PyTorch: {verdict(is_equal)}", flush=True)
+    return is_equal and is_once
 
 
 # --- kills: at random moments ---

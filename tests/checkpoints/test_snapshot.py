@@ -41,7 +41,7 @@ def test_states_of_several_parameters_in_one_piece_of_memory_are_taken_at_once()
 def test_a_device_begins_to_step_once_the_schedule_is_taken_down(tmp_path, monkeypatch):
     """Its first shard's step may move the schedule to another epoch."""
     stepping, seen = [threading.Event() for _ in range(NUM_STEPS + 1)], []
-    capture, step, record = Snapshot.capture, TaskOptimizer.step, TaskOptimizer._record_released
+    capture, step, record = Snapshot.capture, TaskOptimizer.update_on_device, TaskOptimizer._record_released
     last = []
 
     def slow_capture(snapshot):
@@ -59,7 +59,7 @@ def test_a_device_begins_to_step_once_the_schedule_is_taken_down(tmp_path, monke
         return record(optimizer, epoch)
 
     monkeypatch.setattr(Snapshot, "capture", slow_capture)
-    monkeypatch.setattr(TaskOptimizer, "step", noted_step)
+    monkeypatch.setattr(TaskOptimizer, "update_on_device", noted_step)
     monkeypatch.setattr(TaskOptimizer, "_record_released", checked_record)
     report = orchestra_of([task_of(optimizer_device="device")], tmp_path).train_models()
     assert report.tasks["task"].status == "finished"
