@@ -128,4 +128,5 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the trials' random streams (0)")
     add("--rungs", metavar="MIN:FACTOR", help="successive halving, after MIN validations and each FACTOR times as many")
     add("--population", nargs="+", metavar="NAME", help="population-based training, which perturbs these values")
-    add("--interval", default="1", metavar="N", help="validations between two decisions of a population (1)")
+    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, auto or HOST:PORT: train on all of its nodes (here)")
+    add("--interval", metavar="N", help="validations between two decisions of a population (1)")

@@ -17,7 +17,9 @@ from hydra_engine.tasks import table
 
 def run(options: argparse.Namespace) -> None:
     """Run the sweep, and print the best trial of each objective."""
-    devices = None if options.devices is None else _devices(options.devices)
+    if options.interval is not None and options.population is None:
+        raise Mistake(f"--interval: {options.interval!r}, limit: with --population; name the values to perturb")
+    devices = None if options.devices is None else _devices(options.devices, are_here=options.cluster is None)
     with here_importable():
         build_task = function_of(options.function)
         try:
@@ -36,7 +38,8 @@ def run(options: argparse.Namespace) -> None:
                 rungs=None if options.rungs is None else _rungs(options.rungs),
                 population=None
                 if options.population is None
-                else Population(settings=options.population, interval=count(options.interval, "--interval")),
+                else Population(settings=options.population, interval=count(options.interval or "1", "--interval")),
+                cluster=options.cluster,
             )
         except (ImportError, ValueError) as error:
             raise Mistake(str(error)) from error
@@ -62,11 +65,11 @@ def _one_or_all(names: Sequence[str] | None) -> str | Sequence[str] | None:
     return names[0] if names is not None and len(names) == 1 else names
 
 
-def _devices(names: Sequence[str]) -> list[DeviceSpec]:
+def _devices(names: Sequence[str], *, are_here: bool) -> Sequence[DeviceSpec | str]:
     try:
         # A size is an emulated device's, and a GPU's name has no digit in front.
         specs: list[DeviceSpec | str] = [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]
-        return resolve_devices(specs, max(1, dram.available_dram_bytes() // 2))
+        return resolve_devices(specs, max(1, dram.available_dram_bytes() // 2)) if are_here else specs
     except (ValueError, RuntimeError) as error:
         raise Mistake(f"--devices: {error}; a size such as 512MiB is an emulated device") from error
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -307,9 +307,12 @@ class ClusterSearch:
                 while self._go_on():
                     pass
             except BaseException as error:
-                if self._checkpoints is None:  # nobody can go on with them
-                    for trial in self._trials.untold:
+                for trial in self._trials.untold:
+                    if self._checkpoints is None:  # nobody can go on with it
                         self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
+                    else:
+                        with suppress(Exception):  # of the storage, which may be what was raised
+                            self._trials.interrupt(trial)
                 raise
             finally:
                 for member in self._members:

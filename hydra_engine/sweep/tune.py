@@ -6,6 +6,7 @@ memory is given back, and the next step of the trainable goes on with its bits, 
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def trainable(
             report = orchestra.train_models(resume=True).tasks[_NAME]
             figures = {name: values[-1] for name, values in report.validation_metrics.items()}
             return {
-                LOSS: report.validation_losses[-1],
+                LOSS: report.validation_losses[-1] if report.validation_losses else math.nan,
                 **figures,
                 "steps": report.steps,
                 "done": report.status != PAUSED,

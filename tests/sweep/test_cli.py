@@ -62,6 +62,7 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
         ([BUILD, "--rungs", "1:1", "--checkpoint-dir", "unused"], "reduction_factor: 1, limit: at least 2"),
         ([BUILD, "--rungs", "1:3"], "rungs: no checkpoint_dir, limit: a folder"),
         ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no', limit: a whole number >= 1"),
+        ([BUILD, "--interval", "2"], "--interval: '2', limit: with --population"),
         ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr'], limit: at least one name, each once"),
         ([BUILD, "--dram", "much"], "dram: 'much' is not a size"),
         ([BUILD, "--metric", "accuracy"], "direction: not given, and metric 'accuracy' may be any"),
