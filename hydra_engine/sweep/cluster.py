@@ -1,9 +1,9 @@
 """A sweep on many machines, by Ray: the study stays with the caller, and each node trains trials in one engine.
 
     caller                            Ray                                 process on a node
-    ClusterSearch                     train.remote(settings)  --------->  Node.train: a thread runs Search
+    ClusterSearch                     train.remote(settings)  --------->  NodeEngine.train: a thread runs Search
       Handout.answer     <---------   Request, as it is yielded  -------  NodeTrials, NodeTrial: "next", "prunes", ...
-      Trials, the study  --------->   answer.remote(number, ...)  ----->  Node.answer: who asked goes on
+      Trials, the study  --------->   answer.remote(number, ...)  ----->  NodeEngine.answer: who asked goes on
 
 Ray places the processes, carries messages, and says who is gone. A node's process is thrown away with its node; what it
 has saved is in a directory of its own, from which any other goes on.
@@ -142,7 +142,7 @@ class NodeTrials:
         return lambda trial, *args: self._ask(method, trial.number, *args)
 
 
-class Node:
+class NodeEngine:
     """The engine of one node, in a process of Ray's."""
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ class ClusterSearch:
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         # All GPUs of the node are the engine's. One thread trains, others answer.
         options = {"num_cpus": 1, "num_gpus": node["Resources"].get("GPU", 0), "max_concurrency": 4}
-        actor = self._ray.remote(Node).options(**options, scheduling_strategy=strategy).remote()
+        actor = self._ray.remote(NodeEngine).options(**options, scheduling_strategy=strategy).remote()
         shown = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         self._members.append(Member(node["NodeID"], shown, actor, f"{NODE}{uuid4().hex[:12]}"))
         self._tell(f"node {shown} joins")

@@ -69,7 +69,7 @@ class ModelWatch:
         self._elements: _Elements | None = None
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
         self._writes = _Writes(())
-        self._given = _Given(self._writes)
+        self._given = _HandedOut(self._writes)
 
     def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
         """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`)."""
@@ -83,7 +83,7 @@ class ModelWatch:
         elements = None if self._elements is None else self._elements.take()
         self._before = (self._versions(), self._places(), elements)
         self._writes = _Writes(self._tensors)
-        self._given = _Given(self._writes)
+        self._given = _HandedOut(self._writes)
         with self._writes, self._given:
             yield
 
@@ -92,7 +92,7 @@ class ModelWatch:
         try:
             change = self._change() or self._written()
         finally:
-            self._given = _Given(self._writes)  # the copies of this one go
+            self._given = _HandedOut(self._writes)  # the copies of this one go
         if change is not None:
             raise ValueError(f"{who} {change}; {_WHY}")
 
@@ -219,7 +219,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         return self._spans[index][2]
 
 
-class _Given(TorchFunctionMode):
+class _HandedOut(TorchFunctionMode):
     """Copies those of the tensors whose memory a call gets hold of, and sees which one is `moved` to other memory."""
 
     def __init__(self, writes: _Writes) -> None:
