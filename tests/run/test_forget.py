@@ -383,8 +383,13 @@ def test_a_task_that_joins_keeps_to_the_limit():
     each, refused, is_over = bytes_of(), [], threading.Event()
 
     def replace(report):
+        late, let_go = [task("third", seed=7)], Held()
+        for k, parameter in enumerate(late[0].model.parameters()):
+            let_go.see(k, parameter)
+        del parameter
         with pytest.raises(HostOutOfMemory, match=r"third: .* limit: dram="):
-            orchestra.add_task(task("third", seed=7))
+            orchestra.add_task(late.pop())
+        assert let_go.gone.wait(WAIT_S)  # its reader's thread may have it for a moment
         refused.append(orchestra.dram_left_bytes)
         may_end.set()
         assert is_over.wait(WAIT_S)
