@@ -60,7 +60,7 @@ from hydra_engine.schedule.state import OnHost, Part, Phase, ScheduledTask, allo
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
 
 
-# Past 300 lines: it has a handler for each of 15 events, and they share one state.
+# Past 300 lines: it has a handler for each event, and they share one state.
 class Scheduler:
     """The state of a run as far as decisions need it; touched by one thread only."""
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -118,12 +118,15 @@ class NodeTrials:
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
         self.has_pruning = ask("has_pruning")
-        self.untold: list[Any] = []  # the caller knows them
 
     def next(self) -> NodeTrial | None:
         """Return the next trial to train."""
         number = self._ask("next")
         return None if number is None else NodeTrial(number, self._ask)
+
+    def interrupt(self, error: BaseException, *, go_on: bool) -> list[Any]:
+        """The caller knows which trials a node has, and is told of its error."""
+        return []
 
     def climb(self) -> list[Any]:
         """The caller decides about rungs, before it gives a trial out."""
@@ -307,12 +310,7 @@ class ClusterSearch:
                 while self._go_on():
                     pass
             except BaseException as error:
-                for trial in self._trials.untold:
-                    if self._checkpoints is None:  # nobody can go on with it
-                        self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
-                    else:
-                        with suppress(Exception):  # of the storage, which may be what was raised
-                            self._trials.interrupt(trial)
+                self._trials.interrupt(error, go_on=self._checkpoints is not None)
                 raise
             finally:
                 for member in self._members:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -119,13 +118,8 @@ class Search:
                 if self._error is not None:
                     raise self._error
         except BaseException as error:
-            for trial in self._trials.untold:
-                if self._checkpoints is None:  # nobody can go on with it
-                    self._trials.fail(trial, f"the sweep was ended by {type(error).__name__}")
-                else:
-                    with suppress(Exception):  # of the storage, which may be what was raised
-                        self._trials.interrupt(trial)
-                        self._tell(trial, "interrupted, goes on when the sweep is run again")
+            for trial in self._trials.interrupt(error, go_on=self._checkpoints is not None):
+                self._tell(trial, "interrupted, goes on when the sweep is run again")
             raise
 
     def check(self) -> None:

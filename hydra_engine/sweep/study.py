@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_engine.sweep.population import PARENT, Population
@@ -340,10 +341,17 @@ class Trials:
                     raise
                 self._is_stopped = True
 
-    def interrupt(self, trial: Any) -> None:
-        """Note that nobody trains a trial until the sweep is run again."""
-        with self._lock:
-            trial.set_user_attr(INTERRUPTED, True)
+    def interrupt(self, error: BaseException, *, go_on: bool) -> list[Any]:
+        """Note that an error has ended the sweep. Return the trials that go on as it is run again; else they failed."""
+        found = []
+        for trial in self.untold:
+            if not go_on:
+                self.fail(trial, f"the sweep was ended by {type(error).__name__}")
+                continue
+            with suppress(Exception), self._lock:  # of the storage, which may be what was raised
+                trial.set_user_attr(INTERRUPTED, True)
+                found.append(trial)
+        return found
 
     def is_pruning(self, error: BaseException) -> bool:
         """Return True for the exception by which user code prunes a trial."""
