@@ -108,6 +108,19 @@ class DidNotFit(NamedTuple):
     unit: Unit
 
 
+class UnitLost(NamedTuple):
+    """A unit's device has failed under it (after its `Computed`): it is offered again, to any device."""
+
+    unit: Unit
+
+
+class SpreadsKnown(NamedTuple):
+    """Steps of a task may be spread over more devices than before."""
+
+    task: str
+    spreads: tuple[Spread, ...]
+
+
 class Fitted(NamedTuple):
     """The batch in hand fits, cut into these units from now on, and is begun from its first unit."""
 
@@ -126,6 +139,12 @@ class DataFailed(NamedTuple):
 
 class DeviceAdded(NamedTuple):
     """A device may be used."""
+
+    device: int
+
+
+class DeviceRemoved(NamedTuple):
+    """A device is to go: begin nothing more on it, and say `Release` once its unit is computed."""
 
     device: int
 
@@ -162,7 +181,8 @@ class StopRequested(NamedTuple):
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DidNotFit | Fitted | DeviceAdded | DeviceWanted | DeviceReturned | CaptureWanted | TaskStopped | StopRequested"
+    " | DidNotFit | UnitLost | Fitted | SpreadsKnown | DeviceAdded | DeviceRemoved | DeviceWanted | DeviceReturned"
+    " | CaptureWanted | TaskStopped | StopRequested"
 )
 
 
@@ -189,6 +209,12 @@ class Run(NamedTuple):
 
 class Lend(NamedTuple):
     """Give a device to who wants it: no unit computes there, and none is claimed."""
+
+    device: int
+
+
+class Release(NamedTuple):
+    """Let a device go that was removed: no unit computes there, none is claimed, and none will be."""
 
     device: int
 
@@ -255,4 +281,6 @@ class Finish(NamedTuple):
     is_settled: bool = True  # False: it ends in a step that has updated shards already
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Lend | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+Instruction: TypeAlias = (
+    "Load | Drop | Run | Lend | Release | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+)
