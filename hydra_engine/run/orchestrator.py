@@ -555,6 +555,7 @@ class ModelOrchestrator:
         if trains:
             verbose, saver = self.verbose, self._store.saver(self._about)
             rescue = partial(self._store.rescue, self._about)
+        self._pool.begin()
         with signals.deferred():
             try:
                 yield EngineRun(planned, site, self._pool, self._policy, verbose, signals, saver, rescue, trains=trains)
