@@ -1324,6 +1324,8 @@ class TestDevicesThatComeAndGo:
     def test_an_idle_device_is_released_at_once_and_comes_back_under_its_number(self):
         world, task = self.world(2)
         assert world.remove_device(1) == [Release(1)]
+        for event in (DeviceWanted(1), DeviceReturned(1)):
+            assert world.scheduler.handle(event) == []  # nobody gets a device that is not there
         assert world.remove_device(0) == [Drop(0, Unit("task", "f", 1, 0))]
         world.compute(0)
         # What f0 has left was on the device that is gone: it is waited for.
@@ -1443,7 +1445,7 @@ class TestDevicesThatComeAndGo:
     def test_steps_are_spread_over_devices_that_come_once_it_is_known_how(self):
         world = World()
         world.add_device(0)
-        world.add_task(task_added("task", 1, num_steps=3), [TRAIN] * 3, num_micro_batches=4)
+        world.add_task(task_added("task", 1, num_steps=5), [TRAIN] * 5, num_micro_batches=4)
         task = world.tasks["task"]
         num_parts = [next(each.num_parts for each in world.read(task) if isinstance(each, Begin))]
 
@@ -1459,9 +1461,14 @@ class TestDevicesThatComeAndGo:
 
         world.add_device(1)
         step()
-        world.know_spreads(task, [Spread(2.0)])
+        world.know_spreads(task, [Spread(2.0), Spread(3.0)])
+        world.add_device(2)
         step()
-        assert num_parts == [1, 1, 2]
+        world.remove_device(1)
+        step()
+        world.remove_device(0)
+        step()
+        assert num_parts == [1, 1, 3, 2, 1]
 
 
 def test_fair_share_gives_time_by_weight():
