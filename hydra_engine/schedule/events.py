@@ -100,6 +100,8 @@ class Failed(NamedTuple):
     where: str
     unit: Unit | None = None
     commit: bool = False  # its commit, or its fit
+    device: int | None = None  # of the unit
+    is_torn: bool = False  # part of what the unit leaves is in DRAM, where what it began with was
 
 
 class DidNotFit(NamedTuple):
