@@ -527,7 +527,10 @@ def test_memory_does_not_grow_with_the_units_run():
         (lambda: simulate([task()], 2, changes=[goes("soon")]), "at_s of a change: 'soon'"),
         (lambda: simulate([task()], 2, changes=[comes(3.0)]), "change at 3 s: device 0 is in already"),
         (lambda: simulate([task()], 2, changes=[goes(3.0), goes(2.0)]), "change at 3 s: device 0 is out already"),
-        (lambda: simulate([task()], 2, changes=[goes(1.5), goes(0, 1)]), "after 3 s, so a would never end; let one come"),
+        (
+            lambda: simulate([task()], 2, changes=[goes(1.5), goes(0, 1)]),
+            "after 3 s, so a would never end; let one come",
+        ),
         (lambda: task("a", -1.0), "at least 0"),
         (lambda: task("a", math.nan), "finite"),
         (lambda: task(num_steps=0), "num_steps"),
