@@ -83,7 +83,7 @@ class ModelOrchestrator:
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
         self._devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
         self._double_buffer = bool(double_buffer)
-        self._tasks = TaskList(tasks, self._devices, self._store, self._limit)
+        self._tasks = TaskList(tasks, self._devices, self._store, self._limit, max_devices=len(self._devices))
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
