@@ -93,7 +93,7 @@ class ModelOrchestrator:
         self._pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
         self._changing_devices = threading.Lock()
         self._double_buffer = bool(double_buffer)
-        self._tasks = TaskList(tasks, specs, self._store, self._limit)
+        self._tasks = TaskList(tasks, specs, self._store, self._limit, max_devices=limits.max_devices or len(specs))
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
