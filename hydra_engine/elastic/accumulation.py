@@ -172,7 +172,7 @@ class GradientAccumulation(torch.optim.Optimizer):
         num_distinct = len({_data_of(closure) for closure in self._closures})
         if num_distinct < self.steps:
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} evaluates again: {num_distinct} distinct closures, steps: {self.steps}; "
+                f"{type(self.optimizer).__name__} evaluates again: {num_distinct} distinct closures, {self.steps} steps; "
                 "give each its data, functools.partial(closure, x, y), and go on from a state of no half step"
             )
         self.accumulated, self._losses = 0, []
@@ -193,7 +193,7 @@ class GradientAccumulation(torch.optim.Optimizer):
         return {**self.optimizer.state_dict(), "accumulation": self._saved()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or one of the wrapped optimizer's class. Gradients are those of the state, or none."""
+        """Load a state of this class, or of the wrapped optimizer's. Gradients are then those of the state, or none."""
         saved = state_dict.get("accumulation", {"accumulated": 0})
         if saved["accumulated"] and (saved["steps"], saved["reduction"]) != (self.steps, self.reduction):
             raise ValueError(
