@@ -172,8 +172,8 @@ class GradientAccumulation(torch.optim.Optimizer):
         num_distinct = len({_data_of(closure) for closure in self._closures})
         if num_distinct < self.steps:
             raise RuntimeError(
-                f"{type(self.optimizer).__name__} evaluates again: {num_distinct} distinct closures, {self.steps} steps; "
-                "give each its data, functools.partial(closure, x, y), and go on from a state of no half step"
+                f"{type(self.optimizer).__name__} evaluates again: {num_distinct} closures, micro-batches: {self.steps}"
+                "; give each its data, functools.partial(closure, x, y), and resume where accumulated is 0"
             )
         self.accumulated, self._losses = 0, []
         for closure in self._closures:

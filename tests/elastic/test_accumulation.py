@@ -514,7 +514,7 @@ def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
         optimizer.step(closures[1])
         assert optimizer.stepped
         return
-    with pytest.raises(RuntimeError, match="LBFGS evaluates again: 1 distinct closures, 2 steps; give each its data"):
+    with pytest.raises(RuntimeError, match="LBFGS evaluates again: 1 closures, micro-batches: 2; give each its data"):
         optimizer.step(closures[1])
     assert optimizer.accumulated == 0
 
