@@ -365,7 +365,11 @@ def test_a_resumed_step_is_one_that_was_not_interrupted(name, at):
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
     assert other.accumulated == at % 4
+    gradients = saved["optimizer"]["accumulation"].get("gradients", {})
+    before = copy.deepcopy(gradients)
+    assert [each.grad is not None for each in resumed.parameters()] == [at % 4 > 0] * 2
     train(resumed, other, inputs[at:])
+    assert all(torch.equal(gradients[i], each) for i, each in before.items())  # they are not the ones trained with
     assert_equal((resumed, other), (model, optimizer))
     assert_equal((resumed, other), undivided(name))
 
@@ -384,6 +388,15 @@ def test_a_copy_goes_on_in_the_middle_of_a_step(copied):
     for found, right in zip(twin.parameters(), model.parameters(), strict=True):
         assert torch.equal(found, right)
     assert schedule.optimizer is optimizer
+
+
+def test_a_copy_is_wrapped_whatever_the_wrapped_optimizer_does():
+    class Single(torch.optim.SGD):
+        def __deepcopy__(self, memo):
+            return self
+
+    optimizer = GradientAccumulation(Single([torch.zeros(1)], lr=0.1), 2)
+    assert copy.deepcopy(optimizer).optimizer is optimizer.optimizer
 
 
 def test_warm_moments_come_from_a_plain_optimizer_and_go_to_one():
@@ -445,13 +458,14 @@ def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, re
 def test_closures_are_evaluated_micro_batch_by_micro_batch(name, reduction):
     """They may read a variable of the loop, as most do."""
     model, optimizer = wrapped(name, reduction=reduction)
-    expected, plain = Linear(), None
+    expected = Linear()
     plain = OPTIMIZERS[name](expected.parameters())
     losses, whole = [], []
     for samples in batches():
         whole.append(plain.step(lambda: evaluate(expected, plain, samples, reduction)))  # noqa: B023
         for part in samples.chunk(4):
-            losses.append(optimizer.step(lambda: evaluate(model, optimizer, part, reduction)))  # noqa: B023
+            with torch.no_grad():  # which is for what surrounds the closure
+                losses.append(optimizer.step(lambda: evaluate(model, optimizer, part, reduction)))  # noqa: B023
     assert_equal((model, optimizer), (expected, plain))
     torch.testing.assert_close(torch.stack(losses[3::4]), torch.stack(whole))
     assert all(loss.requires_grad for loss in losses[0::4])  # as the closure returned it
