@@ -125,8 +125,7 @@ class GpuWatcher:
                     pool.remove_device(name, self._settings.grace_s)
                     self._told[f"{name}: given up, {change.occupant}"] += 1
                 else:
-                    spec = self._spec(name)
-                    pool.add_device(name if name in pool.devices else spec)
+                    pool.add_device(self._spec(name))
                     self._told[f"{name}: taken, since it was free"] += 1
             except (ValueError, RuntimeError) as error:
                 self._watch.refused(name)
@@ -155,11 +154,11 @@ class GpuWatcher:
         return SeenGpu(total_bytes=memory.total, free_bytes=memory.free, held_bytes=held_bytes, pids=pids)
 
     def _spec(self, name: str) -> CudaDevice:
-        if name not in self._specs:
-            index, memory = int(name.partition(":")[2]), self._settings.memory
-            if memory is None and not _claimed(self._uuids[name]):
-                raise RuntimeError("another run of this user has claimed it")
-            self._specs[name] = CudaDevice(index, memory)
+        """Return the GPU with what is free of it now, which may be less than it was before."""
+        memory = self._settings.memory
+        if memory is None and not _claimed(self._uuids[name]):
+            raise RuntimeError("another run of this user has claimed it")
+        self._specs[name] = CudaDevice(int(name.partition(":")[2]), memory)
         return self._specs[name]
 
 

@@ -141,7 +141,7 @@ def test_a_gpu_is_given_up_to_another_process_and_taken_back(cuda, nvml):
     assert pool.devices["cuda:1"] == "out"
     clock.now_s = 65
     made.poll(pool)
-    assert pool.orders == [("remove", "cuda:1", 7), ("add", "cuda:1", "cuda:1")]
+    assert pool.orders == [("remove", "cuda:1", 7), ("add", "CudaDevice", "cuda:1")]
 
 
 def test_a_gpu_that_was_in_use_joins_as_a_new_device(cuda, nvml):
