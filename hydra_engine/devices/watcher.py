@@ -89,13 +89,11 @@ class GpuWatcher:
         over = threading.Event()
 
         def work() -> None:
-            while True:
+            while not (self._wait or over.wait)(self._settings.poll_s):
                 try:
                     self.poll(pool)
                 except Exception as error:  # the next look may be better
                     self._told[f"{type(error).__name__}: {error}"] += 1
-                if (self._wait or over.wait)(self._settings.poll_s):
-                    return
 
         self._watch.begin()
         self._told.clear()

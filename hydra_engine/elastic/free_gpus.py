@@ -6,7 +6,7 @@ Decisions alone: no clock, no threads and no NVML here. `devices/watcher.py` loo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class FreeGpus:
     def __post_init__(self) -> None:
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
-        _check_seconds("poll_s", self.poll_s, "more than 0", self.poll_s != 0)
+        _check_seconds("poll_s", self.poll_s, "more than 0, a day at most", lambda value: 0 < value <= 86400)
         _check_seconds("free_s", self.free_s, "0 or more")
         if self.grace_s is not None:
             _check_seconds("grace_s", self.grace_s, "0 or more, or None")
@@ -69,9 +69,11 @@ class FreeGpus:
         return None if unseen <= UNSEEN_BYTES else f"{format_bytes(unseen)} held by processes that NVML does not show"
 
 
-def _check_seconds(what: str, value: Any, limit: str, is_right: bool = True) -> None:
+def _check_seconds(
+    what: str, value: Any, limit: str, is_right: Callable[[float], bool] = lambda value: value >= 0
+) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value >= 0 and is_right):
+    if not (is_number and math.isfinite(value) and is_right(value)):
         raise ValueError(f"{what}: {value!r}, limit: seconds, {limit}; give for example 5")
 
 

@@ -59,7 +59,9 @@ def test_with_memory_asked_for_other_processes_do_not_matter():
     [
         ({"memory": "20G"}, "memory: '20G' is not a size"),
         ({"memory": 0}, "memory: 0 is 0 bytes"),
-        ({"poll_s": 0}, "poll_s: 0, limit: seconds, more than 0"),
+        ({"poll_s": 0}, "poll_s: 0, limit: seconds, more than 0, a day at most"),
+        ({"poll_s": 86401}, "poll_s: 86401, limit: seconds, more than 0, a day at most"),
+        ({"poll_s": "5"}, "poll_s: '5', limit"),
         ({"poll_s": True}, "poll_s: True, limit"),
         ({"free_s": -1}, "free_s: -1, limit: seconds, 0 or more"),
         ({"free_s": "1"}, "free_s: '1', limit"),
