@@ -168,7 +168,7 @@ def _begun(nvml: Any) -> Any:
         except ImportError as error:
             raise ImportError(
                 f"devices: {AUTO!r} without nvidia-ml-py, limit: NVML tells which GPUs are free; "
-                f"`pip install hydra_engine[nvml]`, or name the devices"
+                f"`pip install hydra_engine[nvml]` or `pip install nvidia-ml-py`, or name the devices"
             ) from error
         nvml = pynvml
     try:

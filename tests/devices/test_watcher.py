@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hydra_engine.devices import watcher
 from hydra_engine.devices.watcher import GpuWatcher
@@ -282,6 +283,18 @@ def test_without_gpus_that_is_said_in_one_line(monkeypatch):
 
 def test_other_devices_are_not_watched():
     assert [GpuWatcher.asked(devices) for devices in (None, "cuda:0", ["auto"], [])] == [None] * 4
+
+
+@pytest.mark.gpu
+def test_nvml_knows_the_gpus_of_this_process_and_that_it_is_this_one():
+    pytest.importorskip("pynvml")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and not the stand-in for it")
+    made = GpuWatcher(FreeGpus(memory="1GiB"))
+    names = [spec.name for spec in made.take()]
+    for name, gpu in made._look().items():
+        assert gpu.total_bytes > gpu.free_bytes > 0
+        assert name not in names or gpu.pids is None or FreeGpus().occupant(gpu, watcher.os.getpid()) is None
 
 
 # --- several runs of one user ---

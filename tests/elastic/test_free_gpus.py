@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from hydra_engine.elastic import FreeGpus, GiveUp, SeenGpu, Take, Watch
-from hydra_engine.elastic.free_gpus import UNSEEN_BYTES
+from hydra_engine.elastic import FreeGpus, GiveUp, SeenGpu, Watch
+from hydra_engine.elastic.free_gpus import UNSEEN_BYTES, Take
 
 OWN, GIB = 77, 2**30
 seen = partial(SeenGpu, total_bytes=80 * GIB)
