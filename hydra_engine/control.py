@@ -93,7 +93,7 @@ def ask(directory: str | os.PathLike[str], order: Mapping[str, Any], *, answer_s
     Raises ValueError with what the run says of an order that it refuses, OSError where no run takes orders.
     """
     where = os.fspath(directory)
-    rule = "limit: the checkpoint_dir of a run of yours, while its train_models() is at work"
+    rule = "limit: the checkpoint_dir of a run of yours, while it trains"
     try:
         with _path(directory) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(answer_s)
