@@ -33,6 +33,24 @@ class DeviceLost(RuntimeError):
         )
 
 
+class DeviceFailed(RuntimeError):
+    """A device has failed, and is taken out of the run; this process can go on without it.
+
+    A kind of device raises it from its copies. What was computed there and is not in DRAM yet is computed again on
+    another device. Past `ModelOrchestrator(max_failures=)` the run ends with it, once all tasks are saved.
+    """
+
+    task = ""  # it is no task's doing
+
+    def __init__(self, device: str, error: BaseException | str) -> None:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        super().__init__(f"{device} has failed: {first_line}; what it computed last is computed again elsewhere")
+
+
+class DeviceGone(DeviceFailed):
+    """A device was taken away before its unit was through: its time of grace is over. It counts as no failure."""
+
+
 class ShardDoesNotFit(ValueError):
     """A shard cannot run within a device's budget, and the partitioner has no smaller one to offer."""
 

@@ -15,6 +15,7 @@ import partitioners
 ROOMS = (
     "elastic",
     "system",
+    "elastic",
     "schedule",
     "tasks",
     "data",

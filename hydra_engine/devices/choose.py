@@ -25,7 +25,7 @@ def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: i
         raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
     if not devices:
         raise ValueError("devices: empty list; give at least one device, or leave it out")
-    resolved = [_resolve(device) for device in devices]
+    resolved = [resolve_device(device) for device in devices]
     names = [device.name for device in resolved if isinstance(device, CudaDevice)]
     if names and len(names) < len(resolved):
         raise ValueError(
@@ -37,7 +37,8 @@ def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: i
     return resolved
 
 
-def _resolve(device: DeviceSpec | str) -> DeviceSpec:
+def resolve_device(device: DeviceSpec | str) -> DeviceSpec:
+    """Return a device, or the one of this name."""
     if isinstance(device, DeviceSpec):
         return device
     if not isinstance(device, str):

@@ -33,7 +33,7 @@ from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, stored
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 from partitioners.boundary import extent_bytes
@@ -150,6 +150,9 @@ class CudaDevice(DeviceSpec):
     @property
     def name(self) -> str:
         return f"cuda:{self.index}"
+
+    def name_at(self, index: int) -> str:
+        return self.name
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"
@@ -293,6 +296,14 @@ class OpenCudaDevice(OpenDevice):
             yield
 
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
+        try:
+            self._copy_all(pairs)
+        except RuntimeError as error:
+            if _is_out_of_memory(error):
+                raise
+            raise DeviceFailed(self.name, error) from error
+
+    def _copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for target, source in pairs:
             # Otherwise torch converts on the way, and the host would go on with what is not there yet.
             is_plain = target.dtype == source.dtype and target.stride() == source.stride() and _is_dense(source)

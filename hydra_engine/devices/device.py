@@ -216,6 +216,10 @@ class DeviceSpec(ABC):
     def check_free(self) -> None:
         """Raise RuntimeError unless the memory that was asked for is free."""
 
+    def name_at(self, index: int) -> str:
+        """Return its name as the device of this number."""
+        return f"{self.torch_device.type}:{index}"
+
     def numa_node(self) -> int | None:
         """Return the node of the machine's memory that it is attached to, where that is known."""
         return None

@@ -79,12 +79,15 @@ class EmulatedDevice(DeviceSpec):
     def check_free(self) -> None:
         pass  # nobody else has its memory
 
+    def name_at(self, index: int) -> str:
+        return f"emulated:{index}"
+
     def for_rehearsal(self) -> EmulatedDevice:
         """Return a device of the same memory, with nothing that slows it down."""
         return EmulatedDevice(self.memory_bytes, has_arena=self.has_arena)
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
-        return OpenEmulatedDevice(self, f"emulated:{index}", trace, num_threads, arena_bytes)
+        return OpenEmulatedDevice(self, self.name_at(index), trace, num_threads, arena_bytes)
 
 
 def _copy_bytes_per_s() -> float:

@@ -4,7 +4,15 @@ from hydra_engine.planning.adoption import Rehearsals
 from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimate, plan_ahead
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.fit import Misfit, Room, refit, shared_out
-from hydra_engine.planning.planner import DramLimit, PlannedTask, arena_bytes, check_arena, check_dram, fits_arena
+from hydra_engine.planning.planner import (
+    DramLimit,
+    PlannedTask,
+    Spreading,
+    arena_bytes,
+    check_arena,
+    check_dram,
+    fits_arena,
+)
 from hydra_engine.planning.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation

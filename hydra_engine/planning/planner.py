@@ -340,6 +340,7 @@ class PlannedTask:
         self.estimate = Estimate(self.state)
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
+        self._most_devices = 1  # that a step's spreading was predicted for
 
     @property
     def stopping(self) -> StopTask | PauseTask | None:
@@ -385,6 +386,16 @@ class PlannedTask:
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
         beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
+        self._most_devices = len(devices)
+
+    def can_be_wider(self, num_devices: int) -> bool:
+        """Return True if its steps may be spread over so many devices, and it is not known yet how."""
+        return self.task.purpose is Purpose.TRAIN and min(self.num_micro_batches, num_devices) > self._most_devices
+
+    def wider(self, devices: Sequence[DeviceSpec]) -> Spreading:
+        """Predict how a step is best spread over these devices, of which there are more than before."""
+        self._most_devices = len(devices)
+        return self.estimate.spreading(devices, self.num_micro_batches, 0, self._limit)
 
     @property
     def largest_slab_bytes(self) -> int:

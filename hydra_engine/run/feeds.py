@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -20,11 +21,12 @@ from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
-from hydra_engine.run.workers import Workers
+from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
     DataEnded,
     DataFailed,
+    DeviceAdded,
     DeviceReturned,
     DeviceWanted,
     EpochAhead,
@@ -236,14 +238,19 @@ def _has_to_be_fitted(task: RunningTask, batch: Batch) -> bool:
     return split_otherwise or not task.state.measured.known.fits(batch.training, batch.signature)
 
 
-class RunOver(Exception):
-    """Nobody trains any more, and devices are closed."""
-
-
 class Arrived(NamedTuple):
     """A task came while others train."""
 
     planned: PlannedTask
+
+
+@dataclass(eq=False)
+class _Loan:
+    """Somebody waits for a device with so much memory; None: there will be none."""
+
+    memory_bytes: int
+    device: Promise[int | None]
+    is_asked: bool = False
 
 
 class Joining:
@@ -255,7 +262,7 @@ class Joining:
         self._feeds = feeds
         self._host_work = host_work
         self._saves = saves
-        self._host_memory = host_memory(workers.specs)
+        self._host_memory = host_memory(workers.first_specs)
         # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
         # of one over devices that others want. None: no task waits for others any more.
         self._begins_by_s: float | None = None
@@ -263,7 +270,7 @@ class Joining:
         self._num_arriving = 0  # tasks on their way to `take_in`, and devices that are lent
         self._is_over = False
         self._borrowing = threading.Lock()  # held by who has a device, or waits for it
-        self._loan: Promise[bool] | None = None  # that is waited for; False: there will be none
+        self._loan: _Loan | None = None  # that is waited for
         # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
         self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
@@ -302,17 +309,18 @@ class Joining:
 
         Raises RunOver where the run has ended, or is interrupted.
         """
-        index = next(k for k, each in enumerate(self._workers.specs) if each is spec)
+        index: int | None = None
         with self._borrowing:
-            loan: Promise[bool] = Promise()
+            loan = _Loan(spec.memory_bytes, Promise())
             with self._arriving:
                 if self._is_over:
                     raise RunOver
                 self._num_arriving += 1
                 self._loan = loan
-            self._common.events.put(DeviceWanted(index))
+            self._common.later(self.want_device)
             try:
-                if not loan.result():
+                index = loan.device.result()
+                if index is None:
                     raise RunOver
                 with self._workers.vacated(index) as device:
                     yield device
@@ -322,7 +330,8 @@ class Joining:
             finally:
                 with self._arriving:
                     self._num_arriving -= 1
-                self._common.events.put(DeviceReturned(index))
+                if index is not None:
+                    self._common.events.put(DeviceReturned(index))
 
     # -- from the thread that decides
 
@@ -330,15 +339,36 @@ class Joining:
         """Return the method for each instruction that it carries out."""
         return {Lend: self._lend}
 
-    def _lend(self, _: Lend) -> None:
-        self._end_loan(is_granted=not self._common.is_interrupted)
+    def want_device(self) -> None:
+        """Ask for a device for who waits for one; where none is in that is large enough, once one comes."""
+        loan = self._loan
+        if loan is None or loan.is_asked:
+            return
+        index = self._workers.device_for(loan.memory_bytes)
+        if self._common.is_interrupted:
+            self._end_loan(None)
+        elif index is not None:
+            loan.is_asked = True
+            self._common.due.append(DeviceWanted(index))
 
-    def _end_loan(self, *, is_granted: bool) -> None:
+    def device_added(self, event: DeviceAdded) -> DeviceAdded:
+        """A device has come, which somebody may wait for, or steps may be spread over."""
+        self.want_device()
+        for task in self._common.tasks.values():
+            self._host_work.widen(task)
+        return event
+
+    def _lend(self, instruction: Lend) -> None:
+        if self._common.is_interrupted:
+            self._common.due.append(DeviceReturned(instruction.device))
+        self._end_loan(None if self._common.is_interrupted else instruction.device)
+
+    def _end_loan(self, device: int | None) -> None:
         """Tell who waits for a device that it is there, or that there will be none."""
         with self._arriving:
             loan, self._loan = self._loan, None
         if loan is not None:
-            loan.keep(is_granted)
+            loan.device.keep(device)
 
     def _lost(self, error: DeviceLost) -> None:
         """A rehearsal has struck a device, which ends the run."""
@@ -358,7 +388,7 @@ class Joining:
         """Let nobody in any more."""
         with self._arriving:
             self._is_over = True
-        self._end_loan(is_granted=False)
+        self._end_loan(None)
         with self._borrowing:  # after an error of our own: who has a device needs nothing of this thread
             pass
         self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
@@ -479,8 +509,7 @@ class Joining:
                 task.figures.best = BestWeights(state.pool, best)
                 if planned.saved is not None:
                     planned.saved.put_best(task.figures.best)
-        for worker in self._workers.all:
-            worker.admit(state)  # copies layers, which is user code too
+        self._workers.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)
         return optimizer, None if num_batches is None else num_batches * planned.task.epochs
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from hydra_engine.checkpoints import LOST
+from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
 from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState
-from hydra_engine.planning import Misfit, Room, refit, shared_out
+from hydra_engine.planning import Misfit, Room, Spreading, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.run.saves import Saves
@@ -28,6 +29,7 @@ from hydra_engine.schedule import (
     Fit,
     Fitted,
     ShardUpdated,
+    SpreadsKnown,
     StepCommitted,
     TaskStopped,
     Unit,
@@ -123,7 +125,7 @@ class HostWork:
                 state,
                 planned.reader,
                 step.batch,
-                Room(self._workers.can_hold, min(each.device.ledger.memory_bytes for each in self._workers.all)),
+                Room(self._workers.can_hold, self._workers.least_memory_bytes),
                 misfit=Misfit(unit.shard, error) if unit is not None and not was_part and is_short else None,
                 may_split=not step.layers_moved_reader,
             )
@@ -133,10 +135,31 @@ class HostWork:
             task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
         number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
         if is_other or was_part or number != planned.num_micro_batches:
-            specs = self._workers.specs
+            specs = self._workers.spreading()
             planned.spread_over(specs if task.may_spread else specs[:1], number)
         task.stage()
         return Fitted(task=task.name, units=task.units, is_retried=is_retried)
+
+    def widen(self, task: RunningTask) -> None:
+        """Predict how a task's steps are spread over devices that have come, where it trains and has not been."""
+        specs = self._workers.spreading()
+        if task.life is Life.TRAINING and task.may_spread and task.planned.can_be_wider(len(specs)):
+            self._planner.submit(self._widened, task, specs)
+
+    def _widened(self, task: RunningTask, specs: Sequence[DeviceSpec]) -> None:
+        try:
+            spreading = task.planned.wider(specs)
+        except Exception as error:  # it is trained on as many as before
+            print(f"hydra_engine: {task.name}: no wider spread is predicted: {error}", file=sys.stderr)
+            return
+        self._common.later(partial(self._is_wider, task, spreading))
+
+    def _is_wider(self, task: RunningTask, spreading: Spreading) -> None:
+        if task.life is Life.TRAINING and task.may_spread and len(spreading.spreads) > len(task.planned.spreads):
+            # Those over fewer devices stay: a step in progress may be one of them.
+            known = task.planned.spreads
+            task.planned.spreading = spreading._replace(spreads=(*known, *spreading.spreads[len(known) :]))
+            self._common.due.append(SpreadsKnown(task.name, task.planned.spreads))
 
     # -- a step is committed
 
@@ -234,9 +257,7 @@ class HostWork:
         is_paused = task.end.is_paused
         try:
             try:
-                for worker in self._workers.all:
-                    worker.settle(task.name)  # a claim that was revoked may still be loading
-                    worker.dismiss(task.name)
+                self._workers.dismiss(task.state)
                 task.notifier.look_away()
                 task.planned.doubts += task.notifier.messages
                 with self._common.opening:  # its set-up may be at it

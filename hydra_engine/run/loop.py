@@ -5,7 +5,7 @@
     a reader per task    ---->  +---------+          joining    arrivals, set-up      Lend
     lanes of devices     ---->  |         |          feeds      readers, deadlines       Read
     optimizer pool       ---->  |  Inbox  | -> loop  recovery   failures                          <- Scheduler
-    planner              ---->  |         |          workers    devices                  Load Drop Run
+    planner              ---->  |         |          workers    devices                  Load Drop Run Release
     callbacks per task   ---->  |         |          host_work  pools                    Begin Fit Commit Update Finish
     saver, signals       ---->  +---------+          saves      checkpoints              Capture
 
@@ -23,7 +23,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
+from hydra_engine.devices import DeviceSpec
 from hydra_engine.display import ProgressLine
+from hydra_engine.elastic import DevicePool
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
@@ -37,10 +39,12 @@ from hydra_engine.schedule import (
     BatchReady,
     DataEnded,
     DataFailed,
+    DeviceAdded,
     EpochAhead,
     Failed,
     Policy,
     Scheduler,
+    SpreadsKnown,
     StepCommitted,
     StopRequested,
     TaskStopped,
@@ -55,11 +59,14 @@ class EngineRun:
         self,
         planned: Sequence[PlannedTask],
         site: Site,
+        pool: DevicePool[DeviceSpec],
         policy: Policy,
         verbose: int,
         signals: Signals,
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
+        *,
+        trains: bool = False,
     ) -> None:
         """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
         self._planned = list(planned)  # until they are begun
@@ -69,13 +76,18 @@ class EngineRun:
         self._makespan_s = 0.0
         self.site = site
         self._common = common = Common(site.host)
-        self.workers = Workers(common, site.devices)
+        self.workers = Workers(common, pool)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
         self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves)
-        self._recovery = Recovery(common, self._feeds, self._saves)
-        self._scheduler = Scheduler(policy, double_buffer=site.double_buffer, is_resident=self.workers.is_resident)
+        self._recovery = Recovery(common, self.workers, self._feeds, self._saves)
+        self._scheduler = Scheduler(
+            policy,
+            double_buffer=site.double_buffer,
+            is_resident=self.workers.is_resident,
+            min_devices=pool.limits.min_devices if trains else 1,
+        )
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.
         self._hears: dict[type, tuple[Callable[[Any], Any], ...]] = {
             Job: (lambda job: job.run(),),
@@ -88,6 +100,8 @@ class EngineRun:
             DataFailed: (self._recovery.data_failed,),
             Failed: (self._recovery.failed, self._if_known),
             TaskStopped: (self._if_known,),
+            SpreadsKnown: (self._if_known,),
+            DeviceAdded: (self.joining.device_added,),
             StepCommitted: (self._saves.step_committed, self._feeds.step_committed),
             SaverFree: (self._saves.free,),
         }
@@ -244,7 +258,8 @@ class EngineRun:
 
     def _if_known(self, event: Any) -> Any:
         """Keep from the scheduler what a callback tells of a task that it does not know: its end came before."""
-        return event if not isinstance(event, (Failed, TaskStopped)) or self._scheduler.knows(event.task) else None
+        has_task = isinstance(event, (Failed, TaskStopped, SpreadsKnown))
+        return event if not has_task or self._scheduler.knows(event.task) else None
 
     def _close(self) -> None:
         self.joining.close()

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.control import steered
 from hydra_engine.data import drawing_as_usual
-from hydra_engine.devices import DeviceSpec, GpuWatcher, active_autocast, resolve_devices
-from hydra_engine.elastic import FreeGpus
+from hydra_engine.devices import DeviceSpec, GpuWatcher, active_autocast, resolve_device, resolve_devices
+from hydra_engine.elastic import DevicePool, FreeGpus, PoolLimits
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
-from hydra_engine.run.feeds import RunOver
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList
+from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import bound, host_threads
 from hydra_engine.system import dram as host_dram
@@ -54,6 +54,9 @@ class ModelOrchestrator:
             train are saved, each at the end of its step in progress; while they train on, in the background. A save
             that falls due while another is written begins after it. Tasks are saved at their ends as well.
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
+        min_devices: where fewer are in, a run stands still until one is added.
+        max_devices: that may be in at the same time; None: any number.
+        max_failures: of devices in one run, that it survives; with one more it ends, saved, with `DeviceFailed`.
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
             in bytes or as text ("64GiB"). A task that was trained counts with its weights until they are freed. None:
             what the machine has.
@@ -79,16 +82,22 @@ class ModelOrchestrator:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int = "10min",
         keep: int = 3,
+        min_devices: int = 1,
+        max_devices: int | None = None,
+        max_failures: int = 0,
         dram: int | str | None = None,
     ) -> None:
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
-        self._watcher = GpuWatcher.asked(devices)
+        self._watcher = GpuWatcher.asked(devices, max_devices)
         wanted: Any = devices if self._watcher is None else self._watcher.take()
-        self._devices = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
+        specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
+        limits = PoolLimits.checked(min_devices, max_devices, max_failures, len(specs))
+        self._pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
+        self._changing_devices = threading.Lock()
         self._double_buffer = bool(double_buffer)
-        self._tasks = TaskList(tasks, self._devices, self._store, self._limit)
+        self._tasks = TaskList(tasks, specs, self._store, self._limit)
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
@@ -181,7 +190,8 @@ class ModelOrchestrator:
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
-        tasks, site = self._tasks, replace(run.site, buffer=self.buffer)
+        tasks, devices = self._tasks, list(self._pool.specs.values()) or run.site.devices
+        site = replace(run.site, devices=devices, buffer=self.buffer)
         cores, joining, plan = site.host.bound_cores, run.joining, None
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
@@ -318,6 +328,91 @@ class ModelOrchestrator:
                 run.forget(name)
 
     @property
+    def devices(self) -> dict[str, str]:
+        """Each device that was ever in, by name: "in", "leaving" (what it has is on its way to DRAM) or "out"."""
+        return {name: place.value for name, place in self._pool.places.items()}
+
+    def add_device(self, device: DeviceSpec | str) -> str:
+        """Let a device in, or back in: the next unit may run on it. Returns its name, such as "cuda:1" or "emulated:2".
+
+        From any thread, a callback's too, while `train_models` is at work or not; waits until the device is open. No
+        step is begun again, and no bit of a result is another. `device`: as in the constructor, or the name of one that
+        was removed. Steps are spread anew over the devices there are, as far as tasks have micro-batches.
+
+        Raises ValueError for one that is in already, another kind of device, more than `max_devices`, and one too small
+        for the tasks that train; RuntimeError where it cannot be opened.
+        """
+        run = self._running
+        if run is not None and any(worker.device.is_here for worker in run.workers.all):
+            raise RuntimeError(
+                "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
+                "the device copies all layers; call it from on_step"
+            )
+        with self._changing_devices:
+            known = self._pool.known(device) if isinstance(device, str) else None
+            spec = resolve_device(device) if known is None else known
+            name, index = self._pool.add(self._of_the_kind(spec))
+            try:
+                self._let_in(spec, index)
+            except BaseException:
+                self._pool.remove(name, at_once=True)
+                raise
+        return name
+
+    def remove_device(self, name: str, grace_s: float | None = None) -> None:
+        """Let a device go: the unit that it computes is finished, and no other begins there. Returns at once.
+
+        From any thread, a callback's too, while `train_models` is at work or not. No step is begun again, and no bit of
+        a result is another. `grace_s`: so many seconds later a unit that still computes there is given up, and computed
+        again on another device; its lane ends whenever it ends. Below `min_devices` nothing begins until a device is
+        added.
+
+        Raises ValueError for a name that is not in.
+        """
+        if grace_s is not None and (isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or grace_s < 0):
+            raise ValueError(f"grace_s: {grace_s!r}, limit: seconds, at least 0; None waits for the unit")
+        with self._changing_devices, self._tasks.changing:
+            run = self._running
+            index = self._pool.remove(name, at_once=run is None)
+            self._plan_anew()
+            if run is not None and index is not None:
+                run.workers.remove(index, grace_s)
+
+    def _of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
+        """Refuse a device of another kind than those that tasks were made for."""
+        kind, given = self._pool.first.torch_device.type, spec.torch_device.type
+        if given != kind:
+            raise ValueError(
+                f"add_device: {spec!r} computes on {given}, limit: devices of one kind, here {kind}, whose units take "
+                f"other bytes"
+            )
+        return spec
+
+    def _let_in(self, spec: DeviceSpec, index: int) -> None:
+        with self._tasks.changing:
+            run = self._running
+            planned = self._tasks.at(Station.TRAINING, Station.JOINING) if run is not None else []
+            self._plan_anew()
+        if run is None:
+            return
+        planned = [each for each in planned if each.state.cut.shards]
+        for each in planned:
+            if each.work_bytes + each.largest_slab_bytes > spec.memory_bytes:
+                raise ValueError(
+                    f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: "
+                    f"{each.work_bytes + each.largest_slab_bytes} for the largest unit of {each.name}, which trains; "
+                    f"add a device as large as the others"
+                )
+        spec.check_free()
+        with suppress(RunOver), drawing_as_usual():  # then the next run has it
+            run.workers.add(index, spec, planned)
+
+    def _plan_anew(self) -> None:
+        """Devices are others: what waits is planned for them."""
+        if self._tasks.at(Station.WAITING):
+            self.plan = None
+
+    @property
     def dram_left_bytes(self) -> int:
         """DRAM that one more task can take: what the machine has, and `dram` leaves beside the tasks that are here."""
         return int(min(host_dram.available_dram_bytes(), self._limit.left_bytes))
@@ -424,14 +519,17 @@ class ModelOrchestrator:
 
     def _site(self) -> Site:
         """Check the settings of the host's threads."""
+        devices = list(self._pool.specs.values())
+        if not devices:
+            raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
         host = host_threads(
             intra_op_threads=torch.get_num_threads(),
-            device_nodes=[device.numa_node() for device in self._devices],
+            device_nodes=[device.numa_node() for device in devices],
             optimizer_threads=self.optimizer_threads,
             numa_node=self.numa_node,
-            computes_here=any(device.torch_device.type == "cpu" for device in self._devices),
+            computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
-        return Site(self._devices, self._double_buffer, self.buffer, host, self._limit)
+        return Site(devices, self._double_buffer, self.buffer, host, self._limit)
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
@@ -462,7 +560,7 @@ class ModelOrchestrator:
             rescue = partial(self._store.rescue, self._about)
         with signals.deferred():
             try:
-                yield EngineRun(planned, site, self._policy, verbose, signals, saver, rescue)
+                yield EngineRun(planned, site, self._pool, self._policy, verbose, signals, saver, rescue, trains=trains)
             finally:
                 torch.set_num_threads(site.host.intra_op_threads)
 
@@ -489,7 +587,10 @@ class ModelOrchestrator:
             try:
                 if run is not None:
                     with self._steered(messages):
-                        run.train()
+                        try:
+                            run.train()
+                        finally:  # an order may wait until a device has left
+                            self._pool.all_left()
             except DeviceLost as lost:
                 assert run is not None
                 _end_process(run, lost, self._store.remedy())
@@ -506,6 +607,7 @@ class ModelOrchestrator:
                     saved = self._store.nothing_saved
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
+                messages += [] if run is None else run.workers.messages
                 self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.errors import DeviceFailed, DeviceGone, DeviceLost, DeviceOutOfMemory
 from hydra_engine.host import BuffersChanged
 from hydra_engine.run.feeds import Feeds
 from hydra_engine.run.running_task import FINAL, Again, Common, RunningTask
 from hydra_engine.run.saves import Saves
-from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, StopRequested, Unit
+from hydra_engine.run.workers import Workers
+from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, StopRequested, Unit, UnitLost
 
 
 class Recovery:
     """The department of failures."""
 
-    def __init__(self, common: Common, feeds: Feeds, saves: Saves) -> None:
+    def __init__(self, common: Common, workers: Workers, feeds: Feeds, saves: Saves) -> None:
         self._common = common
+        self._workers = workers
         self._feeds = feeds
         self._saves = saves
 
@@ -29,8 +31,12 @@ class Recovery:
         return event
 
     def failed(self, event: Failed) -> Event:
-        """Begin the step again, or fail the task; where a device was lost, the run ends."""
-        if event.unit is not None and self._begins_again(event, event.unit):
+        """Begin the unit or the step again, or fail the task; where a device was lost, the run ends."""
+        if isinstance(event.error, DeviceFailed) and event.unit is not None:
+            again = self._device_failed(event, event.error, event.unit)
+            if again is not None:
+                return again
+        elif event.unit is not None and self._begins_again(event, event.unit):
             return DidNotFit(event.unit)
         if isinstance(event.error, DeviceLost) and self._common.lost is None:
             self._common.lost = event.error
@@ -38,6 +44,23 @@ class Recovery:
             self._common.due.append(StopRequested())
         self.note(event)
         return event
+
+    def _device_failed(self, event: Failed, error: DeviceFailed, unit: Unit) -> Event | None:
+        """Take a device out that has failed, and have its unit computed elsewhere; None: its task fails with it."""
+        assert event.device is not None
+        goes_on = isinstance(error, DeviceGone) or self._workers.failed(event.device, error)
+        if not goes_on and self._common.lost is None:
+            self._common.lost = error
+            self._saves.rescue()
+            self._common.due.append(StopRequested())
+        if not event.is_torn:
+            return UnitLost(unit)
+        task = self._common.tasks[event.task]
+        if task.state.pool.early_release or task.state.steps_on_device or task.end.has_failed:
+            return None  # weights of the step before are gone
+        assert task.step is not None
+        task.step.again = Again(error.with_traceback(None), fits=True)
+        return DidNotFit(unit)
 
     def note(self, event: Failed | DataFailed) -> None:
         """Fail the task; but one whose device was struck by another one has only been stopped.

@@ -17,7 +17,7 @@ from torch import Tensor
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.display import TaskProgress
-from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask, StopTask
+from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
@@ -457,7 +457,7 @@ class Common:
         )
         self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
         self.is_interrupted = False  # nothing new begins
-        self.lost: DeviceLost | None = None  # the first
+        self.lost: DeviceLost | DeviceFailed | None = None  # the first, for which the run ends
 
     def later(self, job: Callable[[], None]) -> None:
         """Leave a job to the thread that decides."""

@@ -1,51 +1,197 @@
-"""Devices at work in a run: opens them, carries out Load, Drop and Run, and closes them."""
+"""Devices at work in a run: opens them, carries out Load, Drop, Run and Release, and closes them."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
+from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common
-from hydra_engine.schedule import DeviceAdded, Drop, Load, Run
+from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Worker
 from partitioners import format_bytes
 
 
-class Workers:
-    """The department of devices."""
+class RunOver(Exception):
+    """Nobody trains any more, and devices are closed."""
 
-    def __init__(self, common: Common, specs: Sequence[DeviceSpec]) -> None:
+
+class Workers:
+    """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it.
+
+    Attributes:
+        specs: devices that are in, by number.
+        messages: about devices that have failed.
+    """
+
+    def __init__(self, common: Common, pool: DevicePool[DeviceSpec]) -> None:
         self._common = common
-        self.specs = specs
-        self.all: list[Worker] = []  # by device
+        self.pool = pool
+        self.specs: dict[int, DeviceSpec] = pool.specs
+        self.first_specs = list(self.specs.values())
+        self.messages: list[str] = []
+        self._open: dict[int, Worker] = {}  # until they are closed
+        self._past: dict[int, DeviceReport] = {}  # of those that were here before
+        self._admitted: dict[str, TaskState] = {}
+        self._changing = threading.Lock()  # of the three above
+        self._is_over = False
+        self._leaving: dict[int, threading.Thread] = {}
+        self._timers: dict[int, threading.Timer] = {}
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         """Return the method for each instruction that it carries out."""
-        return {Load: self._load, Drop: self._drop, Run: self._run}
+        return {Load: self._load, Drop: self._drop, Run: self._run, Release: self._release}
+
+    @property
+    def all(self) -> list[Worker]:
+        """Those that are open, also while they leave. From any thread."""
+        return list(self._open.values())
+
+    @property
+    def least_memory_bytes(self) -> int:
+        """Memory of the smallest device that is in, or of the first ones where there is none."""
+        return min(spec.memory_bytes for spec in list(self.specs.values()) or self.first_specs)
+
+    def spreading(self) -> list[DeviceSpec]:
+        """Return the devices that a step may be spread over."""
+        return list(self.specs.values()) or self.first_specs[:1]
 
     def open(self, planned: Sequence[PlannedTask]) -> None:
-        """Open all devices, with arenas for these tasks."""
+        """Open all devices of the run's beginning, with arenas for these tasks."""
+        for index, spec in self.specs.items():
+            self._open[index] = self._opened(index, spec, planned)
+            self._common.due.append(DeviceAdded(index))
+
+    def _opened(self, index: int, spec: DeviceSpec, planned: Sequence[PlannedTask]) -> Worker:
         common, num_threads = self._common, self._common.host.intra_op_threads
-        for index, spec in enumerate(self.specs):
-            arena = arena_bytes(planned, spec.memory_bytes) if spec.has_arena else None
-            device = spec.open(index, common.trace, num_threads, arena)
-            self.all.append(Worker(index, device, common.trace, common.events.put))
-            common.due.append(DeviceAdded(index))
+        arena = arena_bytes(planned, spec.memory_bytes) if spec.has_arena else None
+        device = spec.open(index, common.trace, num_threads, arena)
+        return Worker(index, device, common.trace, common.events.put)
+
+    # -- devices come and go
+
+    def add(self, index: int, spec: DeviceSpec, planned: Sequence[PlannedTask]) -> None:
+        """Open one more device, for the tasks that train, and let it in; in the caller's thread, which may wait.
+
+        Raises RunOver where the run is over, and what opening it or copying layers raises.
+        """
+        worker = self._opened(index, spec, planned)
+        with self._changing:
+            is_over = self._is_over
+            if not is_over:
+                self._open[index] = worker
+            states = list(self._admitted.values())
+        try:
+            if is_over:
+                raise RunOver
+            for state in states:
+                worker.admit(state)
+        except BaseException:
+            with self._changing:
+                self._open.pop(index, None)
+            worker.close()
+            raise
+        self._common.later(partial(self._let_in, index, spec))
+
+    def _let_in(self, index: int, spec: DeviceSpec) -> None:
+        self.specs[index] = spec
+        self._common.due.append(DeviceAdded(index))
+
+    def remove(self, index: int, grace_s: float | None) -> None:
+        """Let a device go: at once, or its unit is given up after `grace_s` seconds. From any thread."""
+        self._common.later(partial(self._remove, index, grace_s))
+
+    def _remove(self, index: int, grace_s: float | None) -> None:
+        if self.specs.pop(index, None) is None:
+            return
+        if grace_s is not None:
+            timer = self._timers[index] = threading.Timer(grace_s, self._open[index].abandon)
+            timer.daemon = True
+            timer.start()
+        self._common.due.append(DeviceRemoved(index))
+        least, num_in = self.pool.limits.min_devices, len(self.specs)
+        if num_in == least - 1 and not self._common.is_interrupted:
+            text = f"{num_in} devices are in, limit: min_devices={least}; no unit begins until add_device() adds one"
+            print(f"hydra_engine: {text}", file=sys.stderr)
+
+    def failed(self, index: int, error: Exception) -> bool:
+        """Take out a device that has failed. Return True if the run may go on."""
+        name, goes_on = self.pool.fail(index)
+        if index in self.specs:
+            self.messages.append(f"{name} was taken out: {error}")
+            self._remove(index, None)
+        return goes_on
+
+    def _release(self, instruction: Release) -> None:
+        index = instruction.device
+        worker = self._open[index]
+        thread = threading.Thread(target=self._retire, args=(worker,), name=f"{worker.device.name}-leaves", daemon=True)
+        self._leaving[index] = thread
+        thread.start()
+
+    def _retire(self, worker: Worker) -> None:
+        """Close a device that was released, once what is on its way from it is in DRAM."""
+        index = worker.index
+        try:
+            worker.retire()
+        finally:
+            if (timer := self._timers.pop(index, None)) is not None:
+                timer.cancel()
+            with self._changing:
+                self._past[index] = self._report(worker)
+                self._open.pop(index, None)
+            self._leaving.pop(index, None)
+            self.pool.left(index)
 
     def close(self) -> None:
         """Close all devices."""
+        with self._changing:
+            self._is_over = True
+        for timer in list(self._timers.values()):
+            timer.cancel()
+        for thread in list(self._leaving.values()):
+            thread.join()
         for worker in self.all:
             worker.close()
+
+    # -- tasks
+
+    def admit(self, state: TaskState) -> None:
+        """Have every device copy a task's layers, those that are yet to come too. User code, in the task's thread."""
+        with self._changing:
+            self._admitted[state.name] = state
+            workers = self.all
+        for worker in workers:
+            worker.admit(state)
+
+    def dismiss(self, state: TaskState) -> None:
+        """Forget a task, once nothing of it is on its way: a claim that was revoked may still be loading."""
+        with self._changing:
+            if self._admitted.get(state.name) is state:
+                del self._admitted[state.name]
+        for worker in self.all:
+            worker.settle(state.name)
+            worker.dismiss(state.name)
+
+    def device_for(self, memory_bytes: int) -> int | None:
+        """Return the smallest device that is in and has so much memory, if there is one."""
+        found = [(spec.memory_bytes, index) for index, spec in self.specs.items() if spec.memory_bytes >= memory_bytes]
+        return min(found)[1] if found else None
 
     @contextmanager
     def vacated(self, index: int) -> Iterator[OpenDevice]:
         """Have a device that was lent, with nothing on it and a trace of its own, in another thread."""
-        worker = self.all[index]
+        worker = self._open[index]
         worker.vacate()
         device, trace = worker.device, worker.device.trace
         device.trace = Trace()
@@ -69,32 +215,50 @@ class Workers:
 
     def is_resident(self, device: int, task: str, shard: int) -> bool:
         """Return True if a device holds most of a shard."""
-        return self.all[device].holds(self._common.tasks[task].state, shard)
+        return self._open[device].holds(self._common.tasks[task].state, shard)
+
+    # -- figures
 
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""
-        trace = self._common.trace
-        return [
-            DeviceReport(
-                name=worker.device.name,
-                busy_s=trace.busy_s(worker.device.name, COMPUTE),
-                loaded_bytes=trace.bytes_moved(worker.device.name, LOAD),
-                stored_bytes=trace.bytes_moved(worker.device.name, STORE),
-                peak_bytes=worker.device.ledger.peak_bytes,
-                memory_bytes=worker.device.ledger.memory_bytes,
-                launch_s=worker.timing.launch_s if worker.timing.device_s else None,
-                device_s=worker.timing.device_s or None,
-            )
-            for worker in list(self.all)
-        ]
+        with self._changing:
+            now = {**self._past, **{index: self._report(worker) for index, worker in self._open.items()}}
+        return [now[index] for index in sorted(now)]
+
+    def _report(self, worker: Worker) -> DeviceReport:
+        """Report the work of a device, with what it did when it was in before."""
+        trace, device, timing = self._common.trace, worker.device, worker.timing
+        report = DeviceReport(
+            name=device.name,
+            busy_s=trace.busy_s(device.name, COMPUTE),
+            loaded_bytes=trace.bytes_moved(device.name, LOAD),
+            stored_bytes=trace.bytes_moved(device.name, STORE),
+            peak_bytes=device.ledger.peak_bytes,
+            memory_bytes=device.ledger.memory_bytes,
+            launch_s=timing.launch_s if timing.device_s else None,
+            device_s=timing.device_s or None,
+        )
+        before = self._past.get(worker.index)
+        if before is None:
+            return report
+        return replace(
+            report,
+            peak_bytes=max(before.peak_bytes, report.peak_bytes),
+            launch_s=_sum(before.launch_s, report.launch_s),
+            device_s=_sum(before.device_s, report.device_s),
+        )
 
     def _load(self, instruction: Load) -> None:
         unit = instruction.unit
-        self.all[instruction.device].load(unit, self._common.tasks[unit.task].state)
+        self._open[instruction.device].load(unit, self._common.tasks[unit.task].state)
 
     def _drop(self, instruction: Drop) -> None:
-        self.all[instruction.device].drop(instruction.unit)
+        self._open[instruction.device].drop(instruction.unit)
 
     def _run(self, instruction: Run) -> None:
         self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
-        self.all[instruction.device].run(instruction.unit)
+        self._open[instruction.device].run(instruction.unit)
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a + (b or 0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Run
+from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
 from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 
@@ -32,14 +32,17 @@ class Dispatch:
         *,
         double_buffer: bool,
         is_resident: Callable[[int, str, int], bool],
+        min_devices: int,
     ) -> None:
-        """`out`: where instructions are put. is_resident: as the scheduler's."""
+        """`out`: where instructions are put. is_resident, min_devices: as the scheduler's."""
         self._policy = policy
         self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
         self._policy_is_longest_first = getattr(policy, "longest_first", False)
         self._double_buffer = double_buffer
         self._out = out
-        self._devices: dict[int, ScheduledDevice] = {}
+        self.min_devices = min_devices
+        self.num_devices = 0  # that may be used
+        self._devices: dict[int, ScheduledDevice] = {}  # and those that leave
         self._ready_count = 0
         self._served_count = 0
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
@@ -52,14 +55,20 @@ class Dispatch:
         self._wanting: ReadyQueue[ScheduledDevice] = ReadyQueue()  # that may claim a unit
         self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
 
-    @property
-    def num_devices(self) -> int:
-        """Devices that may be used."""
-        return len(self._devices)
-
     def add_device(self, index: int) -> None:
         device = self._devices[index] = ScheduledDevice(index)
-        self.free(device)
+        self.num_devices += 1
+        self._place(device)
+        self._touched.update(dict.fromkeys(self._devices.values()))  # there may have been too few
+
+    def remove_device(self, index: int) -> None:
+        """Begin nothing more on a device, and release it once its unit is through, and whoever has it is."""
+        device = self._devices[index]
+        self.num_devices -= 1
+        device.leaves = True
+        if device.claim is not None:
+            self._drop(device)
+        self._place(device)
 
     def lend(self, index: int) -> None:
         """Begin nothing more on a device, and lend it once its unit is through."""
@@ -160,6 +169,8 @@ class Dispatch:
 
     def run(self) -> None:
         """Give to devices what they can have now."""
+        if self.num_devices < self.min_devices:
+            return
         touched, self._touched = self._touched, {}
         for device in touched:
             if device.running is None:
@@ -181,7 +192,7 @@ class Dispatch:
         self._touched = {}
 
     def _is_wanting(self, device: ScheduledDevice) -> bool:
-        is_free = device.use is Use.UNITS and device.claim is None
+        is_free = device.is_in_use and device.claim is None
         return is_free and (device.running is None or self._double_buffer)
 
     def free(self, device: ScheduledDevice) -> None:
@@ -195,12 +206,20 @@ class Dispatch:
 
     def free_all(self) -> None:
         """Put every device where it is looked for."""
-        for device in self._devices.values():
+        for device in list(self._devices.values()):
             self.free(device)
 
     def _place(self, device: ScheduledDevice) -> None:
-        """Queue a device at once where its unit changes: a policy may raise before it is touched."""
-        is_idle = device.use is Use.UNITS and device.running is None
+        """Queue a device at once where its unit changes, or let it go: a policy may raise before it is touched."""
+        if device.running is None and device.use is Use.WANTED:
+            device.use = Use.LENT
+            self._out.append(Lend(device.index))
+        elif device.running is None and device.use is Use.UNITS and device.leaves:
+            device.use = Use.NOBODY
+            del self._devices[device.index]
+            self._touched.pop(device, None)
+            self._out.append(Release(device.index))
+        is_idle = device.is_in_use and device.running is None
         for queue, belongs in ((self._idle, is_idle), (self._wanting, self._is_wanting(device))):
             if not belongs:
                 queue.discard(device)
@@ -218,10 +237,7 @@ class Dispatch:
 
         A claim has to stand back for a task on the critical path, which any wait would make longer.
         """
-        if device.use is not Use.UNITS:
-            if device.use is Use.WANTED:
-                device.use = Use.LENT
-                self._out.append(Lend(device.index))
+        if not device.is_in_use:
             return
         claim = device.claim
         if claim is not None and claim.in_turn and (not claim.under_way or claim.near is device):
@@ -240,7 +256,7 @@ class Dispatch:
 
     def _is_critical(self, task: ScheduledTask) -> bool:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
-        return task.counted_s * len(self._devices) >= self._remaining_s
+        return task.counted_s * self.num_devices >= self._remaining_s
 
     def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""

@@ -100,12 +100,27 @@ class Failed(NamedTuple):
     where: str
     unit: Unit | None = None
     commit: bool = False  # its commit, or its fit
+    device: int | None = None  # of the unit
+    is_torn: bool = False  # part of what the unit leaves is in DRAM, where what it began with was
 
 
 class DidNotFit(NamedTuple):
     """A unit raised (after its `Computed`), and the step in progress starts again: cut finer where memory ran short."""
 
     unit: Unit
+
+
+class UnitLost(NamedTuple):
+    """A unit's device has failed under it (after its `Computed`): it is offered again, to any device."""
+
+    unit: Unit
+
+
+class SpreadsKnown(NamedTuple):
+    """Steps of a task may be spread over more devices than before."""
+
+    task: str
+    spreads: tuple[Spread, ...]
 
 
 class Fitted(NamedTuple):
@@ -126,6 +141,12 @@ class DataFailed(NamedTuple):
 
 class DeviceAdded(NamedTuple):
     """A device may be used."""
+
+    device: int
+
+
+class DeviceRemoved(NamedTuple):
+    """A device is to go: begin nothing more on it, and say `Release` once its unit is computed."""
 
     device: int
 
@@ -162,7 +183,8 @@ class StopRequested(NamedTuple):
 
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
-    " | DidNotFit | Fitted | DeviceAdded | DeviceWanted | DeviceReturned | CaptureWanted | TaskStopped | StopRequested"
+    " | DidNotFit | UnitLost | Fitted | SpreadsKnown | DeviceAdded | DeviceRemoved | DeviceWanted | DeviceReturned"
+    " | CaptureWanted | TaskStopped | StopRequested"
 )
 
 
@@ -189,6 +211,12 @@ class Run(NamedTuple):
 
 class Lend(NamedTuple):
     """Give a device to who wants it: no unit computes there, and none is claimed."""
+
+    device: int
+
+
+class Release(NamedTuple):
+    """Let a device go that was removed: no unit computes there, none is claimed, and none will be."""
 
     device: int
 
@@ -255,4 +283,6 @@ class Finish(NamedTuple):
     is_settled: bool = True  # False: it ends in a step that has updated shards already
 
 
-Instruction: TypeAlias = "Load | Drop | Run | Lend | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+Instruction: TypeAlias = (
+    "Load | Drop | Run | Lend | Release | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+)

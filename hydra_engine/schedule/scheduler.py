@@ -36,6 +36,7 @@ from hydra_engine.schedule.events import (
     DataEnded,
     DataFailed,
     DeviceAdded,
+    DeviceRemoved,
     DeviceReturned,
     DeviceWanted,
     DidNotFit,
@@ -48,11 +49,13 @@ from hydra_engine.schedule.events import (
     Instruction,
     Read,
     ShardUpdated,
+    SpreadsKnown,
     StepCommitted,
     StopRequested,
     Stored,
     TaskAdded,
     TaskStopped,
+    UnitLost,
     Update,
 )
 from hydra_engine.schedule.policies import Policy
@@ -70,10 +73,17 @@ class Scheduler:
         *,
         double_buffer: bool = True,
         is_resident: Callable[[int, str, int], bool] = lambda *_: False,
+        min_devices: int = 1,
     ) -> None:
-        """`is_resident`: whether a device holds what it takes to run units of a (device, task, shard)."""
+        """Make the scheduler of a run.
+
+        is_resident: whether a device holds what it takes to run units of a (device, task, shard). min_devices: where
+        fewer are in, no unit begins.
+        """
         self._out: list[Instruction] = []
-        self._dispatch = Dispatch(policy, self._out, double_buffer=double_buffer, is_resident=is_resident)
+        self._dispatch = Dispatch(
+            policy, self._out, double_buffer=double_buffer, is_resident=is_resident, min_devices=min_devices
+        )
         self._tasks: dict[str, ScheduledTask] = {}
         self._num_unfinished = 0
         self._numbers: dict[ScheduledTask, int] | None = {}  # devices by task; None: to be solved anew
@@ -85,11 +95,14 @@ class Scheduler:
             Computed: self._computed,
             Stored: self._stored,
             DidNotFit: self._did_not_fit,
+            UnitLost: self._unit_lost,
             Fitted: self._fitted,
             StepCommitted: self._step_committed,
             ShardUpdated: self._shard_updated,
             Failed: self._failed,
+            SpreadsKnown: self._spreads_known,
             DeviceAdded: self._device_added,
+            DeviceRemoved: self._device_removed,
             DeviceWanted: lambda event: self._dispatch.lend(event.device),
             DeviceReturned: lambda event: self._dispatch.take_back(event.device),
             CaptureWanted: self._capture_wanted,
@@ -140,6 +153,16 @@ class Scheduler:
         self._numbers = None
         self._dispatch.add_device(event.device)
 
+    def _device_removed(self, event: DeviceRemoved) -> None:
+        self._numbers = None
+        self._dispatch.remove_device(event.device)
+        self._end_undone()
+
+    def _spreads_known(self, event: SpreadsKnown) -> None:
+        task = self._tasks[event.task]
+        task.units = task.units._replace(spreads=event.spreads)
+        self._numbers = None
+
     def _batch_ready(self, event: BatchReady) -> None:
         task = self._tasks[event.task]
         task.next_batch = event
@@ -168,6 +191,7 @@ class Scheduler:
         part = self._part(event.unit)
         assert part.storing, event.unit
         part.arrive()
+        part.go_back()
         self._is_stored(part, (event.unit.kind, event.unit.shard))
         self._dispatch.refresh(part.task)  # and those that waited for this
 
@@ -218,6 +242,16 @@ class Scheduler:
             task.misfit = task.misfit or event.unit
         self._dispatch.revoke(task)
         self._advance(task)
+
+    def _unit_lost(self, event: UnitLost) -> None:
+        part = self._part(event.unit)
+        part.arrive()
+        self._dispatch.revoke(part.task)
+        if part.task.chain:  # else the whole step begins again
+            part.lose((event.unit.kind, event.unit.shard))
+            part.go_back()
+        self._advance(part.task)
+        self._dispatch.refresh(part.task)
 
     def _fitted(self, event: Fitted) -> None:
         task = self._tasks[event.task]
@@ -281,9 +315,18 @@ class Scheduler:
             self._end(task)
 
     def _stop_requested(self, _: StopRequested) -> None:
+        self._dispatch.min_devices = 0
         for task in self._tasks.values():
             self._end_whole(task)
+        self._end_undone()
         self._dispatch.free_all()
+
+    def _end_undone(self) -> None:
+        """After a stop with no device left, end what is still in a step."""
+        if self._dispatch.min_devices == self._dispatch.num_devices == 0:
+            for task in self._tasks.values():
+                if task.phase is Phase.LAST_STEP:
+                    self._end(task)
 
     def _end_whole(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, once a step that has updated shards already is committed."""

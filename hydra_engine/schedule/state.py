@@ -182,6 +182,7 @@ class Part:
     position: int = 0  # of the first unit that was not begun
     computing: ScheduledDevice | None = None  # has the unit before `position`
     storing: int = 0  # units before `position` that are on their way to DRAM
+    lost: int | None = None  # position of a unit whose device has failed, where it goes back once nothing is under way
     near: ScheduledDevice | None = None  # which computed them, where the part can go on meanwhile
     charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
@@ -199,7 +200,8 @@ class Part:
     @property
     def num_stored(self) -> int:
         """Units of its chain that are through."""
-        return self.position - (self.computing is not None) - self.storing
+        through = self.position - (self.computing is not None) - self.storing
+        return through if self.lost is None else min(through, self.lost)
 
     @property
     def in_turn(self) -> bool:
@@ -216,7 +218,7 @@ class Part:
         """The unit that could be loaded now."""
         task = self.task
         chain = task.chain
-        if self.position >= len(chain) or task.phase.is_over:
+        if self.position >= len(chain) or task.phase.is_over or self.lost is not None:
             return None
         kind, shard = chain[self.position]
         return Unit(task.added.task, kind, shard, task.batch.step, self.index) if task.is_fresh(shard) else None
@@ -236,6 +238,16 @@ class Part:
         if self.near is not None and self.storing == 0:
             self.near.near.pop(self, None)
             self.near = None
+
+    def lose(self, node: tuple[str, int]) -> None:
+        """Its device has failed under a unit: go back to it, once what was begun after it is through or has failed."""
+        at = self.task.chain.index(node)
+        self.lost = at if self.lost is None else min(at, self.lost)
+
+    def go_back(self) -> None:
+        """Go back to a unit that was lost, where nothing is under way."""
+        if self.lost is not None and not self.under_way:
+            self.position, self.lost = self.lost, None
 
 
 _NO_BATCH = BatchReady("", 0, training=True)
@@ -353,6 +365,7 @@ class Use(Enum):
     UNITS = auto()  # of the tasks
     WANTED = auto()  # somebody else, once its unit is through
     LENT = auto()  # somebody else
+    NOBODY = auto()  # it was removed, and no unit is on it any more
 
 
 @dataclass(eq=False)
@@ -361,7 +374,13 @@ class ScheduledDevice:
 
     index: int
     use: Use = Use.UNITS
+    leaves: bool = False  # it was removed: nothing more begins on it
     running: Unit | None = None
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if units of tasks may begin on it."""
+        return self.use is Use.UNITS and not self.leaves

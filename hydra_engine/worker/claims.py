@@ -88,6 +88,12 @@ class Claims:
         with self._changed:
             self._changed.wait_for(lambda: not any(task in (None, claim.unit.task) for claim in self._outstanding))
 
+    def abandon(self, error: Exception) -> None:
+        """Let those whose unit is in the lanes fail there, whenever they come to it."""
+        with self._lock:
+            for claim in self._outstanding:
+                claim.fail(error, "a device that was taken away")
+
     def drop_all(self) -> None:
         """Give up all claims whose unit was not begun."""
         for unit in list(self._waiting):

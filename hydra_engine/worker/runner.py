@@ -6,6 +6,7 @@ so there is one way out for good and bad.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -56,6 +57,8 @@ class Runner:
         self._spiller = spiller
         self._claims = claims
         self._kept_graphs = kept_graphs
+        # Held while results are written to DRAM: whoever gives a unit up waits for that, and nothing follows.
+        self.storing = threading.Lock()
         self._computing: Unit | None = None
         self._struck: Unit | None = None  # after which the device did not finish any more
 
@@ -277,16 +280,24 @@ class Runner:
 
     def _store_micro(self, claim: Claim, m: int, out: MicroOutput) -> None:
         try:
-            self._spiller.store_micro(claim.state, claim.unit.kind, claim.shard, m, out)
+            with self.storing:
+                if claim.error is not None:
+                    raise claim.error
+                self._spiller.store_micro(claim.state, claim.unit.kind, claim.shard, m, out)
         finally:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
 
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
+        with self.storing:
+            self._store_alone(run, kept_bytes, computed)
+
+    def _store_alone(self, run: UnitRun, kept_bytes: int, computed: Computed | None) -> None:
         claim, output, spiller = run.claim, run.output, self._spiller
         unit, state, shard = claim.unit, claim.state, claim.shard
         stays_bytes = 0
+        is_torn = False
         try:
             if output is not None and output.last is not None and claim.error is None:
                 m = run.micro_batches.stop - 1
@@ -295,8 +306,10 @@ class Runner:
                 self._device.finish()
                 stays_bytes = spiller.keep_output(state, shard, m, output.last, kept_bytes)
                 run.passage.passed.keep(None)
+                is_torn = run.sums is Sums.GOES_ON  # onto sums that it began with
                 spiller.store_gradients(state, unit, shard, output)
                 if output.updated is not None and run.stepper is not None:
+                    is_torn = True
                     spiller.store_update(state, run.stepper, shard, claim.views, output.updated)
         except BaseException as error:
             claim.fail(error, "store lane")
@@ -317,7 +330,7 @@ class Runner:
         else:
             if computed is not None:
                 self._report(computed)
-            self._report(self._failed(claim, claim.error))
+            self._report(self._failed(claim, claim.error)._replace(is_torn=is_torn))
             if not run.passage.passed.is_done:
                 run.passage.passed.give_up(claim.error)
             run.passage.stored.give_up(claim.error)
@@ -330,4 +343,4 @@ class Runner:
         error = self._device.explained(error)
         if isinstance(error, DeviceLost):
             error.task = (self._struck or struck).task
-        return Failed(claim.unit.task, error, claim.where, claim.unit)
+        return Failed(claim.unit.task, error, claim.where, claim.unit, device=self._index)

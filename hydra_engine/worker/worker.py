@@ -13,6 +13,7 @@ Called by the thread that decides.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -21,8 +22,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from hydra_engine.devices import COMPUTE, OpenDevice, Residents, Ticket
+from hydra_engine.errors import DeviceGone
 from hydra_engine.host import Structure, TaskState
-from hydra_engine.schedule import Unit
+from hydra_engine.schedule import Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.compiled import CompiledLayers
@@ -45,7 +47,11 @@ class Worker:
         spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
         self._kept_graphs = KeptGraphs(self._residents, device.ledger)
-        self._runner = Runner(index, device, trace, report, spiller, self._claims, self._kept_graphs)
+        self._runner = Runner(index, device, trace, self._say, spiller, self._claims, self._kept_graphs)
+        self._report = report
+        self._saying = threading.Lock()
+        self._is_mute = False  # the device was taken away: what it still says is of no more use
+        self._under_way: dict[Unit, bool] = {}  # not stored yet; True: it is computed
         self._executors: dict[str, Executor] = {}  # by task
         self._passages: dict[tuple[str, int], Passage] = {}  # by (task, part), of the last unit that was run here
 
@@ -116,6 +122,7 @@ class Worker:
         run = UnitRun(claim, self.device.ledger, after=None if is_there else before)
         self._passages[unit.task, unit.part] = run.passage
         wanted_bytes = self._kept_graphs.prepare(run)
+        self._under_way[unit] = False
 
         def granted(num_bytes: int) -> None:
             if claim.stage is ClaimStage.GRANTED:
@@ -131,6 +138,35 @@ class Worker:
 
         num_bytes = 0 if claim.error else wanted_bytes
         self.device.ledger.request(Ticket(num_bytes=num_bytes, granted=granted, refused=refused, activates=True))
+
+    def _say(self, event: Event) -> None:
+        with self._saying:
+            if self._is_mute:
+                return
+            if isinstance(event, Computed) and not event.stored:
+                self._under_way[event.unit] = True
+            elif isinstance(event, (Computed, Stored, Failed)) and event.unit is not None:
+                self._under_way.pop(event.unit, None)
+            self._report(event)
+
+    def abandon(self) -> None:
+        """Say now that the units under way have failed. Their lanes go on, and nobody hears of them any more.
+
+        Waits for no unit, but for what one is just writing to DRAM; after that nothing more is written.
+        """
+        error = DeviceGone(self.device.name, "it was taken away, and its time of grace is over")
+        with self._runner.storing, self._saying:
+            self._claims.abandon(error)
+            self._is_mute = True
+            for unit, is_computed in self._under_way.items():
+                if not is_computed:
+                    self._report(Computed(self.index, unit, 0.0, failed=True))
+                self._report(Failed(unit.task, error, "a device that was taken away", unit, device=self.index))
+
+    def retire(self) -> None:
+        """Close the device, once all that is on its way is through. In a thread that may wait."""
+        self._claims.settle()
+        self.close()
 
     def settle(self, task: str | None = None) -> None:
         self._claims.settle(task)

@@ -1,6 +1,7 @@
 """A run that is steered from outside, by its socket and by what NVML shows: same process, same bits, no step redone."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -79,6 +80,31 @@ def test_devices_leave_and_join_a_run_by_its_socket(tmp_path, alone):
     assert seen[1]["devices"] == found[3].devices == {"emulated:0": "in", "emulated:1": "in"}
     assert found[2].messages == ()
     assert "CONTROL" not in [each.name for each in tmp_path.iterdir()]
+
+
+def test_an_order_that_waits_for_a_device_to_leave_does_not_hold_up_the_end_of_the_run(tmp_path, alone):
+    is_asked, answers, client = threading.Event(), [], []
+
+    def make(orchestra):
+        def add_device(device):
+            is_asked.set()
+            return ModelOrchestrator.add_device(orchestra, device)
+
+        def order():
+            orchestra._pool.remove("emulated:1", at_once=False)  # and nothing of the run ever tells that it has left
+            client.append(threading.Thread(target=lambda: answers.append(ask(tmp_path, add))))
+            client[0].start()
+            assert is_asked.wait(60)
+
+        add = {"do": "add", "name": "emulated:1"}
+        orchestra.add_device = add_device
+        return At(step_8=order)
+
+    found = trained([EmulatedDevice("1MiB"), EmulatedDevice("1MiB")], tmp_path, make)
+    client[0].join()
+    check_bits(found, alone)
+    assert found[2].messages == ()
+    assert [answer["devices"] for answer in answers] == [{"emulated:0": "in", "emulated:1": "in"}]
 
 
 def test_a_run_whose_directory_takes_no_socket_goes_on_and_says_so(tmp_path, alone):
