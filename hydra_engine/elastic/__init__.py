@@ -1,8 +1,21 @@
-"""Training on devices that come and go: which are in, and how a global batch is split over them."""
+"""Training on devices that come and go: which are in, which are free, and how a global batch is split over them."""
 
 from hydra_engine.elastic.accumulation import GradientAccumulation
 from hydra_engine.elastic.batch_split import BatchSplit, init
+from hydra_engine.elastic.free_gpus import FreeGpus, GiveUp, SeenGpu, Watch
 from hydra_engine.elastic.pool import DevicePool, Place, PoolLimits
 from hydra_engine.elastic.split import split_batch
 
-__all__ = ["BatchSplit", "DevicePool", "GradientAccumulation", "Place", "PoolLimits", "init", "split_batch"]
+__all__ = [
+    "BatchSplit",
+    "DevicePool",
+    "FreeGpus",
+    "GiveUp",
+    "GradientAccumulation",
+    "Place",
+    "PoolLimits",
+    "SeenGpu",
+    "Watch",
+    "init",
+    "split_batch",
+]
