@@ -329,11 +329,10 @@ class Dispatch:
         if task.standing is None:
             return
         group = task.standing.group
-        group.count(task.standing, change)
-        for queue in (self._ready, self._claimed, self._loadable):
-            assert isinstance(queue, RankedQueue)
-            queue.change(group.preemptible)
-            queue.change(group.firm)
+        for standing in group.count(task.standing, change):
+            for queue in (self._ready, self._claimed, self._loadable):
+                assert isinstance(queue, RankedQueue)
+                queue.change(standing)
         if change < 0 and group in self._turned_away:
             self._touched.update(self._turned_away.pop(group))
 

@@ -46,11 +46,13 @@ class Group:
         self.preemptible, self.firm = Standing(self), Standing(self)
         self.count(self.preemptible, 0)
 
-    def count(self, standing: Standing, change: int) -> None:
-        """A unit more, or less, is on a device."""
+    def count(self, standing: Standing, change: int) -> list[Standing]:
+        """A unit more, or less, is on a device; return whose rank that changes."""
         self.num_running += change
         standing.num_running += change
+        before = self.preemptible.rank, self.firm.rank
         self.preemptible.rank, self.firm.rank = self.ranks(self.num_running, self.firm.num_running)
+        return [each for each, rank in zip((self.preemptible, self.firm), before, strict=True) if each.rank != rank]
 
     def ranks(self, num_running: int, num_firm: int) -> tuple[float, float]:
         """Ranks of its preemptible tasks and of the others, if it ran so many units, and so many of the others."""

@@ -161,13 +161,14 @@ class RankedQueue:
 
     def change(self, standing: Standing) -> None:
         """Take in that a rank has changed."""
-        self._changed[standing] = None
+        if standing in self._of:
+            self._changed[standing] = None
 
     def first_standing(self) -> Standing | None:
         """The one of the lowest rank, among equals that of the lowest key."""
         while self._changed:
             standing = next(iter(self._changed))
-            best = self._of[standing].best() if standing in self._of else None
+            best = self._of[standing].best()
             if best is None or standing.rank == NEVER:
                 self._standings.discard(standing)
             else:
