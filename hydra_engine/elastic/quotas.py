@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,8 @@ class Quota:
     """Devices of a group of tasks.
 
     Args:
-        devices: that it gets whenever it asks for them. What it does not use, others borrow, and give back at the end of
-            the unit that runs there.
+        devices: that it gets whenever it asks for them. What it does not use, others borrow, and give back at the end
+            of the unit that runs there.
         minimum: of these, those that it gets before other groups get theirs, where fewer devices are in than all quotas
             together; with fewer than this in, its tasks wait. At most `devices`.
         maximum: devices that it never uses more of, though others be idle; None: it borrows what is idle.
@@ -42,6 +43,7 @@ class Quota:
 class Asking(Protocol):
     """Options of a task that say which devices it may have."""
 
+    name: str | None
     group: str | None
     min_devices: int
     max_devices: int | None
@@ -53,11 +55,11 @@ class Quotas:
 
     Args:
         quotas: an int or a `Quota` for each group; None: there are none, and no task may be in a group.
-        tasks: the tasks by name.
+        tasks: the tasks.
         num_devices: the most that there may be.
     """
 
-    def __init__(self, quotas: object, tasks: Iterable[tuple[str, Asking]], num_devices: int) -> None:
+    def __init__(self, quotas: object, tasks: Iterable[Asking], num_devices: int) -> None:
         if not (quotas is None or isinstance(quotas, Mapping)):
             raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
         self._num_devices = num_devices
@@ -65,19 +67,14 @@ class Quotas:
         for group, quota in (quotas or {}).items():
             self._add(group, quota)
         tasks = list(tasks)
-        for name, task in tasks:
-            self.check(name, task)
-        empty = sorted(self.groups - {task.group for _, task in tasks})
+        for task in tasks:
+            self._check(task)
+        empty = [group for group in self._quotas or () if all(task.group != group for task in tasks)]
         if empty:
             raise ValueError(
                 f"quotas: group {empty[0]!r} has no task, limit: groups of the tasks that are given; leave it out, and "
                 f"give add_task(quota=) with its first one"
             )
-
-    @property
-    def groups(self) -> set[str | None]:
-        """Groups that have a quota."""
-        return set(self._quotas or ())
 
     @property
     def are_given(self) -> bool:
@@ -87,36 +84,31 @@ class Quotas:
         """Return the quota of a task's group."""
         return None if task.group is None or self._quotas is None else self._quotas.get(task.group)
 
-    def add(self, name: str, task: Asking, quota: object) -> None:
-        """Take in the quota of a group that comes with its first task. Raises ValueError and TypeError."""
-        if self._quotas is None:
-            raise ValueError(
-                f"quota: {quota!r} without quotas, limit: an orchestrator that has some; make it with quotas={{}}"
-            )
-        if task.group is None or task.group in self._quotas:
-            raise ValueError(
-                f"quota: {quota!r} for task {name!r} of group {task.group!r}, limit: a group that comes with it, and is "
-                f"none of {_known(self._quotas)}; leave it out"
-            )
-        self._add(task.group, quota)
+    @contextmanager
+    def coming(self, task: Asking, quota: object) -> Iterator[None]:
+        """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
+        if quota is not None:
+            if self._quotas is None or task.group is None or task.group in self._quotas:
+                raise ValueError(
+                    f"quota: {quota!r} for {_name(task)} of group {task.group!r}, limit: a group that is none of "
+                    f"{_known(self._quotas)}, in an orchestrator with quotas= (or {{}}); leave it out"
+                )
+            self._add(task.group, quota)
         try:
-            self.check(name, task)
-        except ValueError:
-            self.remove(task.group)
+            self._check(task)
+            yield
+        except BaseException:
+            if quota is not None and self._quotas is not None and task.group is not None:
+                del self._quotas[task.group]
             raise
 
-    def remove(self, group: str | None) -> None:
-        """Forget a group, whose first task did not come after all."""
-        if self._quotas is not None and group is not None:
-            del self._quotas[group]
-
-    def check(self, name: str, task: Asking) -> None:
+    def _check(self, task: Asking) -> None:
         """Refuse a task of an unknown group, and one that could never begin."""
         quota, least = self.of(task), task.min_devices
         if task.group is not None and quota is None:
             raise ValueError(
-                f"task {name!r}: group {task.group!r} has no quota, known: {_known(self._quotas or {})}; name it in "
-                f"quotas=, or give add_task(quota=) with its first task"
+                f"{_name(task)}: group {task.group!r} has no quota, known: {_known(self._quotas)}; name it in quotas=, "
+                f"or give add_task(quota=) with its first task"
             )
         limits = {"the devices that there may be": self._num_devices}
         if quota is not None and quota.maximum is not None:
@@ -125,7 +117,7 @@ class Quotas:
             limits["its group's quota, as it is not preemptible"] = 0 if quota is None else quota.devices
         for what, most in limits.items():
             if least > most:
-                raise ValueError(f"task {name!r}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
+                raise ValueError(f"{_name(task)}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
 
     def _add(self, group: Any, quota: Any) -> None:
         assert self._quotas is not None
@@ -133,7 +125,9 @@ class Quotas:
             raise TypeError(f"quotas: {group!r} is no name of a group; give a str that is not empty")
         if not isinstance(quota, Quota):
             if isinstance(quota, bool) or not isinstance(quota, int):
-                raise TypeError(f"quotas: {quota!r} for group {group!r} is no number of devices; give an int, or a Quota")
+                raise TypeError(
+                    f"quotas: {quota!r} for group {group!r} is no number of devices; give an int, or a Quota"
+                )
             try:
                 quota = Quota(quota)
             except ValueError as error:
@@ -147,5 +141,9 @@ class Quotas:
         self._quotas[group] = quota
 
 
-def _known(quotas: Mapping[str, Quota]) -> str:
-    return ", ".join(map(repr, quotas)) or "no group"
+def _known(quotas: Mapping[str, Quota] | None) -> str:
+    return ", ".join(map(repr, quotas or ())) or "no group"
+
+
+def _name(task: Asking) -> str:
+    return "a task" if task.name is None else f"task {task.name!r}"

@@ -282,7 +282,7 @@ class Dispatch:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * self.num_devices >= self._remaining_s
 
-    def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
+    def _best(self, queue: ReadyQueue[Part] | RankedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
         if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:

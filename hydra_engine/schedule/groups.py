@@ -73,7 +73,7 @@ class Group:
 
 
 def shared_out(most: Mapping[Group, int], num_devices: int) -> dict[Group, int]:
-    """Devices of each group, at most so many: one by one to whose rank is lowest, then to who has most to do on each."""
+    """Devices of each group, at most so many: one by one to the lowest rank, then to who has most to do on each."""
     numbers = dict.fromkeys(most, 0)
 
     def entry(group: Group, order: int) -> tuple[float, float, int, Group]:

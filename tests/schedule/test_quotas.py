@@ -443,7 +443,9 @@ def test_a_policy_that_raises_once_leaves_a_run_in_groups_that_can_end(calls):
 
     scheduler = Scheduler(Raises(), has_groups=True)
     events = [DeviceAdded(index) for index in range(2)]
-    events += [task_added(name, 5, num_steps=3, group=name[0], quota=Quota(1, maximum=1)) for name in ("a0", "a1", "b0")]
+    events += [
+        task_added(name, 5, num_steps=3, group=name[0], quota=Quota(1, maximum=1)) for name in ("a0", "a1", "b0")
+    ]
     running, num_read = {}, Counter()
     while events or running:
         if not events:
