@@ -1,9 +1,10 @@
-"""Training on devices that come and go: which are in, which are free, and how a global batch is split over them."""
+"""Training on devices that come and go: which are in, which are free, whose they are, and how batches are split."""
 
 from hydra_engine.elastic.accumulation import GradientAccumulation
 from hydra_engine.elastic.batch_split import BatchSplit, init
 from hydra_engine.elastic.free_gpus import FreeGpus, GiveUp, SeenGpu, Watch
 from hydra_engine.elastic.pool import DevicePool, Place, PoolLimits
+from hydra_engine.elastic.quotas import Quota, Quotas
 from hydra_engine.elastic.split import split_batch
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "GradientAccumulation",
     "Place",
     "PoolLimits",
+    "Quota",
+    "Quotas",
     "SeenGpu",
     "Watch",
     "init",
