@@ -77,7 +77,8 @@ class TaskState:
     def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool, max_devices: int = 1) -> None:
         self.task = task
         self.name = name
-        self.max_devices = max_devices  # that its batches are split for, with max_device_batch
+        # That its batches are split for; None: their sizes do not decide.
+        self.max_devices = None if task.max_device_batch is None else max_devices
         self.layout = layout
         self.pool = pool
         self.staging = StepStaging()

@@ -115,6 +115,26 @@ def test_each_batch_is_split_by_its_own_size(sizes, most, max_devices, options):
     ]
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_later_batches_of_more_and_larger_micro_batches_keep_to_the_budget(num_devices):
+    """The plan saw one micro-batch of 8 samples (two of 4); the last ones are of 32, which take a finer cut."""
+
+    def build():
+        torch.manual_seed(1)
+        model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Dropout(0.2))))
+        return model, F.mse_loss, [(torch.randn(size, 32), torch.randn(size, 32)) for size in (8, 64, 8, 512, 9)]
+
+    original, loss_fn, batches = build()
+    options = {"lr": 0.05, "epochs": 2, "seed": 2, "max_device_batch": 32}
+    expected = reference.train(original, loss_fn, batches, max_devices=num_devices, **options)
+    model, loss_fn, batches = build()
+    report = exact.run(
+        [ModelTask(model, loss_fn, batches, name="task", **options)], num_devices=num_devices, memory="48KiB"
+    )
+    exact.assert_as_expected(report, "task", model, exact.Expected(expected.losses, [], zoo.state(original)))
+    assert report.tasks["task"].revisions
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_in_a_narrow_precision(precision):
     scaler = {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=256.0)} if precision == "float16" else {}
