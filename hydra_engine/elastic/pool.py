@@ -133,6 +133,14 @@ class DevicePool(Generic[T]):
             self._changed.notify_all()
             return member.index
 
+    def take_back(self, name: str, *, is_new: bool) -> None:
+        """A device could not be opened: it is out, or was never here."""
+        with self._changed:
+            self._members[name].place = Place.OUT
+            if is_new:
+                del self._members[name]
+            self._changed.notify_all()
+
     def left(self, index: int) -> None:
         """A device that was leaving is out."""
         with self._changed:
