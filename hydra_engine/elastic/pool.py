@@ -32,9 +32,7 @@ class PoolLimits(NamedTuple):
         least = _whole("min_devices", min_devices, 1)
         most = None if max_devices is None else _whole("max_devices", max_devices, 1)
         if most is not None and least > most:
-            raise ValueError(
-                f"min_devices: {least}, limit: max_devices={most}; lower it, or raise the maximum"
-            )
+            raise ValueError(f"min_devices: {least}, limit: max_devices={most}; lower it, or raise the maximum")
         if most is not None and num_devices > most:
             raise ValueError(
                 f"max_devices: {most} with {num_devices} devices given, limit: at least as many; raise it, or give "
@@ -134,6 +132,14 @@ class DevicePool(Generic[T]):
             member.place = Place.OUT if at_once else Place.LEAVING
             self._changed.notify_all()
             return member.index
+
+    def take_back(self, name: str, *, is_new: bool) -> None:
+        """A device could not be opened: it is out, or was never here."""
+        with self._changed:
+            self._members[name].place = Place.OUT
+            if is_new:
+                del self._members[name]
+            self._changed.notify_all()
 
     def left(self, index: int) -> None:
         """A device that was leaving is out."""

@@ -353,7 +353,7 @@ class Joining:
 
     def device_added(self, event: DeviceAdded) -> DeviceAdded:
         """A device has come, which somebody may wait for, or steps may be spread over."""
-        self.want_device()
+        self._common.later(self.want_device)  # once the scheduler knows it
         for task in self._common.tasks.values():
             self._host_work.widen(task)
         return event

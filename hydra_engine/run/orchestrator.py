@@ -347,11 +347,12 @@ class ModelOrchestrator:
         with self._changing_devices:
             known = self._pool.known(device) if isinstance(device, str) else None
             spec = resolve_device(device) if known is None else known
+            before = self._pool.places
             name, index = self._pool.add(self._of_the_kind(spec))
             try:
                 self._let_in(spec, index)
             except BaseException:
-                self._pool.remove(name, at_once=True)
+                self._pool.take_back(name, is_new=name not in before)
                 raise
         return name
 
@@ -554,6 +555,7 @@ class ModelOrchestrator:
         if trains:
             verbose, saver = self.verbose, self._store.saver(self._about)
             rescue = partial(self._store.rescue, self._about)
+        self._pool.begin()
         with signals.deferred():
             try:
                 yield EngineRun(planned, site, self._pool, self._policy, verbose, signals, saver, rescue, trains=trains)

@@ -74,7 +74,9 @@ class Workers:
 
     def _opened(self, index: int, spec: DeviceSpec, planned: Sequence[PlannedTask]) -> Worker:
         common, num_threads = self._common, self._common.host.intra_op_threads
-        arena = arena_bytes(planned, spec.memory_bytes) if spec.has_arena else None
+        arena = None
+        if spec.has_arena:  # where no task is here yet, tasks that come are cut for what there is
+            arena = arena_bytes(planned, spec.memory_bytes) if planned else spec.memory_bytes // 2
         device = spec.open(index, common.trace, num_threads, arena)
         return Worker(index, device, common.trace, common.events.put)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
-from hydra_engine.errors import DeviceLost
+from hydra_engine.errors import DeviceGone, DeviceLost
 from hydra_engine.host import BuffersChanged
 from hydra_engine.schedule import FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
@@ -100,7 +100,7 @@ class Runner:
         run.so_far = {}  # what became of them is in the output
         if output is None or not output.buffers:
             run.buffers = {}
-        if executing:
+        if executing and not isinstance(claim.error, DeviceGone):  # then it counts where it is computed again
             self._trace.add(device.name, COMPUTE, claim.label, start_s)
         executor.current = ""
         self._kept_graphs.settle(run)

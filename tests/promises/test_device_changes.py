@@ -1,0 +1,238 @@
+"""Devices come, go and fail while tasks train; `python -m tests.device_changes` makes more of it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.errors import DeviceFailed
+from tests import device_changes, reference
+
+
+def test_devices_that_come_and_go_change_no_bit_and_no_step_is_begun_again():
+    device_changes.run_changes(90, seed=0)
+
+
+def test_units_that_are_given_up_are_computed_elsewhere():
+    device_changes.run_changes(60, seed=1, graces=(None, 0, 0.001))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_device_that_fails_costs_one_unit(seed):
+    device_changes.run_failure(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_failure_too_many_ends_the_run_and_a_resume_has_its_bits(seed):
+    device_changes.run_too_many(seed)
+
+
+class Told(Callback):
+    """Calls a function at a step."""
+
+    def __init__(self, job, at=1):
+        self.job, self.at, self.result = job, at, None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_step(self, report):
+        if report.steps == self.at:
+            self.result = self.job()
+
+
+def make_task(job=None, *, num_steps=4, **options):
+    torch.manual_seed(0)
+    callbacks = [] if job is None else [Told(job)]
+    return ModelTask(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+        nn.MSELoss(),
+        [(torch.ones(4, 4) * k, torch.ones(4, 2)) for k in range(num_steps)],
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def trained(job, **options):
+    """Train a task whose callback calls `job(orchestra)`; returns the orchestrator and what the job returned."""
+    found = []
+    orchestra = ModelOrchestrator([make_task(lambda: found.append(job(orchestra)))], **options)
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    report.raise_failures()
+    assert found, "the callback was called"
+    return orchestra, found[0]
+
+
+def refusal(call):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"min_devices": 0}, "min_devices: 0, limit: a whole number, at least 1"),
+        ({"min_devices": True}, "min_devices: True"),
+        ({"max_devices": 0}, "max_devices: 0"),
+        ({"max_devices": 1.5}, "max_devices: 1.5"),
+        ({"max_failures": -1}, "max_failures: -1, limit: a whole number, at least 0"),
+        ({"min_devices": 3, "max_devices": 2}, "min_devices: 3, limit: max_devices=2"),
+        ({"max_devices": 1, "devices": [EmulatedDevice(), EmulatedDevice()]}, "max_devices: 1 with 2 devices given"),
+    ],
+)
+def test_limits_are_checked_before_anything_else(options, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        ModelOrchestrator([make_task()], **({"devices": [EmulatedDevice()]} | options))
+
+
+def test_what_cannot_be_added_or_removed_is_refused_and_disturbs_nothing():
+    first = EmulatedDevice("1MiB")
+
+    def job(orchestra):
+        return [
+            refusal(lambda: orchestra.add_device(first)),
+            refusal(lambda: orchestra.add_device("emulated:0")),
+            refusal(lambda: orchestra.add_device("emulated:7")),
+            refusal(lambda: orchestra.add_device(7)),
+            refusal(lambda: orchestra.add_device(EmulatedDevice(64))),
+            refusal(lambda: orchestra.remove_device("emulated:1")),
+            refusal(lambda: orchestra.remove_device("emulated:0", grace_s=-1)),
+            orchestra.add_device(EmulatedDevice("1MiB")),
+            refusal(lambda: orchestra.add_device(EmulatedDevice("1MiB"))),
+        ]
+
+    orchestra, found = trained(job, devices=[first], max_devices=2)
+    *errors, name, full = found
+    assert [str(each).partition(", limit")[0] for each in errors[:2]] == ["add_device: 'emulated:0' is in already"] * 2
+    assert str(errors[2]).startswith("devices: 'emulated:7', known: ")
+    assert isinstance(errors[3], TypeError)
+    assert isinstance(errors[4], ValueError)
+    assert "64 bytes, limit: " in str(errors[4])
+    assert str(errors[5]) == "remove_device: 'emulated:1' is not in, limit: one of 'emulated:0'"
+    assert str(errors[6]) == "grace_s: -1, limit: seconds, at least 0; None waits for the unit"
+    assert name == "emulated:1"
+    assert str(full) == "add_device: 2 devices are in, limit: max_devices=2; remove one first, or raise it"
+    assert orchestra.devices == {"emulated:0": "in", "emulated:1": "in"}
+
+
+def test_below_the_minimum_nothing_begins_until_a_device_is_added(capsys):
+    """Another thread brings the last device back; the task's own callback waits for nothing."""
+    has_gone, threads = threading.Event(), []
+
+    def bring_back(orchestra):
+        has_gone.wait()
+        orchestra.add_device("emulated:0")
+
+    def job(orchestra):
+        threads.append(threading.Thread(target=bring_back, args=(orchestra,)))
+        threads[0].start()
+        orchestra.remove_device("emulated:0")
+        has_gone.set()
+
+    orchestra, _ = trained(job, devices=[EmulatedDevice("1MiB")])
+    threads[0].join()
+    assert orchestra.report.tasks["task-0"].steps == 4
+    assert "0 devices are in, limit: min_devices=1" in capsys.readouterr().err
+    assert len(orchestra.report.devices) == 1
+
+
+def test_a_run_begins_paused_where_too_few_devices_are_in():
+    orchestra = ModelOrchestrator([make_task()], devices=[EmulatedDevice("1MiB")], min_devices=2)
+    orchestra.verbose = 0
+    orchestra.generate()
+    adds = threading.Thread(target=lambda: orchestra.add_device(EmulatedDevice("1MiB")))
+    adds.start()
+    assert orchestra.train_models().tasks["task-0"].status == "finished"
+    adds.join()
+
+
+def test_devices_change_between_runs_too():
+    orchestra = ModelOrchestrator([make_task()], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    assert len(orchestra.generate().devices) == 1
+    assert orchestra.add_device(EmulatedDevice("2MiB")) == "emulated:1"
+    assert orchestra.plan is None, "it is planned for other devices"
+    orchestra.remove_device("emulated:0")
+    assert orchestra.devices == {"emulated:0": "out", "emulated:1": "in"}
+    report = orchestra.train_models()
+    assert [device.name for device in report.devices] == ["emulated:1"]
+    orchestra.remove_device("emulated:1")
+    orchestra.add_task(make_task())
+    with pytest.raises(RuntimeError, match=r"^devices: none is in, limit: at least 1 to plan on"):
+        orchestra.train_models()
+    orchestra.add_device("emulated:0")
+    assert orchestra.train_models().tasks["task-1"].status == "finished"
+
+
+def test_a_device_that_comes_back_goes_on_with_its_figures():
+    def job(orchestra):
+        orchestra.add_device(EmulatedDevice("1MiB"))
+        orchestra.remove_device("emulated:0")
+        orchestra.add_device("emulated:0")
+        orchestra.remove_device("emulated:1")
+
+    orchestra, _ = trained(job, devices=[EmulatedDevice("1MiB")])
+    names = [device.name for device in orchestra.report.devices]
+    assert names == ["emulated:0", "emulated:1"]
+    assert orchestra.devices == {"emulated:0": "in", "emulated:1": "out"}
+    assert len(orchestra.report.schedule) == 4
+
+
+def test_a_step_is_spread_over_a_device_that_came(monkeypatch):
+    """Steps of a task with four micro-batches, which began on one device."""
+    monkeypatch.setattr("hydra_engine.planning.planner.predict_spreads", predicted_twice_as_fast)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    data = [(torch.ones(8, 4) * k, torch.ones(8, 2)) for k in range(30)]
+    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    alone.load_state_dict(model.state_dict())
+    told = Told(lambda: orchestra.add_device(EmulatedDevice("1MiB")))
+    task = ModelTask(model, nn.MSELoss(), data, accumulation_steps=4, lr=0.1, callbacks=[told], seed=3)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    result = reference.train(alone, nn.MSELoss(), data, seed=3, lr=0.1, accumulation_steps=4)
+    assert report.tasks["task-0"].losses == result.losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+    assert {placed.unit.part for placed in report.schedule} == {0, 1}
+
+
+def predicted_twice_as_fast(cost, devices, **_):
+    from hydra_engine.schedule import Spread
+
+    return tuple(Spread(1.0 + k, in_sums=False) for k in range(min(cost.num_micro_batches, len(devices))))
+
+
+def test_a_failure_of_the_only_device_ends_the_run_with_its_error():
+    fuse = device_changes.Fuse([9])
+    task = make_task()
+    orchestra = ModelOrchestrator([task], devices=[device_changes.Failing(fuse)])
+    orchestra.verbose = 0
+    with pytest.raises(DeviceFailed, match=r"^emulated:0 has failed: in its \w+ lane; what it computed last"):
+        orchestra.train_models()
+    assert orchestra.devices == {"emulated:0": "out"}
+    assert orchestra.report.tasks["task-0"].status not in ("finished", "failed")
+    assert len(orchestra.report.messages) >= 1
+
+
+def test_a_layer_may_not_add_a_device():
+    class Adds(nn.Linear):
+        def forward(self, x):
+            if orchestras and orchestras[0].report is None and self.training:
+                found.append(refusal(lambda: orchestras[0].add_device(EmulatedDevice("1MiB"))))
+            return super().forward(x)
+
+    orchestras, found = [], []
+    task = ModelTask(nn.Sequential(Adds(4, 2)), nn.MSELoss(), [(torch.ones(2, 4), torch.ones(2, 2))])
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    orchestra.generate()
+    orchestras.append(orchestra)
+    orchestra.train_models().raise_failures()
+    assert isinstance(found[0], RuntimeError)
+    assert "called by a layer or a loss" in str(found[0])
