@@ -613,6 +613,7 @@ class ModelOrchestrator:
             finally:
                 with tasks.changing:
                     self._running = None
+                    self._pool.all_left()  # one that was removed since is in nobody's hands
                     trained = tasks.at(Station.TRAINING)
                     left_over = [] if run is None else run.joining.left_over
                     for each in trained:
