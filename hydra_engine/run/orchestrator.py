@@ -363,7 +363,7 @@ class ModelOrchestrator:
             known = self._pool.known(device) if isinstance(device, str) else None
             spec = resolve_device(device) if known is None else known
             before = self._pool.places
-            name, index = self._pool.add(self._of_the_kind(spec))
+            name, index = self._pool.add(self._of_the_kind(spec), None if known is None else str(device))
             try:
                 self._let_in(spec, index)
             except BaseException:

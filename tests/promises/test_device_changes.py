@@ -169,6 +169,16 @@ def test_devices_change_between_runs_too():
     assert orchestra.train_models().tasks["task-1"].status == "finished"
 
 
+def test_one_object_may_be_several_devices():
+    device = EmulatedDevice("1MiB")
+    orchestra = ModelOrchestrator([make_task()], devices=[device] * 2)
+    orchestra.remove_device("emulated:1")
+    assert orchestra.add_device("emulated:1") == "emulated:1"
+    orchestra.remove_device("emulated:0")
+    assert orchestra.add_device(device) == "emulated:0"
+    assert str(refusal(lambda: orchestra.add_device(device))).startswith("add_device: 'emulated:0' is in already")
+
+
 def test_a_device_that_comes_back_goes_on_with_its_figures():
     def job(orchestra):
         orchestra.add_device(EmulatedDevice("1MiB"))
@@ -208,7 +218,8 @@ def predicted_twice_as_fast(cost, devices, **_):
     return tuple(Spread(1.0 + k, in_sums=False) for k in range(min(cost.num_micro_batches, len(devices))))
 
 
-def test_a_failure_of_the_only_device_ends_the_run_with_its_error():
+def test_a_failure_of_the_only_device_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the last commits are saved
     fuse = device_changes.Fuse([9])
     task = make_task()
     orchestra = ModelOrchestrator([task], devices=[device_changes.Failing(fuse)])
