@@ -405,7 +405,7 @@ class ModelOrchestrator:
             run = self._running
             planned = self._tasks.at(Station.TRAINING, Station.JOINING) if run is not None else []
             self._plan_anew()
-        if run is None:
+        if run is None or index in run.workers.specs:  # the run has begun with it
             return
         planned = [each for each in planned if each.state.cut.shards]
         for each in planned:
@@ -587,6 +587,7 @@ class ModelOrchestrator:
             with tasks.changing:
                 if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
+                site = self._site()  # from now on, devices that come are let into the run
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
                     found = self._store.open(resume=resume)
