@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
+from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask
 from hydra_engine.host import BestWeights, TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask
@@ -256,12 +257,21 @@ class _Loan:
 class Joining:
     """The department of tasks that come."""
 
-    def __init__(self, common: Common, workers: Workers, feeds: Feeds, host_work: HostWork, saves: Saves) -> None:
+    def __init__(
+        self,
+        common: Common,
+        workers: Workers,
+        feeds: Feeds,
+        host_work: HostWork,
+        saves: Saves,
+        quotas: Quotas | None,
+    ) -> None:
         self._common = common
         self._workers = workers
         self._feeds = feeds
         self._host_work = host_work
         self._saves = saves
+        self._quotas = quotas
         self._host_memory = host_memory(workers.first_specs)
         # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
         # of one over devices that others want. None: no task waits for others any more.
@@ -573,6 +583,11 @@ class Joining:
                 priority=planned.task.priority,
                 weight=planned.task.weight,
                 reads_last=not planned.task.read_ahead,
+                group=planned.task.group,
+                quota=None if self._quotas is None else self._quotas.of(planned.task),
+                min_devices=planned.task.min_devices,
+                max_devices=planned.task.max_devices,
+                preemptible=planned.task.preemptible,
             )
         )
         if task.end.ending is not None:  # meanwhile

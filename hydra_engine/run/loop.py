@@ -25,7 +25,7 @@ from typing import Any
 from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.display import ProgressLine
-from hydra_engine.elastic import DevicePool
+from hydra_engine.elastic import DevicePool, Quotas
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
@@ -60,6 +60,7 @@ class EngineRun:
         planned: Sequence[PlannedTask],
         site: Site,
         pool: DevicePool[DeviceSpec],
+        quotas: Quotas | None,
         policy: Policy,
         verbose: int,
         signals: Signals,
@@ -68,7 +69,10 @@ class EngineRun:
         *,
         trains: bool = False,
     ) -> None:
-        """`saver`: saves tasks while they train, and at their ends. rescue: makes one as a device is lost."""
+        """`quotas`: of tasks that train. saver: saves tasks while they train, and at their ends.
+
+        rescue: makes one as a device is lost.
+        """
         self._planned = list(planned)  # until they are begun
         self._unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
         self._signals = signals
@@ -80,13 +84,14 @@ class EngineRun:
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
-        self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves)
+        self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves, quotas)
         self._recovery = Recovery(common, self.workers, self._feeds, self._saves)
         self._scheduler = Scheduler(
             policy,
             double_buffer=site.double_buffer,
             is_resident=self.workers.is_resident,
             min_devices=pool.limits.min_devices if trains else 1,
+            has_groups=quotas is not None and quotas.are_given,
         )
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.
         self._hears: dict[type, tuple[Callable[[Any], Any], ...]] = {

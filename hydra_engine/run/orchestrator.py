@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, active_autocast, resolve_device, resolve_devices
-from hydra_engine.elastic import DevicePool, PoolLimits
+from hydra_engine.elastic import DevicePool, PoolLimits, Quota, Quotas
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
@@ -54,6 +54,8 @@ class ModelOrchestrator:
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
         min_devices: where fewer are in, a run stands still until one is added.
         max_devices: that may be in at the same time; None: any number.
+        quotas: devices of each `ModelTask(group=)`, an int or a `hydra_engine.elastic.Quota`: {"a": 2, "b": 2}. A group
+            has them whenever it asks, and borrows what others leave idle (docs/elastic.md). None: no groups.
         max_failures: of devices in one run, that it survives; with one more it ends, saved, with `DeviceFailed`.
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
             in bytes or as text ("64GiB"). A task that was trained counts with its weights until they are freed. None:
@@ -83,6 +85,7 @@ class ModelOrchestrator:
         min_devices: int = 1,
         max_devices: int | None = None,
         max_failures: int = 0,
+        quotas: Mapping[str, int | Quota] | None = None,
         dram: int | str | None = None,
     ) -> None:
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
@@ -94,6 +97,7 @@ class ModelOrchestrator:
         self._changing_devices = threading.Lock()
         self._double_buffer = bool(double_buffer)
         self._tasks = TaskList(tasks, specs, self._store, self._limit)
+        self._quotas = Quotas(quotas, tasks, limits.max_devices or len(specs))
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
@@ -137,7 +141,7 @@ class ModelOrchestrator:
         with self._at_work("train_models") as site, Signals() as signals:
             return self._train(site, signals, resume)
 
-    def add_task(self, task: ModelTask) -> str:
+    def add_task(self, task: ModelTask, *, quota: int | Quota | None = None) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
 
         From any thread, a callback's too; another task's bits are as without it. A task of the structure of one that
@@ -150,9 +154,17 @@ class ModelOrchestrator:
 
         While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
 
+        quota: of its group, where it is the first task of one that has none yet; as in the constructor's `quotas`.
+
         Raises what the constructor raises of a task, and what `generate()` raises.
         """
         _refuse_autocast("add_task")
+        if not isinstance(task, ModelTask):
+            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+        with self._quotas.coming(task, quota):
+            return self._add_task(task)
+
+    def _add_task(self, task: ModelTask) -> str:
         tasks = self._tasks
         with tasks.changing:
             self._check_outside("add_task")
@@ -551,14 +563,17 @@ class ModelOrchestrator:
         self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        verbose, saver, rescue = 0, None, None
+        verbose, saver, rescue, quotas = 0, None, None, None
         if trains:
+            quotas = self._quotas
             verbose, saver = self.verbose, self._store.saver(self._about)
             rescue = partial(self._store.rescue, self._about)
         self._pool.begin()
         with signals.deferred():
             try:
-                yield EngineRun(planned, site, self._pool, self._policy, verbose, signals, saver, rescue, trains=trains)
+                yield EngineRun(
+                    planned, site, self._pool, quotas, self._policy, verbose, signals, saver, rescue, trains=trains
+                )
             finally:
                 torch.set_num_threads(site.host.intra_op_threads)
 

@@ -6,6 +6,9 @@ device takes the best run-ready unit, claimed elsewhere or not, so no run-ready 
 A part offers one unit at most, so a decision is the least key of three queues of parts: run-ready and unclaimed,
 run-ready and claimed, load-ready and unclaimed. An event changes the places of one task's parts in them, whatever the
 number of tasks and devices.
+
+Where tasks stand in groups, ranks come first: no unit begins while one of a lower rank could begin on that device, be
+it claimed elsewhere. A device claims what goes first once its unit is through, when its group runs one less.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
+from hydra_engine.schedule.groups import NEVER, Group
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
-from hydra_engine.schedule.state import Part, ReadyQueue, ScheduledDevice, ScheduledTask, Use
+from hydra_engine.schedule.state import Part, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
@@ -33,8 +37,9 @@ class Dispatch:
         double_buffer: bool,
         is_resident: Callable[[int, str, int], bool],
         min_devices: int,
+        has_groups: bool,
     ) -> None:
-        """`out`: where instructions are put. is_resident, min_devices: as the scheduler's."""
+        """`out`: where instructions are put. is_resident, min_devices, has_groups: as the scheduler's."""
         self._policy = policy
         self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
         self._policy_is_longest_first = getattr(policy, "longest_first", False)
@@ -48,9 +53,11 @@ class Dispatch:
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
         self._num_passes = 0  # of the task that has made the most
-        self._ready: ReadyQueue[Part] = ReadyQueue()  # run-ready, unclaimed
-        self._claimed: ReadyQueue[Part] = ReadyQueue()  # run-ready, claimed
-        self._loadable: ReadyQueue[Part] = ReadyQueue()  # not run-ready, or on one device only; unclaimed
+        self._ready = _parts(has_groups)  # run-ready, unclaimed
+        self._claimed = _parts(has_groups)  # run-ready, claimed
+        self._loadable = _parts(has_groups)  # not run-ready, or on one device only; unclaimed
+        self._has_groups = has_groups
+        self._turned_away: dict[Group, dict[ScheduledDevice, None]] = {}  # idle, and near to units that may not run
         self._idle: ReadyQueue[ScheduledDevice] = ReadyQueue()  # by number
         self._wanting: ReadyQueue[ScheduledDevice] = ReadyQueue()  # that may claim a unit
         self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
@@ -100,6 +107,7 @@ class Dispatch:
         """Take a unit from its device, and charge its time; the device has to be touched."""
         task, device = part.task, self._devices[event.device]
         device.running = device.part = part.computing = None
+        self._count(task, -1)
         self._place(device)
         task.used_s += event.seconds - part.charged_s
         task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
@@ -118,6 +126,8 @@ class Dispatch:
         """Put what a task offers where it belongs, after anything about it has changed: a policy sees all of it."""
         remaining_s = 0.0 if task.phase.is_over else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
+        if task.standing is not None:
+            task.standing.group.remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
         for part in task.parts:
             self._put_in_place(part)
@@ -147,7 +157,7 @@ class Dispatch:
         if only is not None:
             self._touched[only] = None
 
-    def _put(self, queue: ReadyQueue[Part], part: Part) -> None:
+    def _put(self, queue: ReadyQueue[Part] | RankedQueue, part: Part) -> None:
         part.queue = queue
         queue.put(part, part.key)
 
@@ -181,7 +191,7 @@ class Dispatch:
                 break
             part = self._best(self._ready, idle) or self._best(self._claimed, idle)
             assert part is not None
-            self._run(idle, part)
+            self._run(idle, self._before(part) or part)
         for device in (*touched, *self._touched):
             self._claim_best(device, self._own_offers(device))
         while self._ready or self._loadable:
@@ -240,25 +250,39 @@ class Dispatch:
         if not device.is_in_use:
             return
         claim = device.claim
-        if claim is not None and claim.in_turn and (not claim.under_way or claim.near is device):
+        if claim is not None and not (claim.in_turn and (not claim.under_way or claim.near is device)):
+            claim = None
+        if claim is not None and not self._may_run(claim, device):
+            claim = None
+        near = self._near(device) if claim is None or self._has_groups else []
+        if claim is not None and all(part.rank >= claim.rank for part in near):
             urgent = self._ready.best() if self._policy_is_longest_first else None
-            is_urgent = urgent is not None and urgent.key < claim.key and self._is_critical(urgent.task)
-            self._run(device, urgent if urgent is not None and is_urgent else claim)
+            best = urgent if urgent is not None and self._is_urgent(urgent, claim) else claim
+            self._run(device, self._before(claim) or best)
             return
-        near = [part for part in device.near if part.offer is not None and part.in_turn]
         if not near:
             return
-        best = min(near, key=lambda part: (part.claim is not None, part.key))
+        best = min(near, key=lambda part: (part.rank, part.claim is not None, part.key))
         other = self._best(self._ready, device)
+        if other is not None and other.rank > best.rank:
+            other = None
         # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
         is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
-        self._run(device, best if other is None or (is_urgent and best.key < other.key) else other)
+        best = best if other is None or (is_urgent and best.key < other.key) else other
+        self._run(device, self._before(best) or best)
+
+    def _near(self, device: ScheduledDevice) -> list[Part]:
+        """Parts that only this device can run now, while what they begin with is on its way to DRAM."""
+        return [part for part in device.near if part.offer and part.in_turn and self._may_run(part, device)]
+
+    def _is_urgent(self, part: Part, claim: Part) -> bool:
+        return (part.rank, part.key) < (claim.rank, claim.key) and self._is_critical(part.task)
 
     def _is_critical(self, task: ScheduledTask) -> bool:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * self.num_devices >= self._remaining_s
 
-    def _best(self, queue: ReadyQueue[Part], device: ScheduledDevice) -> Part | None:
+    def _best(self, queue: ReadyQueue[Part] | RankedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
         if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:
@@ -284,16 +308,61 @@ class Dispatch:
         if not self._is_wanting(device):
             return
         free = [part for part in own if part.offer is not None and part.claim is None and part.in_turn]
-        ready = self._best(self._ready, device)
-        if ready is not None:
-            free.append(ready)
-        part = self._first(free, device) if free else self._best(self._loadable, device)
+        if self._has_groups:
+            part = self._next_in_groups(device, free)
+        else:
+            ready = self._best(self._ready, device)
+            if ready is not None:
+                free.append(ready)
+            part = self._first(free, device) if free else self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
             self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
             self.refresh(part.task)
+
+    # -- groups
+
+    def _count(self, task: ScheduledTask, change: int) -> None:
+        """A unit of a task begins, or ends: ranks may change."""
+        if task.standing is None:
+            return
+        group = task.standing.group
+        for standing in group.count(task.standing, change):
+            for queue in (self._ready, self._claimed, self._loadable):
+                assert isinstance(queue, RankedQueue)
+                queue.change(standing)
+        if change < 0 and group in self._turned_away:
+            self._touched.update(self._turned_away.pop(group))
+
+    def _may_run(self, part: Part, device: ScheduledDevice) -> bool:
+        """Return True if its group may run one more unit; else the device is looked at again once it may."""
+        if part.rank == NEVER:
+            self._turned_away.setdefault(part.standing.group, {})[device] = None
+        return part.rank < NEVER
+
+    def _before(self, part: Part) -> Part | None:
+        """Who waits for any device, or is claimed elsewhere, and has a lower rank."""
+        if not self._has_groups:
+            return None
+        found = [each for each in (self._ready.best(), self._claimed.best()) if each is not None]
+        best = min(found, key=lambda each: each.rank, default=part)
+        return best if best.rank < part.rank else None
+
+    def _next_in_groups(self, device: ScheduledDevice, own: list[Part]) -> Part | None:
+        """Who goes first, of what is on the device and of all others, once the unit there is through."""
+        ranks = {} if device.part is None else device.part.standing.group.ranks_without(device.part.standing)
+        num = 1 if self._is_resident is None else MOST_LOOKED_AT
+        for queue, parts in ((self._ready, own), (self._loadable, [])):
+            assert isinstance(queue, RankedQueue)
+            standings = dict.fromkeys([queue.first_standing(), *ranks])
+            parts = parts + [part for each in standings if each is not None for part in queue.first(num, each)]
+            by_rank = [(ranks.get(part.standing, part.rank), part) for part in parts]
+            least = min((rank for rank, _ in by_rank), default=NEVER)
+            if least < NEVER:
+                return self._first([part for rank, part in by_rank if rank == least], device)
+        return None
 
     def _run(self, device: ScheduledDevice, part: Part) -> None:
         unit, task = part.offer, part.task
@@ -306,6 +375,7 @@ class Dispatch:
             self._out.append(Load(device.index, unit))
         device.claim = part.claim = None
         device.running, device.part = unit, part
+        self._count(task, 1)
         if self._is_resident is not None:
             first = self._ready.best()
             if first is not None and first is not part:
@@ -335,3 +405,7 @@ class Dispatch:
         device.claim = part.claim = None
         self.free(device)
         return part
+
+
+def _parts(has_groups: bool) -> ReadyQueue[Part] | RankedQueue:
+    return RankedQueue() if has_groups else ReadyQueue()

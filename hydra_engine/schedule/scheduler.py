@@ -15,7 +15,8 @@ several units may be on their way down while the device goes on. Which device ta
 Where there are fewer tasks than devices, a step is spread over several: its micro-batches are cut into parts, each of
 which goes through the chain for itself, and the step is committed when all are through. Units that are `ordered`, since
 one part's begins with what the part before it has left, run one after the other all the same. How many parts a task's
-steps have is solved anew when tasks come or end, or devices do.
+steps have is solved anew when tasks come or end, or devices do. Where tasks stand in groups, each group's devices are
+shared out by themselves.
 
 Once a commit's updates are through, the task is settled: `Capture`.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+from hydra_engine.elastic import Quota
 from hydra_engine.schedule.dispatch import Dispatch
 from hydra_engine.schedule.events import (
     BatchReady,
@@ -58,6 +60,7 @@ from hydra_engine.schedule.events import (
     UnitLost,
     Update,
 )
+from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import Policy
 from hydra_engine.schedule.state import OnHost, Part, Phase, ScheduledTask, allocate
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
@@ -74,19 +77,29 @@ class Scheduler:
         double_buffer: bool = True,
         is_resident: Callable[[int, str, int], bool] = lambda *_: False,
         min_devices: int = 1,
+        has_groups: bool = False,
     ) -> None:
         """Make the scheduler of a run.
 
         is_resident: whether a device holds what it takes to run units of a (device, task, shard). min_devices: where
-        fewer are in, no unit begins.
+        fewer are in, no unit begins. has_groups: tasks stand in groups, each of which brings its quota.
         """
         self._out: list[Instruction] = []
         self._dispatch = Dispatch(
-            policy, self._out, double_buffer=double_buffer, is_resident=is_resident, min_devices=min_devices
+            policy,
+            self._out,
+            double_buffer=double_buffer,
+            is_resident=is_resident,
+            min_devices=min_devices,
+            has_groups=has_groups,
         )
         self._tasks: dict[str, ScheduledTask] = {}
         self._num_unfinished = 0
         self._numbers: dict[ScheduledTask, int] | None = {}  # devices by task; None: to be solved anew
+        self._groups: dict[str | None, Group] | None = {} if has_groups else None
+        self._members: dict[Group, dict[ScheduledTask, None]] = {}  # unfinished tasks
+        self._num_wanted = 0  # devices, by all tasks in groups
+        self._waiting: dict[ScheduledTask, None] = {}  # for more devices
         self._handlers: dict[type, Callable[..., None]] = {
             TaskAdded: self._task_added,
             BatchReady: self._batch_ready,
@@ -141,6 +154,11 @@ class Scheduler:
 
     def _task_added(self, event: TaskAdded) -> None:
         task = ScheduledTask(event, event.units, order=len(self._tasks), unit_s=dict(event.units.unit_s))
+        if self._groups is not None:
+            group = self._groups.setdefault(event.group, Group(event.quota or Quota(0)))
+            task.standing = group.preemptible if event.preemptible else group.firm
+            self._members.setdefault(group, {})[task] = None
+            self._want(task, len(task.speedups))
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
@@ -152,6 +170,9 @@ class Scheduler:
     def _device_added(self, event: DeviceAdded) -> None:
         self._numbers = None
         self._dispatch.add_device(event.device)
+        waiting, self._waiting = self._waiting, {}
+        for task in waiting:
+            self._advance(task)
 
     def _device_removed(self, event: DeviceRemoved) -> None:
         self._numbers = None
@@ -161,6 +182,7 @@ class Scheduler:
     def _spreads_known(self, event: SpreadsKnown) -> None:
         task = self._tasks[event.task]
         task.units = task.units._replace(spreads=event.spreads)
+        self._want(task, len(task.speedups))
         self._numbers = None
 
     def _batch_ready(self, event: BatchReady) -> None:
@@ -258,6 +280,7 @@ class Scheduler:
         task.on_host = OnHost.NOTHING
         task.units = event.units
         task.unit_s = dict(event.units.unit_s)
+        self._want(task, len(task.speedups))
         self._numbers = None
         if task.next_batch is not None and not event.is_retried:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
@@ -358,6 +381,9 @@ class Scheduler:
         # Shards may be numbered anew: no update of the old ones may be under way.
         if has_to_fit and task.stale:
             return
+        if max(1, self._dispatch.num_devices) < task.least_devices and phase is not Phase.LAST_STEP:
+            self._waiting[task] = None
+            return
         if task.misfit is None:
             if task.next_batch is None:
                 if task.added.reads_last and not task.stale:
@@ -376,24 +402,53 @@ class Scheduler:
             self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:
+        self._want(task, 0)
         task.go_to(Phase.FINISHED)
         self._dispatch.refresh(task)  # nothing is left of it
         self._num_unfinished -= 1
         self._numbers = None
+        if task.standing is not None:
+            del self._members[task.standing.group][task]
         self._out.append(Finish(task.added.task, is_settled=not task.is_releasing))
 
     def _num_devices_for(self, task: ScheduledTask) -> int:
         """Devices that the task's steps are spread over, as long as tasks and devices are the same ones."""
-        num_devices = self._dispatch.num_devices
-        if self._num_unfinished >= num_devices:
-            return 1
         if self._numbers is None:
-            tasks = [each for each in self._tasks.values() if each.phase is not Phase.FINISHED]
-            remaining_s = [each.counted_s for each in tasks]
-            speedups = [[spread.speedup for spread in each.units.spreads] for each in tasks]
-            numbers = allocate(remaining_s, speedups, num_devices)
-            self._numbers = dict(zip(tasks, numbers, strict=True))
-        return self._numbers[task]
+            self._numbers = {}
+            num_devices = self._dispatch.num_devices
+            if self._groups is None:
+                if self._num_unfinished < num_devices:
+                    tasks = [each for each in self._tasks.values() if each.phase is not Phase.FINISHED]
+                    self._share_out(tasks, num_devices)
+            else:
+                self._share_out_groups(num_devices)
+        least = min(task.added.min_devices, len(task.units.spreads))
+        return max(least, self._numbers.get(task, 1))
+
+    def _share_out(self, tasks: list[ScheduledTask], num_devices: int) -> None:
+        """Give tasks their numbers of devices, of which there are more."""
+        numbers = allocate([each.counted_s for each in tasks], [each.speedups for each in tasks], num_devices)
+        assert self._numbers is not None
+        self._numbers.update(zip(tasks, numbers, strict=True))
+
+    def _want(self, task: ScheduledTask, num_devices: int) -> None:
+        """Count the devices that a task's steps may be spread over; it may have finished."""
+        if task.standing is not None and task.phase is not Phase.FINISHED:
+            task.standing.group.num_wanted += num_devices - task.num_wanted
+            self._num_wanted += num_devices - task.num_wanted
+            task.num_wanted = num_devices
+
+    def _share_out_groups(self, num_devices: int) -> None:
+        """Give each group its devices, and those to its tasks; a group of more tasks is not searched through."""
+        if self._num_wanted == self._num_unfinished:  # none of them is spread
+            return
+        most = {}
+        for group in self._members:
+            maximum = group.quota.maximum
+            most[group] = group.num_wanted if maximum is None else min(group.num_wanted, maximum)
+        for group, number in shared_out(most, num_devices).items():
+            if 0 < len(self._members[group]) < number:
+                self._share_out(list(self._members[group]), number)
 
     def _begin_chain(self, task: ScheduledTask, num_parts: int, num_micro_batches: int = 1) -> None:
         for part in task.parts:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded, TaskUnits
+from hydra_engine.schedule.groups import NEVER, Standing
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
 
 
@@ -137,6 +138,55 @@ class ReadyQueue(Generic[T]):
         return None
 
 
+class RankedQueue:
+    """Parts of tasks that stand in groups: those of the lowest rank first, among them by key. As a `ReadyQueue`."""
+
+    def __init__(self) -> None:
+        self._of: dict[Standing, ReadyQueue[Part]] = {}
+        self._standings: ReadyQueue[Standing] = ReadyQueue()  # that have a part here, and may run it
+        self._changed: dict[Standing, None] = {}  # since `_standings` was up to date
+
+    def __len__(self) -> int:
+        return 0 if self.first_standing() is None else 1
+
+    def put(self, part: Part, key: Any) -> None:
+        """Add a part, or give it another key."""
+        standing = part.standing
+        self._of.setdefault(standing, ReadyQueue()).put(part, key)
+        self._changed[standing] = None
+
+    def discard(self, part: Part) -> None:
+        self._of[part.standing].discard(part)
+        self._changed[part.standing] = None
+
+    def change(self, standing: Standing) -> None:
+        """Take in that a rank has changed."""
+        if standing in self._of:
+            self._changed[standing] = None
+
+    def first_standing(self) -> Standing | None:
+        """The one of the lowest rank, among equals that of the lowest key."""
+        while self._changed:
+            standing = next(iter(self._changed))
+            best = self._of[standing].best()
+            if best is None or standing.rank == NEVER:
+                self._standings.discard(standing)
+            else:
+                self._standings.put(standing, (standing.rank, best.key))
+            del self._changed[standing]
+        return self._standings.best()
+
+    def first(self, num: int, standing: Standing | None = None) -> list[Part]:
+        """So many parts of a standing, of the first one if none is named."""
+        standing = standing or self.first_standing()
+        return self._of[standing].first(num) if standing in self._of else []
+
+    def best(self) -> Part | None:
+        """The part that goes first."""
+        standing = self.first_standing()
+        return None if standing is None else self._of[standing].best()
+
+
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
 # at least as much less: one disturbed run moves it by little, a lasting change is followed all the same.
 NEWEST, MOST_TIMES = 0.3, 2.0
@@ -190,7 +240,19 @@ class Part:
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
-    queue: ReadyQueue[Part] | None = None  # which the part is in
+    queue: ReadyQueue[Part] | RankedQueue | None = None  # which the part is in
+
+    @property
+    def standing(self) -> Standing:
+        """Return the task's, in a run that has groups."""
+        assert self.task.standing is not None
+        return self.task.standing
+
+    @property
+    def rank(self) -> float:
+        """Return that of a unit of the task which would begin now; without groups all have one."""
+        standing = self.task.standing
+        return 0.0 if standing is None else standing.rank
 
     @property
     def under_way(self) -> bool:
@@ -261,6 +323,7 @@ class ScheduledTask:
     added: TaskAdded
     units: TaskUnits
     order: int
+    standing: Standing | None = None  # in its group, where there are groups
     phase: Phase = Phase.OPEN
     on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
@@ -275,6 +338,7 @@ class ScheduledTask:
     step_s: float = 0.0  # of a training batch
     left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
+    num_wanted: int = 0  # devices that its steps may be spread over, in its group's sum
     used_s: float = 0.0
     served_order: int = 0
     num_passes: int = 0  # through its shards, with the one in progress and those before it came
@@ -302,6 +366,22 @@ class ScheduledTask:
     def is_settled(self) -> bool:
         """True if all of its state is of one step: nothing commits, releases or updates."""
         return not self.stale and self.on_host is not OnHost.COMMIT and not self.is_releasing
+
+    @property
+    def least_devices(self) -> int:
+        """Devices that are in while a step of it begins."""
+        minimum = 0 if self.standing is None else self.standing.group.quota.minimum
+        return max(self.added.min_devices, minimum)
+
+    @property
+    def speedups(self) -> list[float]:
+        """By number of devices that its steps may be spread over."""
+        limits = [self.added.max_devices]
+        if self.standing is not None:
+            quota = self.standing.group.quota
+            limits += [quota.maximum, None if self.added.preemptible else quota.devices]
+        most = min((max(1, limit) for limit in limits if limit is not None), default=None)
+        return [spread.speedup for spread in self.units.spreads[:most]]
 
     @property
     def spread(self) -> Spread:

@@ -51,7 +51,7 @@ def _known(field: str, *known: str, beside: Callable[[Any], bool] = lambda value
 
 
 _FUNCTIONS = ("loss_fn", "optimizer", "lr_scheduler", "param_groups", "unpack", "split")
-_FLAGS = ("loader_alone", "read_ahead")
+_FLAGS = ("loader_alone", "read_ahead", "preemptible")
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 # Raise TypeError.
 TYPES: tuple[Rule, ...] = (
@@ -62,6 +62,9 @@ TYPES: tuple[Rule, ...] = (
     ("accumulation_steps", lambda value: value == "auto" or _is_int(value), "{!r} is not an int"),
     ("validation_interval", lambda value: isinstance(value, str) or _is_int(value), "{!r} is not an int"),
     ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
+    ("group", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name in quotas="),
+    ("min_devices", _is_int, "{!r} is not an int; give a number of devices"),
+    ("max_devices", _or_none(_is_int), "{!r} is not an int; give a number of devices, None for any"),
     ("max_retries", _is_int, "{!r} is not an int; give a number of retries, 0 for none"),
     ("weight", _is_number, "{!r} is not a number"),
     ("max_grad_norm", _or_none(lambda value: isinstance(value, (int, float))), "{!r} is not a number"),
@@ -120,6 +123,8 @@ LIMITS: tuple[Rule, ...] = (
         "{!r}, known: 'epoch', or a number of training steps",
     ),
     ("validation_interval", lambda value: value == "epoch" or value >= 1, "{}, limit: at least 1"),
+    ("min_devices", lambda value: value >= 1, "{}, limit: at least 1"),
+    ("max_devices", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for any"),
     ("max_retries", lambda value: value >= 0, "{}, limit: at least 0, which fails the task at its first error"),
     ("max_grad_norm", _or_none(lambda value: value > 0), "{}, limit: above 0; leave it out to clip nothing"),
     (
@@ -168,6 +173,9 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"
     if scaler is not None and not scaler.is_enabled():
         yield "grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')"
+    least, most = options["min_devices"], options["max_devices"]
+    if most is not None and least > most:
+        yield f"min_devices: {least}, limit: max_devices={most}; lower it, or raise the maximum"
     is_early = {
         "early_release": options["early_release"],
         "optimizer_device='device'": options["optimizer_device"] == "device",

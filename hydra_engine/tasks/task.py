@@ -87,6 +87,11 @@ class ModelTask:
         patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
         hparams: a mapping that JSON takes, shown in tables: `Report.compare` and `Report.frame`.
         priority: units of tasks of a higher one go first, under every policy; any int.
+        group*: of tasks that share the devices which `ModelOrchestrator(quotas=)` gives that group.
+        min_devices: with fewer in, it begins no step; with as many, a step is spread over no fewer, as far as it has
+            micro-batches. max_devices: a step is spread over no more; None: over all of its group's.
+        preemptible*: it may run on devices beyond its group's quota that are idle, and gives them back at the end of a
+            unit. False: it keeps to the quota, where its units go before those of all preemptible tasks.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
         scan_batches*: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
@@ -152,6 +157,10 @@ class ModelTask:
         callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
         priority: int = 0,
+        group: str | None = None,
+        min_devices: int = 1,
+        max_devices: int | None = None,
+        preemptible: bool = True,
         weight: float = 1.0,
         max_retries: int = 0,
         nonfinite: str | None = None,
@@ -180,6 +189,10 @@ class ModelTask:
         self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
         self.early_release = bool(early_release)
         self.priority = priority
+        self.group = group
+        self.min_devices = min_devices
+        self.max_devices = max_devices
+        self.preemptible = preemptible
         self.weight = float(weight)
         self.max_retries = max_retries
         self.nonfinite = nonfinite

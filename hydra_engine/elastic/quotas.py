@@ -1,0 +1,149 @@
+"""Quotas of groups of tasks: how many devices each may count on, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Devices of a group of tasks.
+
+    Args:
+        devices: that it gets whenever it asks for them. What it does not use, others borrow, and give back at the end
+            of the unit that runs there.
+        minimum: of these, those that it gets before other groups get theirs, where fewer devices are in than all quotas
+            together; with fewer than this in, its tasks wait. At most `devices`.
+        maximum: devices that it never uses more of, though others be idle; None: it borrows what is idle.
+    """
+
+    devices: int
+    minimum: int = 0
+    maximum: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("devices", "minimum", "maximum"):
+            value = getattr(self, field)
+            is_left_out = field == "maximum" and value is None
+            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{field}: {value!r}, limit: a whole number of devices, at least 0")
+        if self.minimum > self.devices:
+            raise ValueError(
+                f"minimum: {self.minimum}, limit: at most devices={self.devices}, which are guaranteed; lower it"
+            )
+        if self.maximum is not None and self.maximum < max(1, self.devices):
+            raise ValueError(
+                f"maximum: {self.maximum}, limit: at least devices={self.devices}, and at least 1; raise it"
+            )
+
+
+class Asking(Protocol):
+    """Options of a task that say which devices it may have."""
+
+    name: str | None
+    group: str | None
+    min_devices: int
+    max_devices: int | None
+    preemptible: bool
+
+
+class Quotas:
+    """Quotas of an orchestrator's groups. A task without a group is in one that has no quota, with all others like it.
+
+    Args:
+        quotas: an int or a `Quota` for each group; None: there are none, and no task may be in a group.
+        tasks: the tasks.
+        num_devices: the most that there may be.
+    """
+
+    def __init__(self, quotas: object, tasks: Iterable[Asking], num_devices: int) -> None:
+        if not (quotas is None or isinstance(quotas, Mapping)):
+            raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
+        self._num_devices = num_devices
+        self._quotas: dict[str, Quota] | None = None if quotas is None else {}
+        for group, quota in (quotas or {}).items():
+            self._add(group, quota)
+        tasks = list(tasks)
+        for task in tasks:
+            self._check(task)
+        empty = [group for group in self._quotas or () if all(task.group != group for task in tasks)]
+        if empty:
+            raise ValueError(
+                f"quotas: group {empty[0]!r} has no task, limit: groups of the tasks that are given; leave it out, and "
+                f"give add_task(quota=) with its first one"
+            )
+
+    @property
+    def are_given(self) -> bool:
+        return self._quotas is not None
+
+    def of(self, task: Asking) -> Quota | None:
+        """Return the quota of a task's group."""
+        return None if task.group is None or self._quotas is None else self._quotas.get(task.group)
+
+    @contextmanager
+    def coming(self, task: Asking, quota: object) -> Iterator[None]:
+        """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
+        if quota is not None:
+            if self._quotas is None or task.group is None or task.group in self._quotas:
+                raise ValueError(
+                    f"quota: {quota!r} for {_name(task)} of group {task.group!r}, limit: a group that is none of "
+                    f"{_known(self._quotas)}, in an orchestrator with quotas= (or {{}}); leave it out"
+                )
+            self._add(task.group, quota)
+        try:
+            self._check(task)
+            yield
+        except BaseException:
+            if quota is not None and self._quotas is not None and task.group is not None:
+                del self._quotas[task.group]
+            raise
+
+    def _check(self, task: Asking) -> None:
+        """Refuse a task of an unknown group, and one that could never begin."""
+        quota, least = self.of(task), task.min_devices
+        if task.group is not None and quota is None:
+            raise ValueError(
+                f"{_name(task)}: group {task.group!r} has no quota, known: {_known(self._quotas)}; name it in quotas=, "
+                f"or give add_task(quota=) with its first task"
+            )
+        limits = {"the devices that there may be": self._num_devices}
+        if quota is not None and quota.maximum is not None:
+            limits["its group's maximum"] = quota.maximum
+        if not task.preemptible:
+            limits["its group's quota, as it is not preemptible"] = 0 if quota is None else quota.devices
+        for what, most in limits.items():
+            if least > most:
+                raise ValueError(f"{_name(task)}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
+
+    def _add(self, group: Any, quota: Any) -> None:
+        assert self._quotas is not None
+        if not isinstance(group, str) or not group:
+            raise TypeError(f"quotas: {group!r} is no name of a group; give a str that is not empty")
+        if not isinstance(quota, Quota):
+            if isinstance(quota, bool) or not isinstance(quota, int):
+                raise TypeError(
+                    f"quotas: {quota!r} for group {group!r} is no number of devices; give an int, or a Quota"
+                )
+            try:
+                quota = Quota(quota)
+            except ValueError as error:
+                raise ValueError(f"quotas: group {group!r}: {error}") from None
+        total = quota.devices + sum(each.devices for each in self._quotas.values())
+        if total > self._num_devices:
+            raise ValueError(
+                f"quotas: {total} devices with group {group!r}, limit: {self._num_devices}, the devices that there may "
+                f"be; lower a quota, or give more devices, or a larger max_devices"
+            )
+        self._quotas[group] = quota
+
+
+def _known(quotas: Mapping[str, Quota] | None) -> str:
+    return ", ".join(map(repr, quotas or ())) or "no group"
+
+
+def _name(task: Asking) -> str:
+    return "a task" if task.name is None else f"task {task.name!r}"
