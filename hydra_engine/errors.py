@@ -42,9 +42,10 @@ class DeviceFailed(RuntimeError):
 
     task = ""  # it is no task's doing
 
-    def __init__(self, device: str, error: BaseException | str) -> None:
+    def __init__(self, device: str, error: BaseException | str, remedy: str = "train without it") -> None:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        super().__init__(f"{device} has failed: {first_line}; what it computed last is computed again elsewhere")
+        super().__init__(f"{device} has failed: {first_line}; look after it, or {remedy}")
+        self.device, self.reason = device, first_line
 
 
 class DeviceGone(DeviceFailed):

@@ -299,7 +299,7 @@ class OpenCudaDevice(OpenDevice):
         try:
             self._copy_all(pairs)
         except RuntimeError as error:
-            if _is_out_of_memory(error):
+            if _is_out_of_memory(error) or "CUDA error" not in str(error):
                 raise
             raise DeviceFailed(self.name, error) from error
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -93,8 +92,8 @@ class DevicePool(Generic[T]):
         member = self._members.get(name)
         return None if member is None else member.spec
 
-    def add(self, spec: T, name: str | None = None) -> tuple[str, int]:
-        """Let a device in, and return its name and number; wait where it is still leaving.
+    def add(self, spec: T, name: str | None = None) -> tuple[str, int | None]:
+        """Let a device in, and return its name and number; None where it is still leaving, and has to be waited for.
 
         name: of one that was removed.
 
@@ -104,8 +103,8 @@ class DevicePool(Generic[T]):
             if name is None:  # one object may be several devices
                 found = [(each.place is Place.IN, name) for name, each in self._members.items() if each.spec is spec]
                 name = min(found)[1] if found else self._name_of(spec, self._next_index())
-            of_the_name = partial(self._place, name)
-            self._changed.wait_for(lambda: of_the_name() is not Place.LEAVING)
+            if self._place(name) is Place.LEAVING:
+                return name, None
             if self._place(name) is Place.IN:
                 raise ValueError(f"add_device: {name!r} is in already, limit: each device once; see `devices`")
             self.check_room(1, "add_device")
@@ -113,6 +112,11 @@ class DevicePool(Generic[T]):
             index = self._next_index() if member is None else member.index
             self._members[name] = _Member(index, spec)
             return name, index
+
+    def wait_until_out(self, name: str) -> None:
+        """Wait while a device is leaving."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._place(name) is not Place.LEAVING)
 
     def check_room(self, num_more: int, what: str) -> None:
         """Refuse more devices than there may be."""
@@ -162,14 +166,19 @@ class DevicePool(Generic[T]):
                     member.place = Place.OUT
             self._changed.notify_all()
 
-    def fail(self, index: int) -> tuple[str, bool]:
-        """Count a failure, and let the device go, if it is in. Return its name, and True if the run may go on."""
+    def fail(self, index: int) -> str:
+        """Count a failure, and let the device go, if it is in. Return its name."""
         with self._changed:
             name, member = next((name, each) for name, each in self._members.items() if each.index == index)
             if member.place is Place.IN:
                 member.place = Place.LEAVING
                 self._num_failures += 1
-            return name, self._num_failures <= self.limits.max_failures
+            return name
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if a run has had no more failures than it may."""
+        return self._num_failures <= self.limits.max_failures
 
     def begin(self) -> None:
         """Begin to count failures anew: a run begins."""

@@ -79,7 +79,14 @@ class StepParts:
         copy: Copy,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`."""
+        """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`.
+
+        Where they are there already, the unit was computed again for what came before it, and they stay: gradients of
+        later parts may have been added to them.
+        """
+        with self._lock:
+            if self._num_added.get(shard, -1) >= end:
+                return
         for slot, gradient in gradients.items():
             self._has_gradient[slot] = gradient is not None
             if gradient is not None:

@@ -461,6 +461,8 @@ class Joining:
         if not self._common.is_interrupted:
             self._begin_waiting(late=True)
             self._common.is_interrupted = True
+            if self._loan is not None and not self._loan.is_asked:  # no device is in that could be lent
+                self._end_loan(None)
             self._feeds.hurry_callbacks()
             for task in list(self._common.tasks.values()):
                 if task.life is Life.SETTING_UP:
@@ -590,6 +592,7 @@ class Joining:
                 preemptible=planned.task.preemptible,
             )
         )
+        self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
             self._common.due.append(TaskStopped(planned.name, is_paused=task.end.is_paused))
 

@@ -147,15 +147,17 @@ class HostWork:
             self._planner.submit(self._widened, task, specs)
 
     def _widened(self, task: RunningTask, specs: Sequence[DeviceSpec]) -> None:
+        serial = task.state.cut.serial
         try:
             spreading = task.planned.wider(specs)
         except Exception as error:  # it is trained on as many as before
             print(f"hydra_engine: {task.name}: no wider spread is predicted: {error}", file=sys.stderr)
             return
-        self._common.later(partial(self._is_wider, task, spreading))
+        self._common.later(partial(self._is_wider, task, spreading, serial))
 
-    def _is_wider(self, task: RunningTask, spreading: Spreading) -> None:
-        if task.life is Life.TRAINING and task.may_spread and len(spreading.spreads) > len(task.planned.spreads):
+    def _is_wider(self, task: RunningTask, spreading: Spreading, serial: int) -> None:
+        may_spread = task.life is Life.TRAINING and task.may_spread and task.state.cut.serial == serial
+        if may_spread and len(spreading.spreads) > len(task.planned.spreads):
             # Those over fewer devices stay: a step in progress may be one of them.
             known = task.planned.spreads
             task.planned.spreading = spreading._replace(spreads=(*known, *spreading.spreads[len(known) :]))

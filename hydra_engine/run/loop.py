@@ -80,7 +80,7 @@ class EngineRun:
         self._makespan_s = 0.0
         self.site = site
         self._common = common = Common(site.host)
-        self.workers = Workers(common, pool, site.devices)
+        self.workers = Workers(common, pool, site.devices, trains=trains)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
@@ -90,7 +90,7 @@ class EngineRun:
             policy,
             double_buffer=site.double_buffer,
             is_resident=self.workers.is_resident,
-            min_devices=pool.limits.min_devices if trains else 1,
+            min_devices=self.workers.min_devices,
             has_groups=quotas is not None and quotas.are_given,
         )
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.

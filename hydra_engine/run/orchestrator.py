@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -361,17 +362,25 @@ class ModelOrchestrator:
                 "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
                 "the device copies all layers; call it from on_step"
             )
-        with self._changing_devices:
-            known = self._pool.known(device) if isinstance(device, str) else None
-            spec = resolve_device(device) if known is None else known
-            before = self._pool.places
-            name, index = self._pool.add(self._of_the_kind(spec), None if known is None else str(device))
-            try:
-                self._let_in(spec, index)
-            except BaseException:
-                self._pool.take_back(name, is_new=name not in before)
-                raise
-        return name
+        while True:
+            with self._changing_devices:
+                with self._tasks.changing:  # or a run might begin in between, with the device
+                    self._check_outside("add_device")
+                    known = self._pool.known(device) if isinstance(device, str) else None
+                    spec = self._of_the_kind(resolve_device(device) if known is None else known)
+                    before, run = self._pool.places, self._running
+                    name, index = self._pool.add(spec, None if known is None else str(device))
+                    beside = self._tasks.at(Station.TRAINING, Station.JOINING)
+                    self._plan_anew()
+                try:
+                    if index is not None and run is not None:
+                        self._let_in(run, spec, index, [each for each in beside if each.state.cut.shards])
+                except BaseException:
+                    self._pool.take_back(name, is_new=name not in before)
+                    raise
+            if index is not None:
+                return name
+            self._pool.wait_until_out(name)  # and others may come and go meanwhile
 
     def remove_device(self, name: str, grace_s: float | None = None) -> None:
         """Let a device go: the unit that it computes is finished, and no other begins there. Returns at once.
@@ -383,9 +392,11 @@ class ModelOrchestrator:
 
         Raises ValueError for a name that is not in.
         """
-        if grace_s is not None and (isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or grace_s < 0):
+        is_number = isinstance(grace_s, (int, float)) and not isinstance(grace_s, bool)
+        if grace_s is not None and not (is_number and 0 <= grace_s < math.inf):
             raise ValueError(f"grace_s: {grace_s!r}, limit: seconds, at least 0; None waits for the unit")
         with self._changing_devices, self._tasks.changing:
+            self._check_outside("remove_device")
             run = self._running
             index = self._pool.remove(name, at_once=run is None)
             self._plan_anew()
@@ -402,20 +413,16 @@ class ModelOrchestrator:
             )
         return spec
 
-    def _let_in(self, spec: DeviceSpec, index: int) -> None:
-        with self._tasks.changing:
-            run = self._running
-            planned = self._tasks.at(Station.TRAINING, Station.JOINING) if run is not None else []
-            self._plan_anew()
-        if run is None or index in run.workers.specs:  # the run has begun with it
-            return
-        planned = [each for each in planned if each.state.cut.shards]
+    def _let_in(self, run: EngineRun, spec: DeviceSpec, index: int, planned: Sequence[PlannedTask]) -> None:
+        """Open a device for a run, in which these tasks train."""
         for each in planned:
-            if each.work_bytes + each.largest_slab_bytes > spec.memory_bytes:
+            # Where slabs have an arena, memory is kept for the largest unit of all.
+            work_bytes = max(other.work_bytes for other in planned) if spec.has_arena else each.work_bytes
+            if work_bytes + each.largest_slab_bytes > spec.memory_bytes:
                 raise ValueError(
                     f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: "
-                    f"{each.work_bytes + each.largest_slab_bytes} for the largest unit of {each.name}, which trains; "
-                    f"add a device as large as the others"
+                    f"{work_bytes + each.largest_slab_bytes} for the largest shard of {each.name}, which trains, and "
+                    f"what units work with; add a device as large as the others"
                 )
         spec.check_free()
         with suppress(RunOver), drawing_as_usual():  # then the next run has it

@@ -50,8 +50,7 @@ class Recovery:
         assert event.device is not None
         goes_on = isinstance(error, DeviceGone) or self._workers.failed(event.device, error)
         if not goes_on and self._common.lost is None:
-            self._common.lost = error
-            self._saves.rescue()
+            self._common.lost = self._workers.too_many(error)
             self._common.due.append(StopRequested())
         if not event.is_torn:
             return UnitLost(unit)

@@ -11,7 +11,7 @@ from functools import partial
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
 from hydra_engine.elastic import DevicePool
-from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common
@@ -34,13 +34,17 @@ class Workers:
         messages: about devices that have failed.
     """
 
-    def __init__(self, common: Common, pool: DevicePool[DeviceSpec], planned_for: Sequence[DeviceSpec]) -> None:
-        """`planned_for`: devices that the run begins with; one that has come since is let in as any other."""
+    def __init__(
+        self, common: Common, pool: DevicePool[DeviceSpec], planned_for: Sequence[DeviceSpec], *, trains: bool
+    ) -> None:
+        """`planned_for`: devices that the run begins with. trains: others may come, so it may wait for them."""
         self._common = common
         self.pool = pool
         first = {id(spec) for spec in planned_for}
         self.specs: dict[int, DeviceSpec] = {k: spec for k, spec in pool.specs.items() if id(spec) in first}
-        self.first_specs = list(self.specs.values())
+        self.first_specs = list(planned_for)
+        self.min_devices = pool.limits.min_devices if trains else 1
+        self._may_wait = trains
         self.messages: list[str] = []
         self._open: dict[int, Worker] = {}  # until they are closed
         self._past: dict[int, DeviceReport] = {}  # of those that were here before
@@ -73,6 +77,8 @@ class Workers:
         for index, spec in self.specs.items():
             self._open[index] = self._opened(index, spec, planned)
             self._common.due.append(DeviceAdded(index))
+        if len(self.specs) < self.min_devices:
+            self._tell_waiting()
 
     def _opened(self, index: int, spec: DeviceSpec, planned: Sequence[PlannedTask]) -> Worker:
         common, num_threads = self._common, self._common.host.intra_op_threads
@@ -100,6 +106,12 @@ class Workers:
                 raise RunOver
             for state in states:
                 worker.admit(state)
+                with self._changing:  # it may have ended meanwhile, and one of its name may go on
+                    now = self._admitted.get(state.name)
+                if now is None:
+                    worker.dismiss(state.name)
+                elif now is not state:
+                    worker.admit(now)
         except BaseException:
             with self._changing:
                 self._open.pop(index, None)
@@ -118,23 +130,32 @@ class Workers:
     def _remove(self, index: int, grace_s: float | None) -> None:
         if self.specs.pop(index, None) is None:
             return
-        if grace_s is not None:
-            timer = self._timers[index] = threading.Timer(grace_s, self._open[index].abandon)
+        worker = self._open.get(index)  # None: it could not be opened, which ends the run
+        if grace_s is not None and worker is not None:
+            timer = self._timers[index] = threading.Timer(grace_s, worker.abandon)
             timer.daemon = True
             timer.start()
         self._common.due.append(DeviceRemoved(index))
-        least, num_in = self.pool.limits.min_devices, len(self.specs)
-        if num_in == least - 1 and not self._common.is_interrupted:
-            text = f"{num_in} devices are in, limit: min_devices={least}; no unit begins until add_device() adds one"
-            print(f"hydra_engine: {text}", file=sys.stderr)
+        if len(self.specs) == self.min_devices - 1 and not self._common.is_interrupted:
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        text = f"{len(self.specs)} devices are in, limit: min_devices={self.min_devices}; no unit begins until"
+        print(f"hydra_engine: {text} add_device() adds one", file=sys.stderr)
 
     def failed(self, index: int, error: Exception) -> bool:
         """Take out a device that has failed. Return True if the run may go on."""
-        name, goes_on = self.pool.fail(index)
-        if index in self.specs:
+        if index in self.specs:  # else it was counted with its first unit that failed
+            name = self.pool.fail(index)
             self.messages.append(f"{name} was taken out: {error}")
             self._remove(index, None)
-        return goes_on
+        return self.pool.may_go_on and (self._may_wait or bool(self.specs))
+
+    def too_many(self, error: DeviceFailed) -> DeviceFailed:
+        """Return the error that a run ends with, for the last failure."""
+        most = self.pool.limits.max_failures
+        remedy = f"go on without it: train_models(resume=True), where tasks are saved; limit: max_failures={most}"
+        return DeviceFailed(error.device, error.reason, remedy)
 
     def _release(self, instruction: Release) -> None:
         index = instruction.device

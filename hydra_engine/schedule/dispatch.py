@@ -70,7 +70,9 @@ class Dispatch:
 
     def remove_device(self, index: int) -> None:
         """Begin nothing more on a device, and release it once its unit is through, and whoever has it is."""
-        device = self._devices[index]
+        device = self._devices.get(index)
+        if device is None:  # as in `lend`
+            return
         self.num_devices -= 1
         device.leaves = True
         if device.claim is not None:

@@ -77,6 +77,8 @@ class Runner:
             start_s, executing, timer = self._trace.now_s(), True, device.timer()  # waiting is not work
             with run.account.metered(run.graphs.saved) if run.is_metered else nullcontext():
                 output = self._run_micro_batches(run, executor)
+            if claim.error is not None:  # given up meanwhile: nothing of it counts
+                raise claim.error
             if run.is_metered and not run.graphs.granted_bytes:  # what a forward keeps is counted apart
                 claim.state.learn_unit_bytes(
                     claim.unit.kind, claim.shard, run.account.signature, run.account.measured()

@@ -303,6 +303,8 @@ class UnitRun:
 
     def take_update(self) -> UpdateOnDevice | None:
         """Return what updates the shard on the device; None: the host does. It is no longer kept here."""
+        if self.claim.error is not None:  # given up: the optimizer is in another step by now
+            raise self.claim.error
         loaded, self.update = self.update, None
         if self.stepper is None:
             return None

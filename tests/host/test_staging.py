@@ -57,6 +57,25 @@ def test_pieces_are_added_in_the_order_of_micro_batches(order):
     assert has_gradient == {SLOT: True}
 
 
+def test_sums_of_a_unit_that_is_computed_again_stay():
+    """Pieces of later parts may have been added to them; and one that goes on began with what it had added itself."""
+    gradients = uneven(4)
+    places = {SLOT: torch.full((50,), torch.nan)}
+    parts, _ = parts_of(4, 2, places)
+    parts.add(0, 2, {SLOT: gradients[2].clone()})
+    for _ in range(2):
+        parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy)
+    parts.add(0, 3, {SLOT: gradients[3].clone()})
+    assert torch.equal(places[SLOT], summed(gradients))
+
+    parts, _ = parts_of(4, 2, places, in_sums=True)
+    parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy)
+    for _ in range(2):
+        so_far = parts.so_far([SLOT])[SLOT].clone()
+        parts.put(0, 4, {SLOT: so_far + gradients[2] + gradients[3]}, copy)
+    assert torch.equal(places[SLOT], summed(gradients))
+
+
 def test_sums_go_on_from_one_another():
     gradients = uneven(4)
     places = {SLOT: torch.full((50,), torch.nan)}

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.run.workers import Workers
 from tests import device_changes, reference
@@ -104,6 +103,7 @@ def test_what_cannot_be_added_or_removed_is_refused_and_disturbs_nothing():
             refusal(lambda: orchestra.add_device(EmulatedDevice(64))),
             refusal(lambda: orchestra.remove_device("emulated:1")),
             refusal(lambda: orchestra.remove_device("emulated:0", grace_s=-1)),
+            refusal(lambda: orchestra.remove_device("emulated:0", grace_s=float("nan"))),
             orchestra.add_device(EmulatedDevice("1MiB")),
             refusal(lambda: orchestra.add_device(EmulatedDevice("1MiB"))),
         ]
@@ -117,6 +117,7 @@ def test_what_cannot_be_added_or_removed_is_refused_and_disturbs_nothing():
     assert "64 bytes, limit: " in str(errors[4])
     assert str(errors[5]) == "remove_device: 'emulated:1' is not in, limit: one of 'emulated:0'"
     assert str(errors[6]) == "grace_s: -1, limit: seconds, at least 0; None waits for the unit"
+    assert str(errors[7]) == "grace_s: nan, limit: seconds, at least 0; None waits for the unit"
     assert name == "emulated:1"
     assert str(full) == "add_device: 2 devices are in, limit: max_devices=2; remove one first, or raise it"
     assert orchestra.devices == {"emulated:0": "in", "emulated:1": "in"}
@@ -182,14 +183,9 @@ def test_one_object_may_be_several_devices():
 
 
 def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
-    """It is in before the run begins, and its `add_device` goes on after that."""
-    is_in, opened, threads = threading.Event(), [], []
-    add, open_device = DevicePool.add, Workers._opened
-
-    def added(pool, *given):
-        found = add(pool, *given)
-        is_in.set()
-        return found
+    """It waits until the run has begun, which then lets it in."""
+    opened, threads = [], []
+    open_device = Workers._opened
 
     def counted(workers, index, *others):
         opened.append(index)
@@ -200,19 +196,47 @@ def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
             if not threads:
                 threads.append(threading.Thread(target=orchestra.add_device, args=(EmulatedDevice(),)))
                 threads[0].start()
-                assert is_in.wait(60)
             return super().__iter__()
 
-    monkeypatch.setattr(DevicePool, "add", added)
     monkeypatch.setattr(Workers, "_opened", counted)
-    task = make_task(num_steps=20)
+    task = make_task(lambda: threads[0].join(), num_steps=6)
     task.dataloader = Batches(task.dataloader)
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice()])
     orchestra.verbose = 0
     report = orchestra.train_models()
-    threads[0].join()
     assert opened == [0, 1]
-    assert report.tasks["task-0"].steps == 20
+    assert report.tasks["task-0"].steps == 6
+
+
+def test_who_plans_changes_no_devices():
+    """A loader that is read by `train_models` itself would wait for itself, or take the devices away under the plan."""
+    found = []
+
+    class Batches(list):
+        def __iter__(self):
+            if not found:
+                found.append(refusal(lambda: orchestra.remove_device("emulated:0")))
+                found.append(refusal(lambda: orchestra.add_device(EmulatedDevice())))
+            return super().__iter__()
+
+    task = make_task()
+    task.dataloader = Batches(task.dataloader)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    orchestra.train_models().raise_failures()
+    assert [str(each).partition(":")[0] for each in found] == ["remove_device", "add_device"]
+
+
+def test_an_evaluation_without_a_device_ends(tmp_path):
+    """Nobody can let a device into it, so it waits for none."""
+    task = make_task()
+    orchestra = ModelOrchestrator(
+        [task], devices=[device_changes.Failing(device_changes.Fuse([2]))], max_failures=5, checkpoint_dir=tmp_path
+    )
+    orchestra.verbose = 0
+    with pytest.raises(DeviceFailed, match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without"):
+        orchestra.evaluate(task, task.dataloader)
+    assert orchestra.devices == {"emulated:0": "out"}
 
 
 def test_a_device_that_comes_back_goes_on_with_its_figures():
@@ -260,7 +284,10 @@ def test_a_failure_of_the_only_device_ends_the_run_with_its_error(tmp_path, monk
     task = make_task()
     orchestra = ModelOrchestrator([task], devices=[device_changes.Failing(fuse)])
     orchestra.verbose = 0
-    with pytest.raises(DeviceFailed, match=r"^emulated:0 has failed: in its \w+ lane; what it computed last"):
+    with pytest.raises(
+        DeviceFailed,
+        match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without it: .* max_failures=0$",
+    ):
         orchestra.train_models()
     assert orchestra.devices == {"emulated:0": "out"}
     assert orchestra.report.tasks["task-0"].status not in ("finished", "failed")
