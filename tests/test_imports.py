@@ -13,7 +13,6 @@ import partitioners
 
 # Bottom to top: a room imports from the rooms before it, and of each only what its `__init__` names.
 ROOMS = (
-    "elastic",
     "system",
     "elastic",
     "schedule",

@@ -16,6 +16,8 @@ import psutil
 from search import at_random, best_s, in_proportion
 
 from hydra_engine import TaskCost, simulate
+from hydra_engine.elastic import Quota
+from hydra_engine.schedule import TaskAdded
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 
@@ -27,13 +29,17 @@ NUM_DEVICES, NUM_TASKS, NUM_UNITS = 1_000, 10_000, 1_000_000
 class Measured(Scheduler):
     """Counts its own calls and seconds, and the process's memory as units go by."""
 
-    def __init__(self, policy, num_units):
-        super().__init__(policy)
+    def __init__(self, policy, num_units, num_groups):
+        super().__init__(policy, has_groups=num_groups > 0)
+        self.num_groups = num_groups
         self.seconds, self.num_calls, self.num_units = 0.0, 0, 0
         self.resident = {}  # by share of the units run
         self._marks = {round(num_units * share): share for share in (0.1, 0.5, 0.9)}
 
     def take(self, event):
+        if self.num_groups and isinstance(event, TaskAdded):
+            group, quota = int(event.task) % self.num_groups, Quota(NUM_DEVICES // self.num_groups)
+            event = event._replace(group=str(group), quota=quota)
         start_s = time.perf_counter()
         out = super().take(event)
         self.seconds += time.perf_counter() - start_s
@@ -54,10 +60,12 @@ class Measured(Scheduler):
 def decisions(arguments):
     """Seconds of the scheduler per event and per unit, for tasks of three units a step."""
     good = True
-    print("policy              tasks  devices      units  us per decision  us per unit  resident MiB at 10, 50, 90 %")
+    print("policy              tasks  groups  devices      units  us per decision  us per unit  MiB at 10, 50, 90 %")
     sizes = [NUM_TASKS // 10, NUM_TASKS, NUM_TASKS * 10]
-    for name, num_tasks in [("sharded-lrtf", size) for size in sizes] + [(n, NUM_TASKS) for n in sorted(POLICIES)]:
-        units = NUM_UNITS if name == "sharded-lrtf" else NUM_UNITS // 5
+    cases = [("sharded-lrtf", size, 0) for size in sizes] + [(n, NUM_TASKS, 0) for n in sorted(POLICIES)]
+    cases += [("sharded-lrtf", NUM_TASKS, num_groups) for num_groups in (2, 100, 1000)]
+    for name, num_tasks, num_groups in cases:
+        units = NUM_UNITS if name == "sharded-lrtf" and not num_groups else NUM_UNITS // 5
         rng = random.Random(0)
         tasks = [
             TaskCost(
@@ -65,13 +73,13 @@ def decisions(arguments):
             )
             for k in range(num_tasks)
         ]
-        scheduler = Measured(resolve_policy(name), sum(3 * task.num_steps for task in tasks))
+        scheduler = Measured(resolve_policy(name), sum(3 * task.num_steps for task in tasks), num_groups)
         gc.collect()
         found = simulate(tasks, NUM_DEVICES, scheduler=scheduler)
         decision_us = 1e6 * scheduler.seconds / scheduler.num_calls
         resident = ", ".join(f"{each / 2**20:.0f}" for each in scheduler.resident.values())
         print(
-            f"{name:18} {num_tasks:6} {NUM_DEVICES:8} {found.num_units:10}  {decision_us:15.1f}  "
+            f"{name:18} {num_tasks:6} {num_groups:7} {NUM_DEVICES:8} {found.num_units:10}  {decision_us:15.1f}  "
             f"{1e6 * scheduler.seconds / found.num_units:11.1f}  {resident}",
             flush=True,
         )

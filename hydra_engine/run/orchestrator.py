@@ -159,6 +159,8 @@ class ModelOrchestrator:
         Raises what the constructor raises of a task, and what `generate()` raises.
         """
         _refuse_autocast("add_task")
+        if not isinstance(task, ModelTask):
+            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
         with self._quotas.coming(task, quota):
             return self._add_task(task)
 

@@ -41,6 +41,7 @@ class Group:
     quota: Quota = field(default_factory=lambda: Quota(0))
     remaining_s: float = 0.0  # of its tasks, on one device
     num_running: int = 0  # units
+    num_wanted: int = 0  # devices, by its tasks
 
     def __post_init__(self) -> None:
         self.preemptible, self.firm = Standing(self), Standing(self)

@@ -98,6 +98,7 @@ class Scheduler:
         self._numbers: dict[ScheduledTask, int] | None = {}  # devices by task; None: to be solved anew
         self._groups: dict[str | None, Group] | None = {} if has_groups else None
         self._members: dict[Group, dict[ScheduledTask, None]] = {}  # unfinished tasks
+        self._num_wanted = 0  # devices, by all tasks in groups
         self._waiting: dict[ScheduledTask, None] = {}  # for more devices
         self._handlers: dict[type, Callable[..., None]] = {
             TaskAdded: self._task_added,
@@ -157,6 +158,7 @@ class Scheduler:
             group = self._groups.setdefault(event.group, Group(event.quota or Quota(0)))
             task.standing = group.preemptible if event.preemptible else group.firm
             self._members.setdefault(group, {})[task] = None
+            self._want(task, len(task.speedups))
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
@@ -180,6 +182,7 @@ class Scheduler:
     def _spreads_known(self, event: SpreadsKnown) -> None:
         task = self._tasks[event.task]
         task.units = task.units._replace(spreads=event.spreads)
+        self._want(task, len(task.speedups))
         self._numbers = None
 
     def _batch_ready(self, event: BatchReady) -> None:
@@ -277,6 +280,7 @@ class Scheduler:
         task.on_host = OnHost.NOTHING
         task.units = event.units
         task.unit_s = dict(event.units.unit_s)
+        self._want(task, len(task.speedups))
         self._numbers = None
         if task.next_batch is not None and not event.is_retried:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
@@ -398,6 +402,7 @@ class Scheduler:
             self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:
+        self._want(task, 0)
         task.go_to(Phase.FINISHED)
         self._dispatch.refresh(task)  # nothing is left of it
         self._num_unfinished -= 1
@@ -426,13 +431,21 @@ class Scheduler:
         assert self._numbers is not None
         self._numbers.update(zip(tasks, numbers, strict=True))
 
+    def _want(self, task: ScheduledTask, num_devices: int) -> None:
+        """Count the devices that a task's steps may be spread over; it may have finished."""
+        if task.standing is not None and task.phase is not Phase.FINISHED:
+            task.standing.group.num_wanted += num_devices - task.num_wanted
+            self._num_wanted += num_devices - task.num_wanted
+            task.num_wanted = num_devices
+
     def _share_out_groups(self, num_devices: int) -> None:
         """Give each group its devices, and those to its tasks; a group of more tasks is not searched through."""
+        if self._num_wanted == self._num_unfinished:  # none of them is spread
+            return
         most = {}
-        for group, tasks in self._members.items():
-            number = len(tasks) if len(tasks) >= num_devices else sum(len(task.speedups) for task in tasks)
+        for group in self._members:
             maximum = group.quota.maximum
-            most[group] = number if maximum is None else min(number, maximum)
+            most[group] = group.num_wanted if maximum is None else min(group.num_wanted, maximum)
         for group, number in shared_out(most, num_devices).items():
             if 0 < len(self._members[group]) < number:
                 self._share_out(list(self._members[group]), number)

@@ -338,6 +338,7 @@ class ScheduledTask:
     step_s: float = 0.0  # of a training batch
     left_s: list[float] = field(default_factory=list)  # of the chain, from each position on
     counted_s: float = 0.0  # of what is left, in the scheduler's sum
+    num_wanted: int = 0  # devices that its steps may be spread over, in its group's sum
     used_s: float = 0.0
     served_order: int = 0
     num_passes: int = 0  # through its shards, with the one in progress and those before it came
