@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ShardDoesNotFit,
         StopTask,
     )
-    from hydra_engine.planning import DeviceCost, HostCost, Simulation, TaskCost, simulate
+    from hydra_engine.planning import DeviceChange, DeviceCost, HostCost, Simulation, TaskCost, simulate
     from hydra_engine.run import ModelOrchestrator
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointReport",
     "CudaDevice",
+    "DeviceChange",
     "DeviceCost",
     "DeviceOutOfMemory",
     "DeviceReport",

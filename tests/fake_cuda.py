@@ -601,7 +601,7 @@ class _CudaModule:
 
     def get_device_properties(self, which):
         card = self._cuda.cards[self._cuda.index_of(which)]
-        return SimpleNamespace(name="Fake", total_memory=card.total_bytes)
+        return SimpleNamespace(name="Fake", total_memory=card.total_bytes, uuid=f"fake-{card.index}")
 
     def current_device(self):
         return self._cuda.here.device

@@ -32,6 +32,8 @@ def train(
     lr_scheduler=None,
     lr_scheduler_interval="step",
     accumulation_steps=1,
+    max_device_batch=None,
+    max_devices=1,
     loss_reduction="mean",
     max_grad_norm=None,
     validation=None,
@@ -44,7 +46,8 @@ def train(
 ):
     """Train `model` in place, on the CPU, and stop after `max_steps` steps if given.
 
-    `accumulation_steps` may be a function of the step. In float32, `precision` leaves no trace; else see `Narrow`.
+    `accumulation_steps` may be a function of the step. With `max_device_batch`, the size of each batch decides, for
+    `max_devices`. In float32, `precision` leaves no trace; else see `Narrow`.
     """
     if precision != "float32":
         narrow = Narrow(model, loss_fn, DTYPES[precision], grad_scaler)
@@ -64,9 +67,14 @@ def train(
             before = [buffer.clone() for buffer in model.buffers()]
             optimizer.zero_grad(set_to_none=True)
             n = accumulation_steps(len(result.losses)) if callable(accumulation_steps) else accumulation_steps
+            if max_device_batch is not None:
+                size = len(_first_tensor(inputs))
+                n = min(size, max_devices * math.ceil(size / (max_device_batch * max_devices)))
+            elif n == 1:
+                n = None  # whole: it draws from the one stream, not from one of its own
             if precision != "float32":
                 result.losses.append(narrow.step(inputs, target, n, loss_reduction, seed, len(result.losses)))
-            elif n == 1:
+            elif n is None:
                 loss = loss_fn(model(inputs), target)
                 loss.backward()
                 result.losses.append(loss.item())
@@ -163,13 +171,16 @@ class Narrow:
         self.model.eval()
 
     def step(self, inputs, target, n, loss_reduction, seed, step):
-        """Forward and backward of all micro-batches; leaves gradients on the masters, returns the loss."""
+        """Forward and backward of all micro-batches; leaves gradients on the masters, returns the loss.
+
+        n: micro-batches; None: the batch is whole.
+        """
         self.cast()
         summed, parts = {}, []
-        pieces = [(inputs, target, None)] if n == 1 else split(inputs, target, n, loss_reduction)
+        pieces = [(inputs, target, None)] if n is None else split(inputs, target, n, loss_reduction)
         for m, (x, y, weight) in enumerate(pieces):
-            with torch.random.fork_rng(devices=[], enabled=n > 1):
-                if n > 1:
+            with torch.random.fork_rng(devices=[], enabled=n is not None):
+                if n is not None:
                     torch.manual_seed(stream_seed(seed, step, m))
                 loss = self.loss_fn(self(x), y)
                 loss = loss if weight is None else loss * weight

@@ -225,3 +225,19 @@ def test_plain_and_with_hydra_print_the_same_result(run):
 def test_plain_and_with_hydra_differ_in_few_lines():
     plain, with_hydra = ((ROOT / "examples" / name).read_text().splitlines() for name in ("plain.py", "with_hydra.py"))
     assert len(set(with_hydra) - set(plain)) <= 6
+
+
+def test_elastic_digits_have_the_same_bits_on_more_devices(run):
+    pytest.importorskip("sklearn")
+    printed = run("elastic_digits.py", "--epochs", "1")
+    lines = [line for line in printed.splitlines() if line.startswith("devices: ")]
+    assert [line.partition(",")[0] for line in lines] == ["devices: 1", "devices: 2", "devices: 4"]
+    assert len({line.partition(",")[2] for line in lines}) == 1
+    assert "bit-equal: yes" in printed
+
+
+@pytest.mark.parametrize(("gpus", "most", "steps"), [("1", "12", 3), ("2", "1", 16)])
+def test_elastic_text_trains_as_with_whole_batches(run, gpus, most, steps):
+    printed = run("elastic_text.py", "--steps", "3", "--gpus", gpus, "--max-gpu-batch-size", most)
+    assert f"BatchSplit(steps={steps}, " in printed
+    assert printed.rstrip().endswith("within 0.001: True")

@@ -30,7 +30,7 @@ ROOMS = (
     "cli",
 )
 # Modules beside the rooms, which import none of them and which all may import.
-GROUND = ("_started_in", "_version", "errors", "trace")
+GROUND = ("_started_in", "_version", "control", "errors", "trace")
 MOST_MODULES = 12  # of a room
 # What a room may not import: its decisions are made without them.
 WITHOUT = {
@@ -41,7 +41,7 @@ WITHOUT = {
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
-OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "ray", "sklearn")
+OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "sklearn")
 # Only modules of hydra_engine/integrations import these.
 INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The modules that may mention CUDA, streams and pinning.

@@ -1,6 +1,7 @@
 """Makespans predicted by simulation, to a file, against later runs of the engine. See README.md.
 
 python benchmarks/simulator/main.py                       # all of it; exit code 1 beyond the limit
+python benchmarks/simulator/main.py --like "and goes"     # workloads with these words
 python benchmarks/simulator/main.py predict costs.json    # what it does first, in a process of its own
 python benchmarks/simulator/main.py together NUM          # first steps of tasks on so many devices, likewise
 python benchmarks/simulator/main.py run NAME              # one run of a workload, likewise
@@ -12,8 +13,10 @@ import math
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -21,14 +24,23 @@ from statistics import mean, median, stdev
 import torch
 from torch import nn
 
-from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost, simulate
+from hydra_engine import (
+    DeviceChange,
+    DeviceCost,
+    EmulatedDevice,
+    HostCost,
+    ModelOrchestrator,
+    ModelTask,
+    TaskCost,
+    simulate,
+)
 from hydra_engine.schedule.units import Unit
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import gpt, token_batches
 
-LIMIT = 0.10
+LIMIT, MOST_BEYOND = 0.10, 2
 MEMORY_BYTES = 2**30
 CORES = 2
 MEASURED_STEPS = 8
@@ -67,12 +79,16 @@ WHOLE = Kind(192, (6,), 8)
 
 @dataclass(frozen=True)
 class Workload:
-    """Tasks as (kind, steps), on so many devices with a link of so many bytes per second, or none."""
+    """Tasks as (kind, steps), on so many devices with a link of so many bytes per second, or none.
+
+    changes: of the devices, at fixed times.
+    """
 
     tasks: tuple[tuple[Kind, int], ...]
     num_devices: int
     bandwidth: int | None
     policy: str = "sharded-lrtf"
+    changes: tuple[DeviceChange, ...] = ()
 
 
 WORKLOADS = {
@@ -86,17 +102,50 @@ WORKLOADS = {
     "four tasks, first come first served": Workload(
         ((WIDE, 8), (SMALL, 14), (SMALL, 14), (WHOLE, 14)), 2, 100_000_000, "fifo"
     ),
+    "two slow links, one device comes and goes": Workload(
+        ((WIDE, 8), (WIDE, 8)), 2, 40_000_000, changes=(DeviceChange(4.0, 1, False), DeviceChange(12.0, 1, True))
+    ),
+    "three tasks, each device comes and goes": Workload(
+        ((WIDE, 10), (SMALL, 20), (SMALL, 10)),
+        2,
+        40_000_000,
+        changes=(
+            DeviceChange(0.0, 1, False),
+            DeviceChange(5.0, 1, True),
+            DeviceChange(9.0, 0, False),
+            DeviceChange(13.0, 0, True),
+            DeviceChange(15.0, 0, False),
+            DeviceChange(15.0, 1, False),
+            DeviceChange(18.0, 1, True),
+        ),
+    ),
 }
 
 
-def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf"):
+def change(orchestra, at):
+    """Let a device go, or come back."""
+    name = list(orchestra.devices)[at.device]
+    if at.is_in:
+        orchestra.add_device(name)
+    else:
+        orchestra.remove_device(name)
+
+
+def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf", changes=()):
     """The report of a run, planning aside, and the plan."""
     torch.set_num_threads(1)
     devices = [EmulatedDevice(MEMORY_BYTES, bandwidth=bandwidth) for _ in range(num_devices)]
     orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy)
     orchestra.verbose = 0
+    for at in changes:
+        if at.at_s == 0:
+            change(orchestra, at)
     plan = orchestra.generate()
+    timers = [threading.Timer(at.at_s, partial(change, orchestra, at)) for at in changes if at.at_s > 0]
+    for timer in timers:
+        timer.start()
     report = orchestra.train_models()
+    assert not any(timer.is_alive() for timer in timers), "the run is over before its last change"
     report.raise_failures()
     return report, plan
 
@@ -192,13 +241,14 @@ def bytes_of(task, boundaries):
     return {"load_bytes": load_bytes, "gradient_bytes": load_bytes, "boundary_bytes": boundary_bytes}
 
 
-def predict(path):
-    """Predict every workload's makespan from measured costs, to a file."""
+def predict(path, like):
+    """Predict the makespans of workloads with these words from measured costs, to a file."""
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
-    beside = {num_devices: shared(num_devices) for num_devices in (1, 2)}
+    workloads = {name: workload for name, workload in WORKLOADS.items() if like in name}
+    beside = {number: shared(number) for number in sorted({each.num_devices for each in workloads.values()})}
     costs, predictions = {}, {"beside": beside}
-    for name, workload in WORKLOADS.items():
+    for name, workload in workloads.items():
         found = beside[workload.num_devices]
         tasks = []
         for k, (kind, num_steps) in enumerate(workload.tasks):
@@ -218,7 +268,10 @@ def predict(path):
         )
         host = HostCost(optimizer_threads=max(1, CORES - workload.num_devices), cores=found["cores"])
         devices = [device] * workload.num_devices
-        drawn = [simulate(tasks, devices, workload.policy, host=host, seed=seed) for seed in range(NUM_DRAWN)]
+        drawn = [
+            simulate(tasks, devices, workload.policy, host=host, changes=workload.changes, seed=seed)
+            for seed in range(NUM_DRAWN)
+        ]
         drawn.sort(key=lambda each: each.makespan_s)
         middle = drawn[NUM_DRAWN // 2]
         predictions[name] = {"makespan_s": middle.makespan_s, "bound_s": middle.bound_s, "busy": middle.busy_share}
@@ -231,7 +284,7 @@ def run(name):
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
     tasks = [kind.task(str(k), num_steps) for k, (kind, num_steps) in enumerate(workload.tasks)]
-    report, _ = trained(tasks, workload.num_devices, workload.bandwidth, workload.policy)
+    report, _ = trained(tasks, workload.num_devices, workload.bandwidth, workload.policy, workload.changes)
     print(json.dumps(report.makespan_s))
 
 
@@ -240,10 +293,11 @@ def main():
     parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "together", "run"))
     parser.add_argument("argument", nargs="?", help="the file to write, or the workload to run")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each workload (default 5)")
+    parser.add_argument("--like", default="", help="only workloads with these words in their name")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     arguments = parser.parse_args()
     if arguments.what == "predict":
-        predict(arguments.argument)
+        predict(arguments.argument, arguments.like)
         return
     if arguments.what == "together":
         together(int(arguments.argument))
@@ -252,7 +306,7 @@ def main():
         run(arguments.argument)
         return
     path = Path(tempfile.mkdtemp()) / "predictions.json"
-    subprocess.run([sys.executable, __file__, "predict", str(path)], check=True)
+    subprocess.run([sys.executable, __file__, "predict", str(path), "--like", arguments.like], check=True)
     predictions = json.loads(path.read_text())
     print(f"predictions: {path}")
     for num_devices, found in predictions.pop("beside").items():
@@ -274,8 +328,8 @@ def main():
             flush=True,
         )
     good = sum(abs(error) <= LIMIT for error in errors)
-    print(f"{good} of {len(errors)} workloads within {LIMIT:.0%}; at least 6")
-    sys.exit(0 if good >= 6 or arguments.no_judge else 1)
+    print(f"{good} of {len(errors)} workloads within {LIMIT:.0%}; all but {MOST_BEYOND} at least")
+    sys.exit(0 if good >= len(errors) - MOST_BEYOND or arguments.no_judge else 1)
 
 
 if __name__ == "__main__":

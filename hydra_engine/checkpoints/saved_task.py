@@ -35,6 +35,7 @@ class SavedTask:
         self.steps: int = self._state["steps"]
         self.seed: int = self._state["seed"]
         self.accumulation_steps: int = self._state["accumulation_steps"]
+        self.max_devices: int | None = self._state.get("max_devices")
         self.position = TaskPosition.from_state(self._state["position"])
         # Another task's, in whose state it begins: nothing of its own was saved yet.
         self._is_fork = "fork_of" in checkpoint.data["tasks"].get(name, {})

@@ -147,6 +147,7 @@ class Snapshot:
             "error": report.error if self.over is not None else None,
             "seed": report.seed,
             "accumulation_steps": self._state.cut.num_micro_batches,
+            "max_devices": self._state.max_devices,
             "position": self._position.to_state(),
             "schedule": self._optimizer.schedule(),
             "buffers": self._buffers,  # by number; also those that no state dict has, and the loss's

@@ -1,4 +1,5 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe``, ``resume DIR``, ``sweep``.
+"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe``, ``resume DIR``, ``sweep``,
+``devices``.
 
 A command's module is imported once the line has been understood: torch takes seconds, and `--help` needs none of it.
 """
@@ -15,6 +16,7 @@ from typing import NoReturn
 DEVICES = ("gpu", "cpu")
 PRECISIONS = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
+ORDERS = ("list", "add", "remove")
 
 
 class Mistake(Exception):
@@ -63,7 +65,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
     _add_resume(commands.add_parser("resume", help="runs the command again that made checkpoints, from the newest one"))
     _add_sweep(commands.add_parser("sweep", help="trains the trials of a search space together, and names the best"))
+    _add_devices(commands.add_parser("devices", help="lists, adds and removes devices of a run that is at work"))
     return parser
+
+
+def _add_devices(devices: argparse.ArgumentParser) -> None:
+    devices.description = (
+        "Steers a run of yours that is at work, from outside: what leaves finishes its unit, and no step is redone. "
+        "list prints the place of each device: in, leaving or out."
+    )
+    add = devices.add_argument
+    add("order", choices=ORDERS, help="list the devices, add one, or remove one")
+    add("run", metavar="RUN", help="the run's checkpoint_dir")
+    add("name", metavar="NAME", nargs="?", help="of a device: as list prints it, or of a GPU that is not in")
+    add("--grace", metavar="SECONDS", help="that the unit on a removed device has to finish; then it is run elsewhere")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

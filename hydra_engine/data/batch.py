@@ -14,6 +14,7 @@ from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
+from hydra_engine.elastic import split_batch
 from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
 from partitioners.boundary import Boundary
 from partitioners.precision import DTYPES, cast
@@ -47,7 +48,7 @@ class Batch:
     num_samples: int
     weight: float  # of an evaluation batch among those of its evaluation
     whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
-    accumulation_steps: int  # micro-batches asked for
+    accumulation_steps: int  # micro-batches asked for, of which max_device_batch may have made others
     position: TaskPosition | None = None  # right after it was read, where the reader keeps positions
 
     @cached_property
@@ -75,9 +76,11 @@ class _Planned(NamedTuple):
 class Splitter:
     """Makes batches of what one task's loader gives."""
 
-    def __init__(self, task: ModelTask, name: str) -> None:
+    def __init__(self, task: ModelTask, name: str, max_devices: int = 1) -> None:
+        """`max_devices`: that a batch is split for, with `max_device_batch`."""
         self._task = task
         self._name = name
+        self._max_devices = max_devices
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
         self._planned: _Planned | None = None
         self.draws = LoaderDraws(name, alone=task.loader_alone, what="its split= or loss_reduction=")
@@ -98,8 +101,11 @@ class Splitter:
         """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
         inputs, target, step, epoch, training, evaluation, position = item
         read, reduction = stream.state, self._task.loss_reduction
+        # By its size: a stream for each micro-batch, also where a batch is only one, as after others it may be.
+        by_size = training and self._task.max_device_batch is not None
+        is_split = by_size or number > 1
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
-        if number > 1:
+        if is_split:
             micro_batches, stream.state = self._micro_batches(item, read, number, for_plan)
         weight = 0.0 if training else float(batch_size(inputs))
         if callable(reduction) and not training:
@@ -111,12 +117,12 @@ class Splitter:
                 f"{self._name}: a batch has a tensor that requires gradients, limit: none, since a device has a copy "
                 f"of it, which would get them; detach it, and call requires_grad_() in the first layer if needed"
             )
-        pairs = [whole] if number == 1 else [own_pair(self._name, x, y) for x, y, _ in micro_batches]
+        pairs = [whole] if not is_split else [own_pair(self._name, x, y) for x, y, _ in micro_batches]
         if not pairs:
             raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
         main = stream.state
         start = [main] * len(pairs)
-        if number > 1 and training:
+        if is_split and training:
             seeds = [stream_seed(self._task.seed, step, m) for m in range(len(pairs))]
             start = [main._replace(torch=seeded(each), device=each) for each in seeds]
         return Batch(
@@ -140,6 +146,9 @@ class Splitter:
         self, item: Item, read: RandomState, number: int, for_plan: bool
     ) -> tuple[list[MicroBatch], RandomState]:
         """Split a batch on the read's stream; once for a plan and its training, since functions may count calls."""
+        most = self._task.max_device_batch
+        if item.training and most is not None:
+            number = len(split_batch(max(1, batch_size(item.inputs)), most, self._max_devices))
         planned, self._planned = self._planned, None
         is_known = planned is not None and planned.inputs is item.inputs and planned.read is read
         if planned is None or not is_known or planned.number != number:

@@ -43,10 +43,12 @@ class Reader:
         keeps_positions: bool = False,
         start: TaskPosition | None = None,
         begin_epoch: Callable[[int], None] | None = None,
+        max_devices: int = 1,
     ) -> None:
         """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
 
         begin_epoch: called before an epoch's iterator is opened for the sample; for later ones, `EpochAhead` is said.
+        max_devices: that batches are split for, with `max_device_batch`.
         """
         self._task = task
         self._name = name
@@ -55,7 +57,7 @@ class Reader:
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, keeps_positions)
-        self._splitter = Splitter(task, name)
+        self._splitter = Splitter(task, name, max_devices)
         self.num_micro_batches: Callable[[], int] = lambda: 1  # that a training batch is split into, as things stand
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
         self._largest: Item | None = None  # read apart, for a plan

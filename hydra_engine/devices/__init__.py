@@ -10,3 +10,4 @@ from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, STORE, Promise
 from hydra_engine.devices.probe import probe
 from hydra_engine.devices.rates import STATED, Ceilings
+from hydra_engine.devices.watcher import GpuWatcher

@@ -134,9 +134,25 @@ class CudaDevice(DeviceSpec):
         kind, _, index = name.partition(":")
         return cls(int(index or 0)) if kind == "cuda" and (index.isdecimal() or not index) else None
 
+    @classmethod
+    def uuids(cls) -> dict[str, str]:
+        """Return the UUID of every device that this process sees, by name: CUDA_VISIBLE_DEVICES numbers them anew."""
+        if not torch.cuda.is_available():
+            return {}
+        found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+        return {f"cuda:{index}": str(each.uuid) for index, each in enumerate(found)}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the card that this process holds: torch's allocator, the context and libraries."""
+        return torch.cuda.memory_reserved(self.index) + self.context_bytes
+
     @property
     def name(self) -> str:
         return f"cuda:{self.index}"
+
+    def name_at(self, index: int) -> str:
+        return self.name
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.index}, {format_bytes(self.memory_bytes)})"

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -92,15 +93,19 @@ class DevicePool(Generic[T]):
         member = self._members.get(name)
         return None if member is None else member.spec
 
-    def add(self, spec: T) -> tuple[str, int]:
+    def add(self, spec: T, name: str | None = None) -> tuple[str, int]:
         """Let a device in, and return its name and number; wait where it is still leaving.
+
+        name: of one that was removed.
 
         Raises ValueError for one that is in, or one too many.
         """
         with self._changed:
-            found = [name for name, each in self._members.items() if each.spec is spec]
-            name = found[0] if found else self._name_of(spec, self._next_index())
-            self._changed.wait_for(lambda: self._place(name) is not Place.LEAVING)
+            if name is None:  # one object may be several devices
+                found = [(each.place is Place.IN, name) for name, each in self._members.items() if each.spec is spec]
+                name = min(found)[1] if found else self._name_of(spec, self._next_index())
+            of_the_name = partial(self._place, name)
+            self._changed.wait_for(lambda: of_the_name() is not Place.LEAVING)
             if self._place(name) is Place.IN:
                 raise ValueError(f"add_device: {name!r} is in already, limit: each device once; see `devices`")
             self.check_room(1, "add_device")

@@ -74,9 +74,11 @@ class TaskState:
     while no unit of the task is at work.
     """
 
-    def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool) -> None:
+    def __init__(self, task: ModelTask, name: str, layout: ModelLayout, pool: HostPool, max_devices: int = 1) -> None:
         self.task = task
         self.name = name
+        # That its batches are split for; None: their sizes do not decide.
+        self.max_devices = None if task.max_device_batch is None else max_devices
         self.layout = layout
         self.pool = pool
         self.staging = StepStaging()
@@ -98,7 +100,7 @@ class TaskState:
         if shard.borrowed or shard.upper or shard.arriving or shard.leaving:
             return False
         # A backward sees the buffers as its own micro-batch's forward left them.
-        is_changed = cut.num_micro_batches > 1 and self.changes_buffers(shard)
+        is_changed = self.is_split and self.changes_buffers(shard)
         return not is_changed and cut.lowest_backward <= j < len(cut.shards) - 1
 
     def regions(self, shard: Shard) -> list[Region]:
@@ -214,6 +216,19 @@ class TaskState:
         self.cut, self.measured, self.observed = cut, measured, observed
         self.progress = UnitProgress(cut, measured)
 
+    @property
+    def is_split(self) -> bool:
+        """True if a training batch is, or may be, more than one micro-batch: each has a random stream of its own."""
+        return self.cut.num_micro_batches > 1 or self.task.max_device_batch is not None
+
+    @property
+    def split_by(self) -> tuple[str, str]:
+        """The option that splits batches, as it is set, and how to do without it: for errors."""
+        most = self.task.max_device_batch
+        if most is not None:
+            return f"max_device_batch {most}", "leave max_device_batch out"
+        return f"accumulation_steps {self.cut.num_micro_batches}", "set accumulation_steps=1"
+
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""
         self.cut = replace(self.cut, num_micro_batches=num_micro_batches)
@@ -265,24 +280,25 @@ class TaskState:
 
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""
-        if self.cut.num_micro_batches > 1 and self.shares_changed_buffer():
+        if self.is_split and self.shares_changed_buffer():
+            option, remedy = self.split_by
             raise ValueError(
-                f"{self.name}: layers of several shards share a buffer that their forward changes, and with "
-                f"accumulation_steps {self.cut.num_micro_batches} they would change it in another order than the plain "
-                f"loop; set accumulation_steps=1, give each layer its own module, or put them into one shard"
+                f"{self.name}: layers of several shards share a buffer that their forward changes, and with {option} "
+                f"they would change it in another order than the plain loop; {remedy}, give each layer its own module, "
+                f"or put them into one shard"
             )
 
     def check_backward_buffers(self, written: Collection[int]) -> None:
         """Refuse buffers that a backward writes to, where the plain loop's forwards would find them in between."""
         for index in written:
             holders = [shard for shard in self.cut.shards if index in shard.buffers]
-            if self.staging.num_micro_batches == 1 and len(holders) == 1:
+            if not self.is_split and len(holders) == 1:
                 continue
             name = self.layout.originals.registered[len(self.layout.slots) + index].name
             raise LayerFault(
                 f"{name} is changed in a backward (by a hook, or a checkpoint that runs a forward "
                 f"again), limit: steps of one micro-batch, and a buffer of one shard, since all forwards of a step run "
-                f"before its backwards; set accumulation_steps=1, or change it in the forward"
+                f"before its backwards; {self.split_by[1]}, or change it in the forward"
             )
 
     def shares_changed_buffer(self) -> bool:
@@ -293,13 +309,13 @@ class TaskState:
 
     def check_draws(self) -> None:
         """Refuse draws that several micro-batches would take in another order than the plain loop."""
-        if self.cut.num_micro_batches > 1:
+        if self.is_split:
+            option, remedy = self.split_by
             for m, start in enumerate(self.staging.given.start):
                 if not self.staging.random[len(self.cut.shards), m].same_outside_torch(start):
                     raise ValueError(
-                        f"{self.name}: a layer draws from `random` or `numpy.random` with accumulation_steps "
-                        f"{self.cut.num_micro_batches}; draw from torch, whose stream each micro-batch has its own "
-                        f"of, or set accumulation_steps=1"
+                        f"{self.name}: a layer draws from `random` or `numpy.random` with {option}; draw from torch, "
+                        f"whose stream each micro-batch has its own of, or {remedy}"
                     )
 
 

@@ -95,6 +95,7 @@ _OPTIONS = (
     "partitioner",
     "precision",
     "accumulation_steps",
+    "max_device_batch",
     "loss_reduction",
     "split",
     "grad_scaler",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
 
@@ -167,6 +168,37 @@ class DeviceCost:
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < math.inf):
                 raise ValueError(f"{name}: {value!r}, limit: finite, at least 0")
+
+
+class DeviceChange(NamedTuple):
+    """A device goes, or comes back.
+
+    Attributes:
+        at_s: seconds of the run. device: its index. is_in: False: it goes, once its unit is computed.
+    """
+
+    at_s: float
+    device: int
+    is_in: bool
+
+
+def in_order(changes: Sequence[DeviceChange], num_devices: int) -> list[DeviceChange]:
+    """Return changes by their time, of devices that are all in at first. Raises ValueError for what cannot be."""
+    is_in = [True] * num_devices
+    for at_s, device, _ in changes:
+        if not (_is_number(at_s) and 0 <= at_s < math.inf):
+            raise ValueError(f"at_s of a change: {at_s!r}, limit: a finite number, at least 0")
+        if device not in range(num_devices):
+            raise ValueError(f"device of a change: {device!r}, limit: an index of the devices, 0 to {num_devices - 1}")
+    ordered = sorted((DeviceChange(*change) for change in changes), key=lambda change: change.at_s)
+    for change in ordered:
+        if is_in[change.device] == change.is_in:
+            state = (
+                "in already: let it go before it comes" if change.is_in else "out already: let it come before it goes"
+            )
+            raise ValueError(f"change at {change.at_s:g} s: device {change.device} is {state}; all are in at first")
+        is_in[change.device] = change.is_in
+    return ordered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,9 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
     if state.shares_changed_buffer():
         why = "layers of several shards share a buffer that changes, which micro-batches would do in another order"
         return why, ""
-    number = state.task.accumulation_steps
+    number, most = state.task.accumulation_steps, state.task.max_device_batch
+    if most is not None:
+        return f"max_device_batch={most} is fixed", "lower max_device_batch, "
     if number != "auto":  # with others, results would not be those of the plain loop with this one
         return f"accumulation_steps={number} is fixed", 'set accumulation_steps="auto", '
     if not may_split:

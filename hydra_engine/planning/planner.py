@@ -160,6 +160,7 @@ class Estimate:
             return Spreading()
         if number == 1:
             more = "raise accumulation_steps" if task.accumulation_steps == 1 else "give larger batches"
+            more = more if task.max_device_batch is None else "lower max_device_batch"
             return Spreading(one_device_because=f"it has one micro-batch; {more} to split it")
         if self._state.observed.runs_backward:
             return Spreading(one_device_because="its loss or a layer calls backward() itself")
@@ -296,16 +297,19 @@ class PlannedTask:
         saved: SavedTask | None = None,
         limit: DramLimit | None = None,
         rehearsals: Rehearsals | None = None,
+        max_devices: int = 1,
     ) -> None:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back. limit: of DRAM, for all tasks. rehearsals: those of other tasks.
+        back. limit: of DRAM, for all tasks. rehearsals: those of other tasks. max_devices: that batches are split for,
+        with `max_device_batch`; a saved task keeps those that it had, and with them its bits.
         """
         self.task = task
         self.name = name
         self.saved = saved
         self.saves = keeps_positions
+        max_devices = max_devices if saved is None or saved.max_devices is None else saved.max_devices
         self.report = (
             TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
             if saved is None
@@ -326,6 +330,7 @@ class PlannedTask:
             begin_epoch=partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
             if begin_epochs(task.callbacks)
             else None,
+            max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
         self.layout = layout_of(task, alignment_bytes)
@@ -335,7 +340,7 @@ class PlannedTask:
         own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
         early_release = task.purpose is Purpose.TRAIN and task.early_release
         pool = own_pool(self.layout, early_release=early_release, frozen=self.frozen)
-        self.state = state = TaskState(task, name, self.layout, pool)
+        self.state = state = TaskState(task, name, self.layout, pool, max_devices)
         self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
         self.estimate = Estimate(self.state)
         self.spreading = Spreading()
@@ -478,6 +483,8 @@ class Planner:
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
+        if task.max_device_batch is not None:
+            number = len(self._sample().micro_batches)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
         if hasattr(task.partitioner, "choose"):  # it weighs times, not only bytes
@@ -511,7 +518,7 @@ class Planner:
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
-            *(target.num_threads, tuple(each.memory_bytes for each in target.devices)),
+            *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
         )
@@ -565,6 +572,8 @@ class Planner:
 
     def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
         """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
+        if self._task.max_device_batch is not None:
+            return str(error).replace("raise accumulation_steps", "lower max_device_batch")
         if self._trains or not isinstance(error, LayerTooLarge):
             return str(error)
         needed, available = error.needed_bytes, error.available_bytes
@@ -798,9 +807,13 @@ def check_arena(planned: Sequence[PlannedTask], memory_bytes: int) -> None:
         if not fits_arena(each, planned, memory_bytes):
             other = max(planned, key=lambda task: task.work_bytes)
             slab, work = each.largest_slab_bytes, other.work_bytes
+            by_size = other.task.max_device_batch is not None
+            smaller = (
+                f"lower {other.name}'s max_device_batch" if by_size else f"raise {other.name}'s accumulation_steps"
+            )
             raise ShardDoesNotFit(
                 f"{each.name}: its largest shard has {format_bytes(slab)} ({slab} bytes) of parameters, and units of "
                 f"{other.name} take {format_bytes(work)} ({work} bytes) beside theirs, together at most: "
-                f"{format_bytes(memory_bytes)} ({memory_bytes} bytes); cut {each.name} smaller, raise {other.name}'s "
-                f"accumulation_steps, train them in two calls, or use a device with more memory"
+                f"{format_bytes(memory_bytes)} ({memory_bytes} bytes); cut {each.name} smaller, {smaller}, "
+                f"train them in two calls, or use a device with more memory"
             )

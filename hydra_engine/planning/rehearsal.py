@@ -134,7 +134,7 @@ def _tried(rehearsal: _Rehearsal, batch: Batch, evaluation: Batch | None) -> dic
     state.check_buffers()
     state.check_draws()
     checks.check_repeats(batch, seen)
-    state.observed.draws = state.cut.num_micro_batches == 1 and not state.end_of_forward().same_as(batch.main)
+    state.observed.draws = not state.is_split and not state.end_of_forward().same_as(batch.main)
     state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
     state.check_draws()
     if state.task.compile:
@@ -282,12 +282,12 @@ class _NoGradients(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.staging.num_micro_batches > 1:
+        if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.is_split:
             reader = _package(sys._getframe(1))
             if reader not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
                 raise _Refused(
-                    "reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
-                    "set accumulation_steps=1, or keep what it needs in a buffer"
+                    f"reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
+                    f"{self._state.split_by[1]}, or keep what it needs in a buffer"
                 )
         if func in _BACKWARDS and not self._state.observed.runs_backward:
             frame = sys._getframe(1)

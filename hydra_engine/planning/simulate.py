@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import groupby, pairwise
 
-from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost, in_order
 from hydra_engine.planning.world import Simulation, World
 from hydra_engine.schedule import BACKWARD, FUSED, Policy, Scheduler, Spread, part_ranges, resolve_policy
 
@@ -31,13 +31,14 @@ NEVER = 1e-9
 WORTH_DRAM = 0.95
 
 
-# More than seven parameters: it is public, and six of them are settings that are named one by one.
+# More than seven parameters: it is public, and seven of them are settings that are named one by one.
 def simulate(
     tasks: Sequence[TaskCost],
     devices: int | Sequence[DeviceCost] = 1,
     policy: str | Policy = "sharded-lrtf",
     *,
     host: HostCost | None = None,
+    changes: Sequence[DeviceChange] = (),
     double_buffer: bool = True,
     record: bool = False,
     scheduler: Scheduler | None = None,
@@ -52,6 +53,8 @@ def simulate(
         devices: a number of equal devices whose links take no time, or what each device takes.
         policy: as `ModelOrchestrator`'s.
         host: what the host has; default: one optimizer thread, and cores enough.
+        changes: of the devices, in any order; at one time in their own. All devices are in at first: one that comes
+            later goes at 0 s.
         double_buffer: load the next unit's shard while one computes.
         record: keep the schedule.
         scheduler: who decides, in place of a `Scheduler` of that policy: one that measures itself, say.
@@ -71,6 +74,7 @@ def simulate(
     if scheduler is None:
         scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
     host = host or HostCost()
+    changes = in_order(changes, len(costs))
     _check_fit(tasks, costs)
     known: dict[TaskCost, tuple[Spread, ...]] = {}  # of tasks that are alike
     spreads = []
@@ -79,9 +83,9 @@ def simulate(
         if alike not in known:
             known[alike] = (Spread(),) if len(costs) == 1 else predict_spreads(alike, costs, host=host)
         spreads.append(known[alike])
-    world = World(tasks, spreads, costs, host, record=record, seed=seed)
+    world = World(tasks, spreads, costs, host, changes=changes, record=record, seed=seed)
     world.run(scheduler)
-    return world.result(bound_s(tasks, costs))
+    return world.result(bound_s(tasks, costs, changes))
 
 
 def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None:
@@ -97,33 +101,78 @@ def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None
                 )
 
 
-def bound_s(tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost]) -> float:
-    """Seconds that no schedule is faster than: max(max T, sum T / devices) where devices are equal.
+def bound_s(
+    tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost], changes: Sequence[DeviceChange] = ()
+) -> float:
+    """Seconds that no schedule is faster than: max(max T, sum T / devices) where devices are equal and all stay.
 
     T is all of a task's units, with what of its commits and updates they wait for; where devices have memory to keep
     graphs in, no forward that can be kept is run again. A task's units run one after the other; where a step may be
     spread over several devices, those of the part with most micro-batches. In general, k tasks cannot be through before
     the k fastest devices could compute them (Horvath, Lam and Sethi 1977).
+
+    Where devices come and go, the fastest of those that are in are added up over time. A device that goes counts for
+    the longest unit more, which it may have begun.
     """
     costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
     if not costs:
         raise ValueError(f"devices: {devices!r}; give at least one")
-    keeps = any(cost.memory_bytes is not None for cost in costs)
+    teams = _teams(costs, in_order(changes, len(costs)), max(max(task.unit_s) for task in tasks))
+    most_at_once = max(len(team) for _, team in teams)
+    if most_at_once == 0:
+        return math.inf
+    keeps = any(cost.memory_bytes is not None for _, team in teams for cost in team)
     units_s = {task.name: task.num_steps * (task.least_step_s if keeps else task.step_s) for task in tasks}
-    speeds = sorted((cost.speed for cost in costs), reverse=True)
-    sums = list(accumulate(speeds))
-    bounds = [sum(units_s.values()) / sums[-1]]
+    bounds = [_through_s(sum(units_s.values()), len(costs), teams)]
     work_s, most = 0.0, 0
     for task in sorted(tasks, key=lambda task: units_s[task.name], reverse=True):
         work_s, most = work_s + units_s[task.name], most + task.num_micro_batches
-        bounds.append(work_s / sums[min(most, len(sums)) - 1])
+        bounds.append(_through_s(work_s, most, teams))
+    fastest = max(team[0].speed for _, team in teams if team)
     for task in tasks:
         lowest, number = task.lowest_backward, task.num_micro_batches
-        share = max(end - first for first, end in part_ranges(number, min(number, len(costs)))) / number
+        share = max(end - first for first, end in part_ranges(number, min(number, most_at_once))) / number
+        bounds.append(_through_s(share * units_s[task.name], 1, teams))
         waits_s = task.commit_s * task.num_steps
         waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
-        bounds.append(share * units_s[task.name] / speeds[0] + waits_s + task.setup_s + task.end_s)
+        bounds.append(share * units_s[task.name] / fastest + waits_s + task.setup_s + task.end_s)
     return max(bounds)
+
+
+def _teams(
+    devices: Sequence[DeviceCost], changes: Sequence[DeviceChange], longest_s: float
+) -> list[tuple[float, list[DeviceCost]]]:
+    """Return the devices that may compute, the fastest first, from each time on at which they change.
+
+    One that is to go may compute its unit to the end. It counts for the longest one more, unless it came just then.
+    """
+    since_s = [0.0] * len(devices)
+    comings = [(0.0, index, 1) for index in range(len(devices))]
+    for at_s, index, is_in in changes:
+        if is_in:
+            since_s[index] = at_s
+            comings.append((at_s, index, 1))
+        else:
+            more_s = longest_s / devices[index].speed if since_s[index] < at_s else 0.0
+            comings.append((at_s + more_s, index, -1))
+    numbers, teams = [0] * len(devices), []
+    for at_s, together in groupby(sorted(comings), key=lambda coming: coming[0]):
+        for _, index, number in together:
+            numbers[index] += number
+        team = [device for device, number in zip(devices, numbers, strict=True) if number > 0]
+        teams.append((at_s, sorted(team, key=lambda device: device.speed, reverse=True)))
+    return teams
+
+
+def _through_s(work_s: float, most: int, teams: Sequence[tuple[float, list[DeviceCost]]]) -> float:
+    """When so much work can be through, on so many devices at a time at most."""
+    for (begin_s, team), (end_s, _) in pairwise((*teams, (math.inf, []))):
+        speed = sum(device.speed for device in team[:most])
+        if speed > 0:
+            if begin_s + work_s / speed <= end_s:
+                return begin_s + work_s / speed
+            work_s -= speed * (end_s - begin_s)
+    return math.inf
 
 
 def predict_spreads(

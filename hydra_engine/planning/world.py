@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.devices import SLABS, Ledger, Residents
-from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.schedule import (
     BACKWARD,
     FORWARD,
@@ -24,6 +24,7 @@ from hydra_engine.schedule import (
     Computed,
     DataEnded,
     DeviceAdded,
+    DeviceRemoved,
     Discard,
     Drop,
     Event,
@@ -33,6 +34,7 @@ from hydra_engine.schedule import (
     Load,
     Placed,
     Read,
+    Release,
     Run,
     Scheduler,
     ShardUpdated,
@@ -71,10 +73,14 @@ class _Clock:
         """Begin a job that takes a core."""
         self._cores.start(self.now_s, seconds, done)
 
+    @property
+    def is_going(self) -> bool:
+        """True if a job is under way."""
+        return bool(self._timers) or self._cores.next_s < math.inf
+
     def go_on(self) -> None:
         """To the end of the job that ends next; what was to be done then is done."""
         timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
-        assert min(timer_s, cores_s) < math.inf, "nothing is under way"
         self.now_s = max(self.now_s, min(timer_s, cores_s))
         (heappop(self._timers)[2] if timer_s <= cores_s else self._cores.pop())()
 
@@ -195,6 +201,7 @@ class SimulatedDevice(NamedTuple):
     busy: dict[str, float]  # by lane: share of the makespan
     loaded_bytes: float
     stored_bytes: float
+    in_s: float  # seconds in which it was in, with the end of the unit that it had when it was to go
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +217,9 @@ class Simulation:
 
     @property
     def busy_share(self) -> float:
-        """Of the makespan, the mean share that devices computed."""
-        return sum(device.busy["compute"] for device in self.devices) / len(self.devices)
+        """Of the time that devices were in, the share that they computed."""
+        in_s = sum(device.in_s for device in self.devices)
+        return self.makespan_s * sum(device.busy["compute"] for device in self.devices) / in_s if in_s else 0.0
 
 
 class _Gate:
@@ -302,14 +310,22 @@ class _Device:
     def __init__(self, cost: DeviceCost, time: _Clock) -> None:
         self.cost = cost
         self.load, self.store = (_SimulatedLink(time, computes=cost.copies_compute) for _ in range(2))
-        self.residents: Residents | None = None
-        if cost.memory_bytes is not None:
-            self.ledger = Ledger("", int(cost.memory_bytes))
-            self.residents = Residents(self.ledger)
+        self.clear()
+        self.is_in = True  # by what the changes say
+        self.is_leaving = False  # the scheduler was told so
+        self.since_s: float | None = 0.0  # when the scheduler was told of it; None: it is released
+        self.in_s = 0.0
         self.claims: dict[Unit, _UnitOnDevice] = {}
         self.num_units = 0
         self.compute_s = 0.0
         self.loaded_bytes = self.stored_bytes = 0.0
+
+    def clear(self) -> None:
+        """Keep nothing of what units have left in its memory."""
+        self.residents: Residents | None = None
+        if self.cost.memory_bytes is not None:
+            self.ledger = Ledger("", int(self.cost.memory_bytes))
+            self.residents = Residents(self.ledger)
 
 
 class World:
@@ -322,6 +338,7 @@ class World:
         devices: Sequence[DeviceCost],
         host: HostCost,
         *,
+        changes: Sequence[DeviceChange] = (),
         record: bool,
         seed: int = 0,
     ) -> None:
@@ -334,6 +351,7 @@ class World:
             for unit_s in [dict(zip(task.chain, task.unit_s, strict=True))]
         }
         self._devices = [_Device(cost, self.time) for cost in devices]
+        self._changes = changes
         self._host = _Queue(self.time.compute, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
         self._finished_s: dict[str, float] = {}
@@ -341,6 +359,7 @@ class World:
             Load: self._load,
             Drop: self._drop,
             Run: self._run,
+            Release: self._release,
             Read: self._read,
             Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts),
             Commit: self._commit,
@@ -351,9 +370,11 @@ class World:
         }
 
     def run(self, scheduler: Scheduler) -> None:
-        self.time.now_s = sum(task.cost.setup_s for task in self._tasks.values())
         self._events.extend(DeviceAdded(index) for index in range(len(self._devices)))
-        self._events.extend(_added(task) for task in self._tasks.values())
+        for change in self._changes:
+            self.time.wait(change.at_s, partial(self._change, change))
+        setup_s = sum(task.cost.setup_s for task in self._tasks.values())
+        self.time.wait(setup_s, lambda: self._events.extend(map(_added, self._tasks.values())))
         while True:
             while self._events:
                 self._act(scheduler.take(self._events.popleft()))
@@ -361,6 +382,13 @@ class World:
                     self._act(scheduler.dispatch())
             if scheduler.finished and len(self._finished_s) == len(self._tasks):
                 return
+            if not self.time.is_going:
+                assert self._changes, "nothing is under way"
+                left = ", ".join(name for name in self._tasks if name not in self._finished_s)
+                raise ValueError(
+                    f"changes: too few devices are in after {self.time.now_s:g} s, so {left} would never end; let one "
+                    f"come back"
+                )
             self.time.go_on()
 
     def result(self, bound: float) -> Simulation:
@@ -376,6 +404,7 @@ class World:
                 },
                 loaded_bytes=device.loaded_bytes,
                 stored_bytes=device.stored_bytes,
+                in_s=device.in_s + (0.0 if device.since_s is None else makespan_s - device.since_s),
             )
             for device in self._devices
         )
@@ -392,7 +421,30 @@ class World:
         for instruction in instructions:
             self._actions[type(instruction)](instruction)
 
+    def _change(self, change: DeviceChange) -> None:
+        device = self._devices[change.device]
+        device.is_in = change.is_in
+        if not change.is_in and not device.is_leaving:
+            device.is_leaving = True
+            self._events.append(DeviceRemoved(change.device))
+        elif change.is_in and device.since_s is None:
+            self._add(change.device)
+
+    def _add(self, index: int) -> None:
+        self._devices[index].since_s = self.time.now_s
+        self._events.append(DeviceAdded(index))
+
     # -- instructions
+
+    def _release(self, instruction: Release) -> None:
+        [index] = instruction
+        device = self._devices[index]
+        assert device.since_s is not None
+        device.in_s += self.time.now_s - device.since_s
+        device.since_s, device.is_leaving = None, False
+        device.clear()
+        if device.is_in:  # since it was to go
+            self._add(index)
 
     def _load(self, instruction: Load) -> None:
         index, unit = instruction

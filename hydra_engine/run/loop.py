@@ -80,7 +80,7 @@ class EngineRun:
         self._makespan_s = 0.0
         self.site = site
         self._common = common = Common(site.host)
-        self.workers = Workers(common, pool)
+        self.workers = Workers(common, pool, site.devices)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.checkpoints import CheckpointStore, load_newest
+from hydra_engine.control import steered
 from hydra_engine.data import drawing_as_usual
-from hydra_engine.devices import DeviceSpec, active_autocast, resolve_device, resolve_devices
-from hydra_engine.elastic import DevicePool, PoolLimits, Quota, Quotas
+from hydra_engine.devices import DeviceSpec, GpuWatcher, active_autocast, resolve_device, resolve_devices
+from hydra_engine.elastic import DevicePool, FreeGpus, PoolLimits, Quota, Quotas
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
@@ -42,7 +43,8 @@ class ModelOrchestrator:
 
     Args:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
-        devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM.
+        devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM. "auto"
+            or `hydra_engine.elastic.FreeGpus(...)`: the GPUs that are free, at any time.
         policy: one of `hydra_engine.schedule.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
             "shortest-remaining", "fair-share", "in-step", "locality"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
@@ -76,7 +78,7 @@ class ModelOrchestrator:
         self,
         tasks: Sequence[ModelTask],
         *,
-        devices: Sequence[DeviceSpec | str] | None = None,
+        devices: Sequence[DeviceSpec | str] | FreeGpus | str | None = None,
         policy: str | Policy = "sharded-lrtf",
         double_buffer: bool = True,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -91,13 +93,16 @@ class ModelOrchestrator:
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
-        specs = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
+        self._watcher = GpuWatcher.asked(devices, max_devices)
+        wanted: Any = devices if self._watcher is None else self._watcher.take()
+        specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
         limits = PoolLimits.checked(min_devices, max_devices, max_failures, len(specs))
         self._pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
         self._changing_devices = threading.Lock()
         self._double_buffer = bool(double_buffer)
-        self._tasks = TaskList(tasks, specs, self._store, self._limit)
-        self._quotas = Quotas(quotas, tasks, limits.max_devices or len(specs))
+        most = limits.max_devices or len(specs)
+        self._tasks = TaskList(tasks, specs, self._store, self._limit, max_devices=most)
+        self._quotas = Quotas(quotas, tasks, most)
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
@@ -360,7 +365,7 @@ class ModelOrchestrator:
             known = self._pool.known(device) if isinstance(device, str) else None
             spec = resolve_device(device) if known is None else known
             before = self._pool.places
-            name, index = self._pool.add(self._of_the_kind(spec))
+            name, index = self._pool.add(self._of_the_kind(spec), None if known is None else str(device))
             try:
                 self._let_in(spec, index)
             except BaseException:
@@ -402,7 +407,7 @@ class ModelOrchestrator:
             run = self._running
             planned = self._tasks.at(Station.TRAINING, Station.JOINING) if run is not None else []
             self._plan_anew()
-        if run is None:
+        if run is None or index in run.workers.specs:  # the run has begun with it
             return
         planned = [each for each in planned if each.state.cut.shards]
         for each in planned:
@@ -584,6 +589,7 @@ class ModelOrchestrator:
             with tasks.changing:
                 if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
+                site = self._site()  # from now on, devices that come are let into the run
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
                     found = self._store.open(resume=resume)
@@ -599,14 +605,18 @@ class ModelOrchestrator:
                     tasks.put(waiting.pop(0), Station.TRAINING)
             try:
                 if run is not None:
-                    run.train()
+                    with self._steered(messages):
+                        try:
+                            run.train()
+                        finally:  # an order may wait until a device has left
+                            self._pool.all_left()
             except DeviceLost as lost:
                 assert run is not None
                 _end_process(run, lost, self._store.remedy())
             finally:
                 with tasks.changing:
                     self._running = None
-                    self._pool.all_left()
+                    self._pool.all_left()  # one that was removed since is in nobody's hands
                     trained = tasks.at(Station.TRAINING)
                     left_over = [] if run is None else run.joining.left_over
                     for each in trained:
@@ -625,6 +635,16 @@ class ModelOrchestrator:
         for task in failed:
             print(task.error, file=sys.stderr)
         return self.report
+
+    @contextmanager
+    def _steered(self, messages: list[str]) -> Iterator[None]:
+        """Let devices come and go from outside: by the run's socket, and as GPUs become free."""
+        with ExitStack() as stack:
+            if self._store.directory is not None:
+                stack.enter_context(steered(self, self._store.directory, messages))
+            if self._watcher is not None:
+                stack.enter_context(self._watcher.watching(self, messages))
+            yield
 
     def _about(self) -> dict[str, Any]:
         """Return the run's figures for a checkpoint."""

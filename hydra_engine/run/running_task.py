@@ -337,14 +337,14 @@ class RunningTask:
     @property
     def draws_from_main(self) -> bool:
         """Whether layers draw from the task's main stream in this batch: micro-batches have streams of their own."""
-        return self.state.cut.num_micro_batches == 1 or not self.batch.training
+        return not (self.state.is_split and self.batch.training)
 
     @property
     def loss(self) -> float:
         """Loss of the step in progress, over all its micro-batches, once its units are through."""
         losses = self.state.staging.losses
         parts = [losses[m] for m in range(self.state.staging.num_micro_batches)]
-        return parts[0] if self.state.cut.num_micro_batches == 1 else sum(parts)
+        return sum(parts) if self.state.is_split else parts[0]
 
     @property
     def updates(self) -> tuple[int, ...]:

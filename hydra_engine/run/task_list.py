@@ -48,12 +48,19 @@ class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 
     def __init__(
-        self, tasks: Sequence[ModelTask], devices: Sequence[DeviceSpec], store: CheckpointStore, limit: DramLimit
+        self,
+        tasks: Sequence[ModelTask],
+        devices: Sequence[DeviceSpec],
+        store: CheckpointStore,
+        limit: DramLimit,
+        *,
+        max_devices: int,
     ) -> None:
-        """`limit`: of DRAM for all of them."""
+        """`limit`: of DRAM for all of them. `max_devices`: that batches are split for, with `max_device_batch`."""
         self.changing = threading.RLock()
         self._store = store
         self._limit = limit
+        self._max_devices = max_devices
         self._frozen = FrozenBlocks()
         self._rehearsals = Rehearsals()
         self._alignment_bytes = max(device.alignment_bytes for device in devices)
@@ -158,6 +165,7 @@ class TaskList:
             saved=saved,
             limit=self._limit,
             rehearsals=self._rehearsals,
+            max_devices=self._max_devices,
         )
 
     def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:

@@ -34,10 +34,12 @@ class Workers:
         messages: about devices that have failed.
     """
 
-    def __init__(self, common: Common, pool: DevicePool[DeviceSpec]) -> None:
+    def __init__(self, common: Common, pool: DevicePool[DeviceSpec], planned_for: Sequence[DeviceSpec]) -> None:
+        """`planned_for`: devices that the run begins with; one that has come since is let in as any other."""
         self._common = common
         self.pool = pool
-        self.specs: dict[int, DeviceSpec] = pool.specs
+        first = {id(spec) for spec in planned_for}
+        self.specs: dict[int, DeviceSpec] = {k: spec for k, spec in pool.specs.items() if id(spec) in first}
         self.first_specs = list(self.specs.values())
         self.messages: list[str] = []
         self._open: dict[int, Worker] = {}  # until they are closed

@@ -213,13 +213,13 @@ class Scheduler:
         part = self._part(event.unit)
         assert part.storing, event.unit
         part.arrive()
-        part.go_back()
         self._is_stored(part, (event.unit.kind, event.unit.shard))
         self._dispatch.refresh(part.task)  # and those that waited for this
 
     def _is_stored(self, part: Part, node: tuple[str, int]) -> None:
+        part.go_back()
         task, through = part.task, part.num_stored
-        if task.chain and task.chain[through - 1] == node and task.num_stored() == through:
+        if through and task.chain and task.chain[through - 1] == node and task.num_stored() == through:
             self._stored_whole(task, node)
         self._commit(task)
         self._advance(task)

@@ -60,6 +60,7 @@ TYPES: tuple[Rule, ...] = (
     ("epochs", _is_int, "{!r} is not an int"),
     ("seed", _or_none(_is_int), "{!r} is not an int"),
     ("accumulation_steps", lambda value: value == "auto" or _is_int(value), "{!r} is not an int"),
+    ("max_device_batch", _or_none(_is_int), "{!r} is not an int; give a number of samples, None for no limit"),
     ("validation_interval", lambda value: isinstance(value, str) or _is_int(value), "{!r} is not an int"),
     ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
     ("group", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name in quotas="),
@@ -117,6 +118,7 @@ LIMITS: tuple[Rule, ...] = (
     _known("nonfinite", "skip", "stop", "raise", beside=lambda value: value is None),
     ("epochs", lambda value: value >= 1, "{}, limit: at least 1"),
     ("accumulation_steps", lambda value: value == "auto" or value >= 1, "{}, limit: at least 1"),
+    ("max_device_batch", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for no limit"),
     (
         "validation_interval",
         lambda value: value == "epoch" or not isinstance(value, str),
@@ -182,6 +184,12 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
     }
     for option, veto in ((option, veto) for option in is_early if is_early[option] for veto in vetoes(options)):
         yield f"{option}: with {veto} a step waits until all gradients are there; leave out one"
+    most, number = options["max_device_batch"], options["accumulation_steps"]
+    if most is not None and number != 1:
+        yield (
+            f"max_device_batch: {most} with accumulation_steps {number!r}, limit: one of them, since each decides the "
+            f"number of micro-batches; leave out one"
+        )
     interval, metrics = options["validation_interval"], options["metrics"]
     if validation is None and interval != "epoch":
         yield f"validation_interval: {interval} without a validation loader; give validation="

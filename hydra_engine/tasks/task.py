@@ -68,6 +68,9 @@ class ModelTask:
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
             whose step does not fit raises it from then on.
+        max_device_batch*: the loader's batch is split into micro-batches of at most so many samples, as
+            `hydra_engine.elastic.split_batch` says for the most devices that the orchestrator may have. Instead of
+            `accumulation_steps`.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
@@ -142,6 +145,7 @@ class ModelTask:
         precision: str = "float32",
         grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
+        max_device_batch: int | None = None,
         loss_reduction: LossReduction = "mean",
         max_grad_norm: float | None = None,
         seed: int | None = None,
@@ -201,6 +205,7 @@ class ModelTask:
         self.precision = precision
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
+        self.max_device_batch = max_device_batch
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())

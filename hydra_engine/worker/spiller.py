@@ -151,7 +151,7 @@ class Spiller:
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             micro.target = placed_all(staging.given.targets[m])
-            micro.weight = None if kind == EVALUATE or state.cut.num_micro_batches == 1 else staging.given.weights[m]
+            micro.weight = staging.given.weights[m] if state.is_split and kind != EVALUATE else None
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)

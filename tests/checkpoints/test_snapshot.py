@@ -16,7 +16,7 @@ def snapshot_of(**optimizer):
     """Of a task without weights, whose optimizer gives these."""
     layout = SimpleNamespace(named_slots=list, persistent_buffers=dict, trainable_slots=list)
     return Snapshot(
-        SimpleNamespace(layout=layout, cut=SimpleNamespace(num_micro_batches=1)),
+        SimpleNamespace(layout=layout, cut=SimpleNamespace(num_micro_batches=1), max_devices=None),
         SimpleNamespace(schedule=dict, **optimizer),
         TaskReport(name="task", seed=0),
         SimpleNamespace(to_state=dict),

@@ -233,7 +233,7 @@ class TestBudget:
     def test_every_cuda_device_is_used_where_none_is_named(self, cuda):
         task, _ = exact.task_of("mlp")
         orchestra = ModelOrchestrator([task])
-        assert [device.index for device in orchestra._devices] == [0, 1]
+        assert orchestra.devices == {"cuda:0": "in", "cuda:1": "in"}
 
     def test_a_task_joins_on_a_device_that_the_others_lend(self, cuda):
         joining, joining_model = exact.task_of("dropout")  # made here: in a callback its draws would meet the loader's

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 import hydra_engine
-from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import bound_s, predict_spreads, simulate
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.policies import POLICIES
@@ -333,6 +333,130 @@ class TestMemory:
         assert self.run(100, setup_s=2.0, end_s=0.5).makespan_s == pytest.approx(2 * 11.0 + 2.5)
 
 
+def goes(at_s, device=0):
+    return DeviceChange(at_s, device, False)
+
+
+def comes(at_s, device=0):
+    return DeviceChange(at_s, device, True)
+
+
+class TestChanges:
+    """Devices that come and go; a task of units of 1, 2 and 3 s."""
+
+    def placed(self, changes, devices=1, **options):
+        found = simulate([task(**options)], devices, changes=changes, record=True)
+        return [(str(each.unit), each.device, each.start_s, each.end_s) for each in found.schedule], found
+
+    def test_a_device_that_goes_ends_its_unit_and_goes_on_when_it_is_back(self):
+        schedule, found = self.placed([goes(0.5), comes(4.0)])
+        assert schedule == [("a.f0@0", 0, 0.0, 1.0), ("a.fb1@0", 0, 4.0, 6.0), ("a.b0@0", 0, 6.0, 9.0)]
+        assert found.devices[0].in_s == 1.0 + 5.0
+        assert found.busy_share == 1.0
+        assert found.bound_s == 4.0 + 2.5  # before it goes it may have begun a unit of 3 s
+
+    def test_another_device_goes_on(self):
+        schedule, found = self.placed([goes(0.5)], 2)
+        assert schedule == [("a.f0@0", 0, 0.0, 1.0), ("a.fb1@0", 1, 1.0, 3.0), ("a.b0@0", 1, 3.0, 6.0)]
+        assert [device.in_s for device in found.devices] == [1.0, 6.0]
+
+    def test_a_device_that_comes_back_before_its_unit_is_through_stays(self):
+        for changes in ([goes(0.2), comes(0.5)], [goes(0.2), comes(0.5), goes(0.6), comes(0.6)]):
+            schedule, found = self.placed(changes)
+            assert [start_s for _, _, start_s, _ in schedule] == [0.0, 1.0, 3.0]
+            assert found.devices[0].in_s == 6.0
+
+    def test_a_device_that_comes_later_is_one_that_goes_at_first(self):
+        tasks = [task(name, num_steps=5) for name in "ab"]
+        found = simulate(tasks, 2, changes=[comes(30.0, 1), goes(0.0, 1)], record=True)
+        assert {placed.device for placed in found.schedule if placed.end_s <= 30.0} == {0}
+        assert found.makespan_s == 45.0
+        assert found.bound_s == 45.0
+        assert found.busy_share == 1.0
+
+    def test_a_step_is_spread_over_the_devices_that_are_in_when_it_begins(self):
+        found = simulate([task(num_steps=4, num_micro_batches=2)], 2, changes=[goes(4.0, 1), comes(12.0, 1)])
+        #   two devices 3 s, and a step that has begun on two ends on one: 6 s; one 6 s; two 3 s
+        assert found.makespan_s == pytest.approx(3.0 + 4.5 + 6.0 + 3.0, abs=1.0)
+        assert found.bound_s <= found.makespan_s
+
+    def test_what_was_on_a_device_is_gone_when_it_comes_back(self):
+        """Shard 0, and shard 1 that was loaded while shard 0 computed."""
+        cost = task(num_steps=2, load_bytes=10)
+        device = DeviceCost(memory_bytes=100)
+        assert simulate([cost], [device]).devices[0].loaded_bytes == 2 * 20
+        assert simulate([cost], [device], changes=[goes(0.5), comes(2.0)]).devices[0].loaded_bytes == 2 * 20 + 20
+
+    def test_changes_after_the_end_change_nothing(self):
+        tasks = random_tasks(random.Random(1), 3)
+        assert simulate(tasks, 2, changes=[goes(1e9, 0), goes(1e9, 1)], record=True) == simulate(tasks, 2, record=True)
+
+    @pytest.mark.parametrize("policy", sorted(POLICIES))
+    def test_a_device_that_goes_at_once_is_none(self, policy):
+        for seed in range(10):
+            rng = random.Random(seed)
+            tasks = [
+                task(str(k), 0.5, 1.0, rng.uniform(0.5, 2.0), num_steps=3, num_micro_batches=rng.choice((1, 3)))
+                for k in range(rng.randint(1, 4))
+            ]
+            devices = [DeviceCost(memory_bytes=30, load_bytes_per_s=9.0, variation=0.1)] * rng.randint(1, 3)
+            one, other = (
+                simulate(tasks, devices, policy, record=True),
+                simulate(tasks, [*devices, devices[0]], policy, changes=[goes(0, len(devices))], record=True),
+            )
+            assert other.devices[-1].in_s == other.devices[-1].num_units == 0
+            assert (other.makespan_s, other.bound_s, other.schedule) == (one.makespan_s, one.bound_s, one.schedule)
+            assert other.busy_share == pytest.approx(one.busy_share)
+
+    @pytest.mark.parametrize("policy", sorted(POLICIES))
+    def test_random_changes_never_beat_the_bound_nor_run_a_unit_twice(self, policy):
+        for seed in range(20):
+            rng = random.Random(seed)
+            options = {"load_bytes": 3, "boundary_bytes": 1, "gradient_bytes": 2, "graph_bytes": 4, "work_bytes": 1}
+            tasks = [
+                task(
+                    str(k),
+                    *(rng.choice((0.5, 1.0, 4.0)) for _ in range(rng.choice((1, 3, 5)))),
+                    num_steps=rng.randint(1, 4),
+                    num_micro_batches=rng.choice((1, 1, 3)),
+                    setup_s=rng.choice((0.0, 1.0)),
+                    update_s=rng.choice((0.0, 0.2)),
+                    **(options if rng.random() < 0.5 else {}),
+                )
+                for k in range(rng.randint(1, 5))
+            ]
+            devices = [
+                DeviceCost(
+                    speed=rng.choice((1.0, 2.0)),
+                    load_bytes_per_s=rng.choice((None, 3.0)),
+                    store_bytes_per_s=rng.choice((None, 3.0)),
+                    memory_bytes=rng.choice((None, 8, 1000)),
+                )
+                for _ in range(rng.randint(1, 4))
+            ]
+            changes, is_in, at_s = [], [True] * len(devices), 0.0
+            for _ in range(rng.randint(1, 60)):
+                at_s += rng.choice((0.0, 0.5, rng.expovariate(1.0)))
+                k = rng.randrange(len(devices))
+                is_in[k] = not is_in[k]
+                changes.append(DeviceChange(at_s, k, is_in[k]))
+            changes += [comes(at_s + 1.0, k) for k, here in enumerate(is_in) if not here]
+            latest_first = sorted(changes, key=lambda change: -change.at_s)
+            found = simulate(tasks, devices, policy, changes=latest_first, record=True)
+            assert found == simulate(tasks, devices, policy, changes=changes, record=True)
+            assert found.bound_s <= found.makespan_s + 1e-9
+            assert 0 <= found.busy_share <= 1 + 1e-9
+            validate(found.schedule, {each.name: each.chain for each in tasks})
+            whole = [placed for placed in found.schedule if placed.unit.part == 0]
+            assert len(whole) == sum(len(each.unit_s) * each.num_steps for each in tasks)
+            assert len({placed.unit for placed in found.schedule}) == len(found.schedule)
+            for k in range(len(devices)):
+                mine = [change for change in changes if change.device == k]
+                for gone, back in zip(mine[::2], mine[1::2], strict=True):
+                    begun = [p for p in found.schedule if p.device == k and gone.at_s < p.start_s < back.at_s]
+                    assert len(begun) <= 1, "the unit that it had, whose shard came late"
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
     rng = random.Random(3)
@@ -397,6 +521,16 @@ def test_memory_does_not_grow_with_the_units_run():
         (lambda: simulate([task()], 0), "devices"),
         (lambda: simulate([task(), task()]), "2 are named 'a'"),
         (lambda: simulate([task()], 1, "longest"), "'longest'"),
+        (lambda: simulate([task()], 2, changes=[goes(1.0, 2)]), "device of a change: 2, limit: an index .* 0 to 1"),
+        (lambda: simulate([task()], 2, changes=[goes(1.0, -1)]), "device of a change: -1"),
+        (lambda: simulate([task()], 2, changes=[goes(-1.0)]), "at_s of a change: -1.0, limit: a finite number"),
+        (lambda: simulate([task()], 2, changes=[goes("soon")]), "at_s of a change: 'soon'"),
+        (lambda: simulate([task()], 2, changes=[comes(3.0)]), "change at 3 s: device 0 is in already"),
+        (lambda: simulate([task()], 2, changes=[goes(3.0), goes(2.0)]), "change at 3 s: device 0 is out already"),
+        (
+            lambda: simulate([task()], 2, changes=[goes(1.5), goes(0, 1)]),
+            "after 3 s, so a would never end; let one come",
+        ),
         (lambda: task("a", -1.0), "at least 0"),
         (lambda: task("a", math.nan), "finite"),
         (lambda: task(num_steps=0), "num_steps"),

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed
+from hydra_engine.run.workers import Workers
 from tests import device_changes, reference
 
 
@@ -169,6 +171,50 @@ def test_devices_change_between_runs_too():
     assert orchestra.train_models().tasks["task-1"].status == "finished"
 
 
+def test_one_object_may_be_several_devices():
+    device = EmulatedDevice("1MiB")
+    orchestra = ModelOrchestrator([make_task()], devices=[device] * 2)
+    orchestra.remove_device("emulated:1")
+    assert orchestra.add_device("emulated:1") == "emulated:1"
+    orchestra.remove_device("emulated:0")
+    assert orchestra.add_device(device) == "emulated:0"
+    assert str(refusal(lambda: orchestra.add_device(device))).startswith("add_device: 'emulated:0' is in already")
+
+
+def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
+    """It is in before the run begins, and its `add_device` goes on after that."""
+    is_in, opened, threads = threading.Event(), [], []
+    add, open_device = DevicePool.add, Workers._opened
+
+    def added(pool, *given):
+        found = add(pool, *given)
+        is_in.set()
+        return found
+
+    def counted(workers, index, *others):
+        opened.append(index)
+        return open_device(workers, index, *others)
+
+    class Batches(list):
+        def __iter__(self):
+            if not threads:
+                threads.append(threading.Thread(target=orchestra.add_device, args=(EmulatedDevice(),)))
+                threads[0].start()
+                assert is_in.wait(60)
+            return super().__iter__()
+
+    monkeypatch.setattr(DevicePool, "add", added)
+    monkeypatch.setattr(Workers, "_opened", counted)
+    task = make_task(num_steps=20)
+    task.dataloader = Batches(task.dataloader)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice()])
+    orchestra.verbose = 0
+    report = orchestra.train_models()
+    threads[0].join()
+    assert opened == [0, 1]
+    assert report.tasks["task-0"].steps == 20
+
+
 def test_a_device_that_comes_back_goes_on_with_its_figures():
     def job(orchestra):
         orchestra.add_device(EmulatedDevice("1MiB"))
@@ -208,7 +254,8 @@ def predicted_twice_as_fast(cost, devices, **_):
     return tuple(Spread(1.0 + k, in_sums=False) for k in range(min(cost.num_micro_batches, len(devices))))
 
 
-def test_a_failure_of_the_only_device_ends_the_run_with_its_error():
+def test_a_failure_of_the_only_device_ends_the_run_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the last commits are saved
     fuse = device_changes.Fuse([9])
     task = make_task()
     orchestra = ModelOrchestrator([task], devices=[device_changes.Failing(fuse)])

@@ -22,6 +22,7 @@ from hydra_engine.schedule.events import (
     DataEnded,
     DataFailed,
     DeviceAdded,
+    DeviceRemoved,
     DeviceReturned,
     DeviceWanted,
     DidNotFit,
@@ -31,16 +32,21 @@ from hydra_engine.schedule.events import (
     Finish,
     Fit,
     Fitted,
+    Lend,
     Load,
     Read,
+    Release,
     Run,
     ShardUpdated,
     Spread,
+    SpreadsKnown,
     StepCommitted,
     StopRequested,
     Stored,
     TaskAdded,
+    TaskStopped,
     TaskUnits,
+    UnitLost,
     Update,
 )
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
@@ -62,15 +68,35 @@ class FakePart:
         self.storing = []  # on their way to DRAM, in order, with whether they failed
         self.near = None  # the device that computed them, where all are whole
         self.broken = False  # a unit failed on its way to DRAM: whatever went on from it fails as well
+        self.num_whole = 0  # units that are through, and none before them was lost or failed
+        self.lost = None  # position of the first unit that is run again, once what went on from it is through
+
+    @property
+    def at_rest(self):
+        return self.unit is None and not self.storing
 
     @property
     def num_stored(self):
-        return self.position - (self.unit is not None) - len(self.storing)
+        through = self.position - (self.unit is not None) - len(self.storing)
+        return through if self.lost is None else min(through, self.lost)
+
+    def is_stored(self, unit):
+        """A unit is in DRAM."""
+        if self.lost is None and not self.broken and self.task.chain:
+            self.num_whole = self.task.chain.index((unit.kind, unit.shard)) + 1
+        self.go_back()
+
+    def go_back(self):
+        if self.lost is not None and self.at_rest:
+            self.position, self.lost, self.near = self.lost, None, None
+            self.task.has_gone_back = True
 
     def next_unit(self):
         """The unit that may be loaded, and whether it may be run: on any device, or on which."""
         task = self.task
-        if task.over or self.position >= len(task.chain) or not task.fresh(task.chain[self.position][1]):
+        if task.over or self.lost is not None or self.position >= len(task.chain):
+            return None, None
+        if not task.fresh(task.chain[self.position][1]):
             return None, None
         unit = Unit(task.name, *task.chain[self.position], task.step, self.index)
         spread, before = task.added.units.spreads[len(task.parts) - 1], task.parts[self.index - 1]
@@ -104,7 +130,10 @@ class FakeTask:
         self.misfit = None  # the unit in which a device ran out of memory, until the task is fitted
         self.fitting = False
         self.updating = []  # shards, in the order of their instructions
+        self.released = set()  # shards of the step in progress that were updated before its commit
         self.is_capture_wanted = False
+        self.has_gone_back = False  # in this step
+        self.in_last_step = False  # stopped in a step that may have updated shards: it is committed first
         self.over = False  # failed or stopped
         self.finished = False
         self.num_read = Counter()  # by TRAIN or EVALUATE
@@ -127,18 +156,37 @@ class FakeTask:
 
     @property
     def at_rest(self):
-        return all(part.unit is None and not part.storing for part in self.parts)
+        return all(part.at_rest for part in self.parts)
+
+    @property
+    def is_releasing(self):
+        """Shards are updated before the commit of the step in progress, and some may have been."""
+        has_begun = any(kind in ("fb", "b") for part in self.parts for kind, _ in self.chain[: part.position])
+        return self.added.early_release and self.training and has_begun
 
     @property
     def is_settled(self):
         """Nothing commits, releases or updates."""
-        has_begun = any(kind in ("fb", "b") for part in self.parts for kind, _ in self.chain[: part.position])
-        is_releasing = self.added.early_release and self.training and has_begun
-        return not (self.committing or self.updating or is_releasing)
+        return not (self.committing or self.updating or self.is_releasing)
+
+    @property
+    def with_gradients(self):
+        """Shards that are to be updated whose gradients are in DRAM, of every part."""
+        num_whole = min(part.num_whole for part in self.parts)
+        shards = {shard for kind, shard in self.chain[:num_whole] if kind in ("fb", "b")}
+        return shards & set(self.added.units.updates) if self.training else set()
+
+    def end(self, *, whole=False):
+        """Begin nothing more; whole: where shards may have been updated in this step, after its commit."""
+        if whole and self.is_releasing and not self.over:
+            self.in_last_step = True
+        else:
+            self.over = True
 
     def begin(self, num_parts=1):
         self.chain = self.added.units.training if self.training else self.added.units.evaluation
         self.parts = [FakePart(self, k) for k in range(num_parts)]
+        self.released = set()
 
     def fresh(self, shard):
         return not set(self.updating) & set(self.added.units.needs[shard])
@@ -147,14 +195,18 @@ class FakeTask:
 class World:
     """Feeds a scheduler, carries out what it says, and checks it."""
 
-    def __init__(self, policy="sharded-lrtf", *, double_buffer=True):
-        self.scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
+    def __init__(self, policy="sharded-lrtf", *, double_buffer=True, min_devices=1):
+        self.scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer, min_devices=min_devices)
         self.double_buffer = double_buffer
+        self.min_devices = min_devices
         self.tasks = {}
         self.running = {}  # by device
         self.claims = {}
+        self.leaving = set()  # devices that were removed, and not released
         self.wanted = {}  # by device that somebody else wants: whether it has it
         self.is_stored_at_once = lambda: False
+        self.comes_with_others = lambda: False  # events that come at one time: dispatched together
+        self.may_lose = False  # units whose device has failed
         self.story = []  # events and instructions, for a failing test to show
 
     # -- events
@@ -166,6 +218,32 @@ class World:
     def add_device(self, device):
         self.running[device] = self.claims[device] = None
         return self.send(DeviceAdded(device))
+
+    @property
+    def num_in(self):
+        """Devices that may be used, by whomever."""
+        return len(self.running) - len(self.leaving)
+
+    @property
+    def is_paused(self):
+        return self.num_in < self.min_devices
+
+    def remove_device(self, device):
+        self.leaving.add(device)
+        for part in (part for task in self.tasks.values() for part in task.parts):
+            part.near = None if part.near == device else part.near
+        self.end_without_devices()
+        return self.send(DeviceRemoved(device))
+
+    def end_without_devices(self):
+        """After a stop and the last device, steps that would have been committed end as they are."""
+        for task in self.tasks.values():
+            task.over |= task.in_last_step and self.min_devices == self.num_in == 0
+
+    def know_spreads(self, task, spreads):
+        units = task.added.units
+        task.added = task.added._replace(units=units._replace(spreads=(*units.spreads, *spreads)))
+        return self.send(SpreadsKnown(task.name, task.added.units.spreads))
 
     def want_device(self, device):
         """Somebody else wants a device for a while."""
@@ -198,8 +276,10 @@ class World:
         part = self.part(unit)
         failed = failed or part.broken
         stored = not failed and not part.storing and self.is_stored_at_once()
-        part.unit, part.near = None, None if failed or stored else device
-        if not stored:
+        part.unit, part.near = None, None if failed or stored or device in self.leaving else device
+        if stored:
+            part.is_stored(unit)
+        else:
             part.storing.append((unit, failed))
         return self.send(Computed(device, unit, seconds, failed, stored))
 
@@ -213,7 +293,19 @@ class World:
         if error is not None:
             task.over = part.broken = True
             return self.send(Failed(task.name, error, "a layer", unit))
+        part.is_stored(unit)
         return self.send(Stored(unit))
+
+    def lose(self, task, part=0):
+        """The device of the task's unit has failed under it."""
+        part = task.parts[part]
+        unit, _ = part.storing.pop(0)
+        part.near = None
+        if task.chain:  # else the whole step begins again
+            position = task.chain.index((unit.kind, unit.shard))
+            part.lost = position if part.lost is None else min(position, part.lost)
+            part.go_back()
+        return self.send(UnitLost(unit))
 
     def misfit(self, task, part=0):
         """A device ran out of memory in the task's unit."""
@@ -222,7 +314,7 @@ class World:
         assert has_failed
         assert not part.storing, "nothing goes on from what failed"
         task.misfit = task.misfit or unit
-        task.chain = ()
+        task.chain, task.has_gone_back = (), True
         for each in task.parts:
             each.position = 0
         return self.send(DidNotFit(unit))
@@ -248,8 +340,10 @@ class World:
             task.over = True
             return self.send(Failed(task.name, error, "its commit", commit=True))
         task.num_committed[task.training] += 1
-        task.chain = ()
-        task.updating = list(task.added.units.updates) if task.training else []
+        task.chain, task.released = (), set()
+        task.over |= task.in_last_step
+        updates_now = task.training and not task.added.early_release
+        task.updating = list(task.added.units.updates) if updates_now else []
         expected = [Update(task.name, shard) for shard in task.updating]
         out = self.send(StepCommitted(task.name, task.training))
         assert [each for each in out if isinstance(each, Update)] == expected, "all updates begin, lowest shard first"
@@ -268,19 +362,36 @@ class World:
         task.is_capture_wanted = True
         return self.send(CaptureWanted(task.name))
 
+    def stop_task(self, task, *, is_paused=False):
+        """One task ends; where its commit was under way, without it."""
+        uncommitted, task.committing = task.committing, False
+        task.end(whole=is_paused and not uncommitted)
+        return self.send(TaskStopped(task.name, uncommitted, is_paused and not uncommitted))
+
     def stop(self):
+        self.min_devices = 0
         for task in self.tasks.values():
-            task.over = True
+            task.end(whole=True)
+        self.end_without_devices()
         return self.send(StopRequested())
 
     def send(self, event):
         self.story.append(event)
-        out = self.scheduler.handle(event)
+        out = self.scheduler.take(event)
+        self.carry_out(out, event)
+        return out if self.comes_with_others() else [*out, *self.dispatch()]
+
+    def dispatch(self):
+        """Of what comes at one time all is known."""
+        out = self.scheduler.dispatch()
+        self.carry_out(out, None)
+        self.validate()
+        return out
+
+    def carry_out(self, out, event):
         for instruction in out:
             self.story.append(instruction)
             getattr(self, f"_{type(instruction).__name__.lower()}")(instruction, event)
-        self.validate()
-        return out
 
     # -- instructions
 
@@ -291,9 +402,19 @@ class World:
         assert self.claims[device] is None, "nothing is on its way there"
         self.wanted[device] = True
 
+    def _release(self, instruction, _):
+        [device] = instruction
+        assert device in self.leaving, "a device is released once, after it was removed"
+        assert device not in self.wanted, "nobody has it"
+        assert self.running.pop(device) is None, "its unit is through"
+        assert self.claims.pop(device) is None, "nothing is on its way there"
+        self.leaving.remove(device)
+
     def _load(self, instruction, _):
         device, unit = instruction
+        assert not self.is_paused, "nothing begins while there are too few devices"
         assert device not in self.wanted, "nothing more begins on a device that is wanted"
+        assert device not in self.leaving, "nothing more begins on a device that was removed"
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
         found, _ = self.part(unit).next_unit()
@@ -308,6 +429,9 @@ class World:
     def _run(self, instruction, _):
         device, unit = instruction
         part = self.part(unit)
+        assert not self.is_paused, "nothing begins while there are too few devices"
+        assert device not in self.wanted, "nothing more begins on a device that is wanted"
+        assert device not in self.leaving, "nothing more begins on a device that was removed"
         assert self.claims[device] == unit, "what is run was loaded"
         assert self.running[device] is None, "a device runs one unit"
         found, where = part.next_unit()
@@ -332,11 +456,12 @@ class World:
     def _begin(self, instruction, _):
         task = self.tasks[instruction.task]
         assert not task.over
+        assert not task.in_last_step
         assert task.ready is not None
         assert not task.chain, "the batch before it is committed"
-        (task.step, task.training), task.ready = task.ready, None
+        (task.step, task.training), task.ready, task.has_gone_back = task.ready, None, False
         assert instruction.step == task.step
-        num_devices = len(self.running)
+        num_devices = self.num_in
         most = min(task.num_micro_batches, len(task.added.units.spreads), num_devices) if task.training else 1
         num_unfinished = sum(not each.finished for each in self.tasks.values())
         assert 1 <= instruction.num_parts <= max(1, min(most, num_devices - num_unfinished + 1)), "one for each task"
@@ -367,11 +492,24 @@ class World:
         assert task.at_rest
         assert not task.committing
         assert not task.over
+        assert not (task.training and task.updating), "updates that were released early are through"
         task.committing = True
 
     def _update(self, instruction, event):
-        assert event == StepCommitted(instruction.task, True), "updates begin at the commit, and only there"
-        assert instruction.shard in self.tasks[instruction.task].updating
+        task = self.tasks[instruction.task]
+        if task.added.early_release:
+            assert not task.over
+            assert instruction.shard in task.with_gradients - task.released, "whole, and once in a step"
+            task.released.add(instruction.shard)
+            task.updating.append(instruction.shard)
+        else:
+            assert event == StepCommitted(instruction.task, True), "updates begin at the commit, and only there"
+            assert instruction.shard in task.updating
+
+    def _discard(self, instruction, _):
+        task = self.tasks[instruction.task]
+        assert task.over, "gradients that nobody wants"
+        assert instruction.shard not in task.released
 
     def _capture(self, instruction, _):
         task = self.tasks[instruction.task]
@@ -407,6 +545,12 @@ class World:
             if device in self.wanted:
                 assert self.wanted[device] == (unit is None), "a device is lent as soon as its unit is through"
                 continue
+            if device in self.leaving:
+                assert unit is not None, "a device is released as soon as its unit is through"
+                assert self.claims[device] is None
+                continue
+            if self.is_paused:
+                continue
             if unit is None:
                 assert not {"any", device} & set(runnable.values()), f"{runnable} wait beside the idle device {device}"
             if self.claims[device] is None:
@@ -415,7 +559,10 @@ class World:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
         for task in self.tasks.values():
             is_left = task.is_capture_wanted and task.is_settled and not task.over
-            assert not is_left, "what is to be saved is, as soon as it can be"
+            # A step that might have released, and goes back, is captured with its commit.
+            assert not is_left or task.has_gone_back, "what is to be saved is, as soon as it can be"
+            if task.added.early_release and not task.over:
+                assert task.with_gradients == task.released, "a shard is updated as soon as its gradients are whole"
         assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
         dispatch = self.scheduler._dispatch
         for queue in (dispatch._ready, dispatch._claimed, dispatch._loadable):
@@ -425,8 +572,8 @@ class World:
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
         for device, has_it in list(self.wanted.items()):
-            if has_it:
-                yield "return", lambda device=device: self.return_device(device)
+            if has_it or self.may_lose:
+                yield "return" if has_it else "give up", lambda device=device: self.return_device(device)
         for device, unit in self.running.items():
             if unit is not None:
                 yield "compute", lambda device=device: self.compute(device)
@@ -437,10 +584,12 @@ class World:
             for k, part in enumerate(task.parts):
                 if part.storing and part.storing[0][1]:
                     yield "break", lambda task=task, k=k: self.store(task, RuntimeError("unit"), k)
-                    if not part.broken:
+                    if not (part.broken or (task.added.early_release and part.storing[0][0].kind == "b")):
                         yield "misfit", lambda task=task, k=k: self.misfit(task, k)
                 elif part.storing:
                     yield "store", lambda error=None, task=task, k=k: self.store(task, error, k)
+                if part.storing and self.may_lose and not part.broken:
+                    yield "lose" if part.storing[0][1] else "lose late", lambda task=task, k=k: self.lose(task, k)
             if task.reading:
                 yield "read anew", lambda task=task: self.read(task, new_shapes=True)
             if task.fitting:
@@ -466,10 +615,11 @@ def task_added(name, num_shards=3, *, seconds=1.0, num_steps=1, **options):
 # -- random walks
 
 
-def random_task(rng, name):
+def random_task(rng, name, early_share=0.0):
     """1 to 5 shards, some frozen, some with tied weights; a few steps, now and then an evaluation."""
     num_shards = rng.randint(1, 5)
     lowest = rng.randrange(num_shards) if rng.random() < 0.3 else 0
+    chain = training_chain(num_shards, lowest)
     updates = [shard for shard in range(lowest, num_shards) if shard == lowest or rng.random() < 0.8]
     # What a shard holds: its own parameters, and maybe tied ones that a lower shard owns.
     needs = [{shard} & set(updates) for shard in range(num_shards)]
@@ -489,23 +639,31 @@ def random_task(rng, name):
         updates=tuple(updates),
         num_steps=rng.choice([None, batches.count(TRAIN)]),
         reads_ahead=rng.random() < 0.5,
-        spreads=tuple(random_spread(rng, k, num_shards, lowest) for k in range(rng.randint(1, 4))),
+        early_release=(early_release := early_share > 0 and rng.random() < early_share),
+        spreads=tuple(random_spread(rng, k, chain) for k in range(1 if early_release else rng.randint(1, 4))),
     )
     return added, batches
 
 
-def random_spread(rng, k, num_shards, lowest):
+def random_spread(rng, k, chain):
     """Over k + 1 devices, faster or slower than on one."""
-    ordered = frozenset(node for node in training_chain(num_shards, lowest) if rng.random() < 0.3)
+    ordered = frozenset(node for node in chain if rng.random() < 0.3)
     return Spread(1.0 + k * rng.uniform(-0.1, 1.0) if k else 1.0, ordered, rng.random() < 0.5)
 
 
-def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
-    """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs."""
+MOST_DEVICES = 4
+
+
+def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, policy=None):
+    """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs.
+
+    changes: of devices, which come, go and fail at any time, the last one too; with them some tasks release early.
+    """
     rng = random.Random(seed)
     any_policy = rng.choice(sorted(POLICIES))
-    world = World(policy or any_policy, double_buffer=rng.random() < 0.7)
-    arrivals = [("device", device) for device in range(rng.randint(1, 4))]
+    min_devices = rng.randint(1, 3) if changes else 1
+    world = World(policy or any_policy, double_buffer=rng.random() < 0.7, min_devices=min_devices)
+    arrivals = [("device", device) for device in range(rng.randint(min_devices, MOST_DEVICES))]
     arrivals += [("task", f"task-{k}") for k in range(rng.randint(1, 6))]
     if rng.random() < 0.5:
         rng.shuffle(arrivals)
@@ -513,25 +671,56 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
     failure_share = rng.choice([0.01, 0.05]) if failures else 0.0
     stop_share = rng.choice([0.005, 0.05]) if stops else 0.0
     misfit_share = rng.choice([0.05, 0.5]) if misfits else 0.0
+    change_share, loss_share, early_share = (
+        (rng.choice([0.02, 0.2, 0.5]), rng.choice([0.0, 0.05, 0.3]), rng.choice([0.0, 0.5])) if changes else (0, 0, 0)
+    )
     capture_share, lend_share = 0.05, rng.choice([0.0, 0.0, 0.1])
     share_at_once = rng.choice([0.0, 0.5, 1.0])
     world.is_stored_at_once = lambda: rng.random() < share_at_once
+    if changes:
+        world.may_lose = True
+        share_with_others = rng.choice([0.0, 0.5])
+        world.comes_with_others = lambda: rng.random() < share_with_others
+
+    def add_any_device():
+        world.add_device(rng.choice([index for index in range(MOST_DEVICES) if index not in world.running]))
+
+    def change():
+        """Any change of the devices, or of what is known of a task on more of them."""
+        others = [device for device in world.running if device not in world.leaving]
+        tasks = [each for each in world.tasks.values() if not (each.finished or each.added.early_release)]
+        if tasks and rng.random() < 0.2:
+            task = rng.choice(tasks)
+            num_known = len(task.added.units.spreads)
+            more = range(num_known, rng.randint(num_known, MOST_DEVICES))
+            world.know_spreads(task, [random_spread(rng, k, task.added.units.training) for k in more])
+        elif others and rng.random() < 0.5:
+            world.remove_device(rng.choice(others))
+        elif len(world.running) < MOST_DEVICES:
+            add_any_device()
+
     try:
         while arrivals or not world.scheduler.finished:
             if arrivals and (num_at_once > 0 or rng.random() < 0.1 or not any(world.under_way())):
                 num_at_once -= 1
                 what, which = arrivals.pop(0)
-                if what == "device":
-                    world.add_device(which)
-                else:
-                    added, batches = random_task(rng, which)
+                if what == "task":
+                    added, batches = random_task(rng, which, early_share)
                     if rng.random() < failure_share * 5:
                         batches[rng.randrange(len(batches))] = RuntimeError("loader")
                         del batches[batches.index(next(b for b in batches if isinstance(b, Exception))) + 1 :]
                     world.add_task(added, batches, rng.choice([1, 1, 2, 6]))
+                elif which not in world.running:
+                    world.add_device(which)
                 continue
             if rng.random() < stop_share:
                 world.stop()
+                continue
+            if changes and world.tasks and rng.random() < stop_share:
+                world.stop_task(rng.choice(list(world.tasks.values())), is_paused=rng.random() < 0.5)
+                continue
+            if changes and rng.random() < change_share:
+                change()
                 continue
             others = [device for device in world.running if device not in world.wanted]
             if others and rng.random() < lend_share:
@@ -541,23 +730,33 @@ def walk(seed, *, failures=False, stops=False, misfits=False, policy=None):
                 world.want_capture(rng.choice(list(world.tasks.values())))
                 continue
             choices = list(world.under_way())
+            if not choices and (world.dispatch() or world.scheduler.finished):
+                continue
+            if not choices and (world.is_paused or world.num_in == 0):
+                add_any_device()
+                continue
             assert choices, "nothing is under way and tasks are unfinished: the run hangs"
             what, happens = rng.choice(choices)
-            if what == "fail" and rng.random() >= max(failure_share, misfit_share):
+            if what == "fail" and rng.random() >= max(failure_share, misfit_share, loss_share):
                 continue
             if what == "read anew" and rng.random() >= misfit_share:
                 continue
-            if what == "break" and misfits and not failures and len(choices) > 1:
-                continue  # it shall not fail, but be cut finer
+            if what == "break" and (misfits or changes) and not failures and len(choices) > 1:
+                continue  # it shall not fail, but be cut finer, or be run again
+            if what == "misfit" and not misfits:
+                continue
+            if what == "lose late" and rng.random() >= loss_share:
+                continue
             if what in ("store", "commit", "update", "fit") and rng.random() < failure_share:
                 happens(RuntimeError(what))
             else:
                 happens()
+        world.dispatch()
         # What was asked of a reader may still come in.
         for what, happens in list(world.under_way()):
             assert what in ("read", "read anew", "return"), "when all is finished nothing is under way but a read"
             if what in ("read", "return"):
-                assert happens() == []
+                assert all(isinstance(each, Release) for each in happens())
     except AssertionError as error:
         tail = "\n".join(map(str, world.story[-12:]))
         raise AssertionError(f"seed {seed}: {error}\nthe last events and instructions:\n{tail}") from error
@@ -603,6 +802,43 @@ def test_walk_with_batches_that_do_not_fit_trains_every_batch(first_seed):
         for task in world.tasks.values():
             if not task.over:
                 assert task.num_committed == task.num_begun == task.num_read
+
+
+@pytest.mark.parametrize("first_seed", range(4000, 4200, 50))
+def test_walk_with_devices_that_come_go_and_fail_trains_every_batch(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        for task in walk(seed, changes=True).tasks.values():
+            assert not task.over
+            assert not task.batches
+            assert task.num_committed == task.num_begun == task.num_read
+
+
+@pytest.mark.parametrize("first_seed", range(5000, 5300, 50))
+def test_walk_with_changes_of_devices_and_failures_of_tasks_ends(first_seed):
+    for seed in range(first_seed, first_seed + 50):
+        world = walk(seed, failures=seed % 2 == 0, stops=seed % 3 == 0, misfits=seed % 5 < 2, changes=True)
+        for task in world.tasks.values():
+            if not task.over:
+                assert task.num_committed == task.num_begun == task.num_read
+
+
+def test_walks_with_changes_reach_what_they_are_for():
+    """Also what is rare: units that go on from a lost one and come through, and steps that a stop leaves undone."""
+    seen = Counter()
+    for seed in range(5000, 5060):
+        story = walk(seed, stops=True, misfits=True, changes=True).story
+        seen.update(type(each).__name__ for each in story)
+        lost = {each.unit for each in story if isinstance(each, UnitLost)}
+        stored = Counter(each.unit for each in story if isinstance(each, Stored))
+        stored.update(each.unit for each in story if isinstance(each, Computed) and each.stored)
+        seen["twice"] += sum(number > 1 for number in stored.values())
+        seen["run again"] += len(lost & set(stored))
+        seen["undone"] += any(isinstance(each, Finish) and not each.is_settled for each in story)
+        index = Counter(each.device for each in story if isinstance(each, DeviceAdded))
+        seen["back again"] += max(index.values()) > 1
+    names = (DeviceRemoved, Release, UnitLost, SpreadsKnown, TaskStopped, Lend, DidNotFit, Capture)
+    assert all(seen[name.__name__] > 0 for name in names), seen
+    assert all(seen[name] > 0 for name in ("twice", "run again", "undone", "back again")), seen
 
 
 def test_walks_reach_what_they_are_for():
@@ -1064,6 +1300,175 @@ def test_unit_runs_only_where_its_input_was_made_until_that_is_stored():
     assert words(world.compute(0)) == "run fb1, load b0"  # on device 0, and device 1 stays idle
     world.read(world.tasks["c"])
     assert world.running == {0: Unit("a", "fb", 1, 0), 1: Unit("c", "fb", 0, 0)}
+
+
+class TestDevicesThatComeAndGo:
+    def world(self, num_devices=1, num_shards=3, *, min_devices=1, **options):
+        """One task, whose first step has begun."""
+        world = World(min_devices=min_devices)
+        for device in range(num_devices):
+            world.add_device(device)
+        world.add_task(task_added("task", num_shards, num_steps=2, **options), [TRAIN, TRAIN])
+        world.read(world.tasks["task"])
+        return world, world.tasks["task"]
+
+    def test_a_device_that_is_removed_ends_its_unit_and_another_goes_on(self):
+        #     device 0   |f0    |                the shard that it has loaded meanwhile is dropped
+        #     device 1          |f1    |         once f0 is in DRAM
+        world, task = self.world(2)
+        assert words(world.remove_device(0)) == "drop f1, load f1"
+        assert world.claims == {0: None, 1: Unit("task", "f", 1, 0)}
+        assert world.compute(0) == [Release(0)]
+        assert world.store(task) == [Run(1, Unit("task", "f", 1, 0)), Load(1, Unit("task", "fb", 2, 0))]
+
+    def test_an_idle_device_is_released_at_once_and_comes_back_under_its_number(self):
+        world, task = self.world(2)
+        assert world.remove_device(1) == [Release(1)]
+        for event in (DeviceWanted(1), DeviceReturned(1)):
+            assert world.scheduler.handle(event) == []  # nobody gets a device that is not there
+        assert world.remove_device(0) == [Drop(0, Unit("task", "f", 1, 0))]
+        world.compute(0)
+        # What f0 has left was on the device that is gone: it is waited for.
+        assert world.add_device(0) == [Load(0, Unit("task", "f", 1, 0))]
+        assert words(world.store(task)) == "run f1, load fb2"
+
+    def test_a_device_that_is_lent_is_released_when_it_is_returned(self):
+        world, _ = self.world(2)
+        assert world.want_device(1) == [Lend(1)]
+        assert world.remove_device(1) == []
+        assert world.want_device(0) == [Drop(0, Unit("task", "f", 1, 0))]
+        assert world.remove_device(0) == []
+        assert world.compute(0) == [Lend(0)]
+        assert world.return_device(1) == [Release(1)]
+        assert world.return_device(0) == [Release(0)]
+
+    def test_below_the_minimum_nothing_begins_and_what_runs_comes_through(self):
+        world, task = self.world(2, min_devices=2)
+        assert words(world.remove_device(1)) == "release"
+        assert words(world.compute(0)) == words(world.store(task)) == ""
+        assert world.claims == {0: Unit("task", "f", 1, 0)}
+        assert words(world.add_device(3)) == "run f1, load fb2"
+
+    def test_a_lost_unit_is_run_again_elsewhere_and_nothing_before_it(self):
+        world, task = self.world(2)
+        world.compute(0)
+        world.store(task)
+        assert world.running == {0: Unit("task", "f", 1, 0), 1: None}
+        world.remove_device(0)
+        assert world.compute(0, failed=True) == [Release(0)]
+        assert words(world.lose(task)) == "drop fb2, load f1, run f1, load fb2"
+        assert world.running == {1: Unit("task", "f", 1, 0)}
+
+    @pytest.mark.parametrize("comes_through", [False, True])
+    @pytest.mark.parametrize("at_once", [False, True])
+    def test_what_was_begun_from_a_lost_unit_is_waited_for_and_run_again_too(self, comes_through, at_once):
+        """f0 is lost on its way to DRAM while f1 computes: f1 fails, or is stored, and f0 is run again."""
+        world, task = self.world(2)
+        world.compute(0)
+        assert words(world.lose(task)) == "drop fb2"
+        world.is_stored_at_once = lambda: at_once
+        said = words(world.compute(0, failed=not comes_through))
+        if not comes_through:
+            said = words(world.lose(task))
+        elif not at_once:
+            said = words(world.store(task))
+        assert said == "load f0, run f0, load f1"
+
+    def test_the_last_unit_does_not_count_when_the_first_is_to_be_run_again(self):
+        """f0 is lost while fb1, the last of the chain, computes: both are run again before anything is updated."""
+        world, task = self.world(lowest_backward=1, num_shards=2, early_release=True, reads_ahead=False)
+        world.compute(0)
+        assert words(world.lose(task)) == ""
+        world.compute(0)
+        assert words(world.store(task)) == "load f0, run f0, load fb1"
+        world.compute(0)
+        world.store(task)
+        world.compute(0)
+        assert words(world.store(task)) == "update 1, read"
+
+    def test_a_unit_is_lost_in_a_step_that_another_part_has_to_begin_again(self):
+        spreads = (Spread(), Spread(2.0))
+        world = World()
+        world.add_device(0)
+        world.add_device(1)
+        world.add_task(task_added("task", 2, spreads=spreads), [TRAIN], num_micro_batches=2)
+        task = world.tasks["task"]
+        world.read(task)
+        world.compute(0, failed=True)
+        world.compute(1, failed=True)
+        assert words(world.lose(task, 0)) == "drop fb1, drop fb1, load f0, run f0, load fb1, load fb1"
+        assert words(world.misfit(task, 1)) == "drop fb1, drop fb1"
+        world.compute(0, failed=True)
+        assert words(world.lose(task, 0)) == "fit f0"
+        assert words(world.fit(task)) == "load f0, run f0, load fb1"
+
+    def test_a_task_that_is_over_ends_once_its_lost_unit_is_reported(self):
+        world, task = self.world()
+        world.compute(0, failed=True)
+        assert words(world.stop_task(task)) == "drop f1"
+        assert words(world.lose(task)) == "finish"
+
+    @pytest.mark.parametrize("removed_first", [False, True])
+    def test_a_stop_without_devices_leaves_a_step_undone_that_has_updated_shards(self, removed_first):
+        world, task = self.world(early_release=True)
+        for _ in range(3):
+            world.compute(0)
+            said = words(world.store(task))
+        assert said == "update 2"
+        if removed_first:
+            world.remove_device(0)
+            said = words(world.stop())
+        else:
+            world.stop()
+            said = words(world.remove_device(0))
+        assert said == ("" if removed_first else "drop b0")
+        assert world.compute(0) == [Release(0)]
+        assert words(world.store(task)) == "discard 1"
+        assert world.update(task, 2) == [Finish("task", is_settled=False)]
+
+    def test_a_stop_below_the_minimum_ends_such_a_step_on_the_devices_there_are(self):
+        world, task = self.world(2, early_release=True, min_devices=2)
+        for _ in range(3):
+            world.compute(0)
+            world.store(task)
+        world.remove_device(1)
+        world.compute(0)
+        assert words(world.store(task)) == "update 1"
+        assert words(world.stop()) == "run b0"
+        world.compute(0)
+        assert words(world.store(task)) == "update 0"
+        for shard in (2, 1, 0):
+            said = words(world.update(task, shard))
+        assert said == "commit"
+        assert words(world.commit(task)) == "capture, finish"
+
+    def test_steps_are_spread_over_devices_that_come_once_it_is_known_how(self):
+        world = World()
+        world.add_device(0)
+        world.add_task(task_added("task", 1, num_steps=5), [TRAIN] * 5, num_micro_batches=4)
+        task = world.tasks["task"]
+        num_parts = [next(each.num_parts for each in world.read(task) if isinstance(each, Begin))]
+
+        def step():
+            world.read(task)
+            for device in [device for device, unit in world.running.items() if unit is not None]:
+                world.compute(device)
+            for part in range(len(task.parts)):
+                world.store(task, part=part)
+            begun = [each.num_parts for each in world.commit(task) if isinstance(each, Begin)]
+            world.update(task, 0)
+            num_parts.extend(begun)
+
+        world.add_device(1)
+        step()
+        world.know_spreads(task, [Spread(2.0), Spread(3.0)])
+        world.add_device(2)
+        step()
+        world.remove_device(1)
+        step()
+        world.remove_device(0)
+        step()
+        assert num_parts == [1, 1, 3, 2, 1]
 
 
 def test_fair_share_gives_time_by_weight():

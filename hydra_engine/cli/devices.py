@@ -1,0 +1,42 @@
+"""``hydra-engine devices``: the devices of a run that is at work, listed, added and removed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from hydra_engine.cli.command import Mistake
+from hydra_engine.control import ask
+
+
+def run(options: argparse.Namespace) -> None:
+    """Send the order to the run, and print a line for each device that it is about."""
+    what, name = options.order, options.name
+    if (name is None) != (what == "list"):
+        raise Mistake(f"NAME: {name!r} with {what}, limit: list takes none, add and remove take one; `--help`")
+    if options.grace is not None and what != "remove":
+        raise Mistake(f"--grace: {options.grace!r} with {what}, limit: with remove; leave it out")
+    order: dict[str, Any] = {"do": what}
+    if name is not None:
+        order["name"] = name
+    if options.grace is not None:
+        order["grace_s"] = _seconds(options.grace)
+    try:
+        answer = ask(options.run, order)
+    except (OSError, ValueError) as error:
+        raise Mistake(str(error)) from error
+    places = answer["devices"]
+    shown = places if name is None else {answer["name"]: places.get(answer["name"], "out")}
+    for device, place in shown.items():
+        print(f"{device}: {place}")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise Mistake(f"--grace: {text!r}, limit: seconds, 0 or more; pass for example 30")
+    return seconds

@@ -1,0 +1,64 @@
+"""`hydra-engine devices`: what it prints, and every refusal in one line; without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydra_engine.cli import main
+from tests.test_control import FakePool, steered
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool(tmp_path):
+    found = FakePool(**{"cuda:0": "in", "cuda:1": "out"})
+    with steered(found, tmp_path):
+        yield found
+
+
+def test_places_are_listed_and_changed(pool, tmp_path, capsys):
+    for order in (["list"], ["add", "cuda:1"], ["remove", "cuda:0"], ["remove", "cuda:1", "--grace", "2.5"], ["list"]):
+        assert main(["devices", order[0], str(tmp_path), *order[1:]]) == 0
+    out = ["cuda:0: in", "cuda:1: out", "cuda:1: in", "cuda:0: leaving", "cuda:1: leaving"]
+    assert capsys.readouterr() == ("\n".join([*out, "cuda:0: leaving", "cuda:1: leaving", ""]), "")
+    assert pool.orders[1:] == [("remove", "cuda:0", None), ("remove", "cuda:1", 2.5)]
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        (["add", "RUN", "cuda:0"], "add_device: 'cuda:0' is in already"),
+        (["remove", "RUN", "cuda:7"], "remove_device: 'cuda:7', known: ['cuda:0', 'cuda:1']"),
+        (["add", "RUN"], "NAME: None with add, limit: list takes none"),
+        (["list", "RUN", "cuda:0"], "NAME: 'cuda:0' with list, limit: list takes none"),
+        (["add", "RUN", "cuda:1", "--grace", "3"], "--grace: '3' with add, limit: with remove"),
+        (["remove", "RUN", "cuda:0", "--grace", "soon"], "--grace: 'soon', limit: seconds, 0 or more"),
+        (["remove", "RUN", "cuda:0", "--grace=-1"], "--grace: '-1', limit: seconds, 0 or more"),
+        (["remove", "RUN", "cuda:0", "--grace", "inf"], "--grace: 'inf', limit: seconds, 0 or more"),
+        (["list", "elsewhere"], "RUN: no run takes orders in elsewhere, limit: the checkpoint_dir of a run of yours"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_refusals_are_one_line(pool, tmp_path, capsys, order, told):
+    assert main(["devices", *(str(tmp_path) if each == "RUN" else each for each in order)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hydra-engine devices: {told}")
+    assert err.count("\n") == 1
+    assert pool.devices == {"cuda:0": "in", "cuda:1": "out"}
+
+
+def test_unknown_orders_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["devices", "stop", "somewhere"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'stop'" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path):
+    script = f"import sys; from hydra_engine.cli import main; main(['devices', 'list', {str(tmp_path)!r}])"
+    script += "; assert 'hydra_engine.cli.devices' in sys.modules; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)

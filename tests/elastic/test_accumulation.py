@@ -1,0 +1,672 @@
+"""Accumulated equals undivided, whatever the optimizer and the loop.
+
+Most tests compare bits, and depend on nobody's kernels: losses are linear in the parameters, inputs are small whole
+numbers and batch sizes powers of two. So every gradient is exact in any order of additions, and what is left to an
+optimizer is the same arithmetic on the same numbers.
+"""
+
+import copy
+import io
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+from hydra_engine.elastic import GradientAccumulation, split_batch
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "adamw, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True, amsgrad=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+}
+REDUCTIONS = ("mean", "sum")
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+
+
+class Linear(nn.Module):
+    """A loss per sample that is linear in its two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 15).view(5, 3))
+        self.bias = nn.Parameter(torch.linspace(0, 1, 3))
+
+    def forward(self, samples):
+        return (samples * self.weight + self.bias * samples[:, :1]).sum(dim=(1, 2))
+
+
+def batches(num_batches=4, size=16, seed=0):
+    """Batches of whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randint(-8, 9, (num_batches, size, 5, 3), generator=generator).float())
+
+
+def reduced(losses, reduction):
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def train(model, optimizer, inputs, reduction="mean", after=lambda: None):
+    """The loop of all training code."""
+    for samples in inputs:
+        optimizer.zero_grad()
+        reduced(model(samples), reduction).backward()
+        optimizer.step()
+        after()
+
+
+def micro(inputs, steps=4):
+    return [each for samples in inputs for each in samples.chunk(steps)]
+
+
+def undivided(name="adam", reduction="mean", **options):
+    model = Linear()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, batches(**options), reduction)
+    return model, optimizer
+
+
+def wrapped(name="adam", steps=4, reduction="mean"):
+    model = Linear()
+    return model, GradientAccumulation(OPTIMIZERS[name](model.parameters()), steps, reduction)
+
+
+def tensors(value):
+    """All tensors and numbers in a nest, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [each for part in value for each in tensors(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+def assert_equal(found, expected):
+    """Both are pairs of a model and its optimizer: their weights and states are the same bits."""
+    for (model, optimizer), (other, plain) in [(found, expected)]:
+        optimizer, plain = (getattr(each, "optimizer", each) for each in (optimizer, plain))
+        ours = tensors([dict(model.state_dict()), optimizer.state_dict()])
+        theirs = tensors([dict(other.state_dict()), plain.state_dict()])
+        assert len(ours) == len(theirs)
+        for one, two in zip(ours, theirs, strict=True):
+            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+# --- accumulated equals undivided ---
+
+
+@every_reduction
+@every_optimizer
+def test_accumulated_is_undivided(name, reduction):
+    model, optimizer = wrapped(name, reduction=reduction)
+    train(model, optimizer, micro(batches()), reduction)
+    assert_equal((model, optimizer), undivided(name, reduction))
+
+
+@every_reduction
+@every_optimizer
+def test_unequal_micro_batches_of_a_network(name, reduction):
+    """In float64, within a relative 1e-8: sums are in another order, and sizes are no powers of two."""
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(5, 11, 6).double(), torch.randint(4, (5, 11))
+    plain, model = network(), network()
+    expected = OPTIMIZERS[name](plain.parameters())
+    optimizer = GradientAccumulation(OPTIMIZERS[name](model.parameters()), 4, reduction)
+    sizes = split_batch(11, 3, 1)
+    assert sizes == [3, 3, 3, 2]
+    for x, y in zip(inputs, targets, strict=True):
+        expected.zero_grad()
+        F.cross_entropy(plain(x), y, reduction=reduction).backward()
+        expected.step()
+        for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(part), target, reduction=reduction)
+            optimizer.weigh(loss, len(part), len(x)).backward()
+            optimizer.step()
+    for found, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
+
+
+def test_equal_micro_batches_weigh_as_they_are():
+    loss = torch.ones(())
+    assert wrapped(steps=4)[1].weigh(loss, 25, 100) is loss
+    assert wrapped(steps=4, reduction="sum")[1].weigh(loss, 3, 100) is loss
+    assert wrapped(steps=4)[1].weigh(loss, 50, 100) == 2
+
+
+# --- when it steps and clears ---
+
+
+class Logging(torch.optim.SGD):
+    """Notes its calls."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.calls = []
+
+    def step(self, closure=None):
+        self.calls.append("step")
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.calls.append(f"zero {set_to_none}")
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_it_steps_at_the_last_micro_batch_and_clears_at_the_first(steps):
+    model = Linear()
+    optimizer = GradientAccumulation(Logging(model.parameters()), steps)
+    samples = batches(1)[0]
+    for i in range(22):
+        before = len(optimizer.calls)
+        optimizer.zero_grad()
+        model(samples).mean().backward()
+        optimizer.step()
+        is_last = i % steps == steps - 1
+        assert optimizer.calls[before:] == ["zero True"] * (i % steps == 0) + ["step"] * is_last
+        assert optimizer.stepped == is_last
+        assert optimizer.accumulated == (i + 1) % steps
+
+
+def test_gradients_add_up_in_place_until_the_step():
+    model, optimizer = wrapped(steps=3, reduction="sum")
+    samples = batches(1)[0]
+    train(model, optimizer, [samples, samples])
+    gradient = model.weight.grad
+    once = model(samples).mean()
+    optimizer.zero_grad()
+    assert model.weight.grad is gradient
+    assert torch.equal(gradient, 2 * torch.autograd.grad(once, model.weight)[0])
+
+
+def test_a_loop_may_clear_after_its_step():
+    model, optimizer = wrapped()
+    for samples in micro(batches()):
+        model(samples).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.weight.grad is None
+    assert_equal((model, optimizer), undivided())
+
+
+def test_gradients_may_stay_where_they_are():
+    model, optimizer = wrapped()
+    train(model, optimizer, micro(batches()))
+    gradient = model.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad is gradient
+    assert not gradient.any()
+
+
+def test_an_optimizer_of_old_takes_no_arguments():
+    class Old(torch.optim.Optimizer):
+        cleared = stepped = 0
+
+        def zero_grad(self):
+            self.cleared += 1
+
+        def step(self):
+            self.stepped += 1
+
+    optimizer = GradientAccumulation(Old([torch.zeros(1)], {}), 3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        optimizer.step()
+    assert (optimizer.optimizer.cleared, optimizer.optimizer.stepped) == (2, 2)
+
+
+def test_parameters_without_gradient_stay_as_they_are():
+    model, optimizer = wrapped("adamw, foreach")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+    assert torch.equal(model.bias, Linear().bias)
+    assert model.bias not in optimizer.state
+
+
+def test_sparse_gradients():
+    expected, found = (nn.Embedding.from_pretrained(torch.ones(8, 2), freeze=False, sparse=True) for _ in range(2))
+    plain = torch.optim.SparseAdam(expected.parameters())
+    optimizer = GradientAccumulation(torch.optim.SparseAdam(found.parameters()), 2)
+    for _ in range(3):
+        plain.zero_grad()
+        expected(torch.tensor([1, 2, 2, 7])).sum(1).mean().backward()
+        plain.step()
+        for indices in ([1, 2], [2, 7]):
+            optimizer.zero_grad()
+            found(torch.tensor(indices)).sum(1).mean().backward()
+            optimizer.step()
+    assert torch.equal(found.weight, expected.weight)
+
+
+# --- an optimizer of torch to all others ---
+
+
+def test_groups_state_and_hooks_are_those_of_the_wrapped_optimizer():
+    optimizer = wrapped()[1]
+    inner = optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert repr(optimizer).startswith("GradientAccumulation (steps: 4, reduction: mean) of Adam (\nParameter Group 0")
+    extra = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    assert inner.param_groups[1]["params"] == [extra]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    with pytest.raises(AttributeError, match="nothing"):
+        optimizer.nothing  # noqa: B018
+
+
+def test_step_hooks_see_whole_steps():
+    def clip(optimizer, *_):
+        norms.append(len(norms))
+        nn.utils.clip_grad_value_([each for group in optimizer.param_groups for each in group["params"]], 0.25)
+
+    norms = []
+    model, optimizer = wrapped()
+    optimizer.register_step_pre_hook(clip)
+    train(model, optimizer, micro(batches()))
+    assert len(norms) == 4
+    expected = Linear()
+    plain = OPTIMIZERS["adam"](expected.parameters())
+    plain.register_step_pre_hook(clip)
+    train(expected, plain, batches())
+    assert_equal((model, optimizer), (expected, plain))
+    assert any(
+        not torch.equal(one, two) for one, two in zip(model.parameters(), undivided()[0].parameters(), strict=True)
+    )
+
+
+SCHEDULES = {
+    "decay": partial(lr_scheduler.ExponentialLR, gamma=0.5),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=9),  # moves betas too
+    "chained": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 4)],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["stepped", "hook", "of the wrapped"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_counts_steps(name, way):
+    expected, model = Linear(), Linear()
+    plain, inner = OPTIMIZERS["adam"](expected.parameters()), OPTIMIZERS["adam"](model.parameters())
+    optimizer = GradientAccumulation(inner, 4)
+    plainly = SCHEDULES[name](plain)
+    schedule = SCHEDULES[name](inner if way == "of the wrapped" else optimizer)
+    if way == "hook":
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    train(expected, plain, batches(7), after=plainly.step)
+    train(
+        model,
+        optimizer,
+        micro(batches(7)),
+        after=lambda: schedule.step() if optimizer.stepped and way != "hook" else None,
+    )
+    assert schedule.last_epoch == 7
+    assert schedule.get_last_lr() == plainly.get_last_lr()
+    assert_equal((model, optimizer), (expected, plain))
+
+
+def test_a_plateau_is_watched_as_ever():
+    optimizer = wrapped()[1]
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    schedule.step(1.0)
+    schedule.step(2.0)
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.005
+
+
+# --- states ---
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 6, 15])
+@every_optimizer
+def test_a_resumed_step_is_one_that_was_not_interrupted(name, at):
+    """Saved after so many of 16 micro-batches, also in the middle of a step, and loaded in a new process's objects."""
+    inputs = micro(batches())
+    model, optimizer = wrapped(name)
+    train(model, optimizer, inputs[:at])
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, inputs[at:])
+
+    resumed, other = wrapped(name)
+    train(resumed, other, inputs[:3])  # whatever it did before is gone
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    assert other.accumulated == at % 4
+    gradients = saved["optimizer"]["accumulation"].get("gradients", {})
+    before = copy.deepcopy(gradients)
+    assert [each.grad is not None for each in resumed.parameters()] == [at % 4 > 0] * 2
+    train(resumed, other, inputs[at:])
+    assert all(torch.equal(gradients[i], each) for i, each in before.items())  # they are not the ones trained with
+    assert_equal((resumed, other), (model, optimizer))
+    assert_equal((resumed, other), undivided(name))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_goes_on_in_the_middle_of_a_step(copied):
+    inputs = micro(batches())
+    model, optimizer = wrapped()
+    train(model, optimizer, inputs[:6])
+    schedule = lr_scheduler.ExponentialLR(optimizer, 1.0)  # which patches `step` of the original
+    twin, other = copied((model, optimizer))
+    train(model, optimizer, inputs[6:])
+    assert other.param_groups[0]["params"][0] is twin.weight
+    assert (other.steps, other.reduction, other.accumulated) == (4, "mean", 2)
+    train(twin, other, inputs[6:])
+    for found, right in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found, right)
+    assert schedule.optimizer is optimizer
+
+
+def test_a_copy_is_wrapped_whatever_the_wrapped_optimizer_does():
+    class Single(torch.optim.SGD):
+        def __deepcopy__(self, memo):
+            return self
+
+    optimizer = GradientAccumulation(Single([torch.zeros(1)], lr=0.1), 2)
+    assert copy.deepcopy(optimizer).optimizer is optimizer.optimizer
+
+
+def test_warm_moments_come_from_a_plain_optimizer_and_go_to_one():
+    inputs = batches()
+    model = Linear()
+    plain = OPTIMIZERS["adam"](model.parameters())
+    train(model, plain, inputs[:1])
+    resumed, optimizer = wrapped()
+    resumed.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(through_a_file(plain.state_dict()))
+    train(resumed, optimizer, micro(inputs[1:3]))
+    again = Linear()
+    again.load_state_dict(resumed.state_dict())
+    last = OPTIMIZERS["adam"](again.parameters())
+    last.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(again, last, inputs[3:])
+    assert_equal((again, last), undivided())
+
+
+def test_a_warm_optimizer_may_be_wrapped():
+    model = Linear()
+    plain = OPTIMIZERS["adam"](model.parameters())
+    train(model, plain, batches()[:2])
+    optimizer = GradientAccumulation(plain, 4)
+    train(model, optimizer, micro(batches()[2:]))
+    assert_equal((model, optimizer), undivided())
+
+
+def test_between_steps_another_number_may_go_on():
+    inputs = batches()
+    model, optimizer = wrapped(steps=4)
+    train(model, optimizer, micro(inputs[:2], 4))
+    resumed, other = wrapped(steps=2)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert other.steps == 2
+    train(resumed, other, micro(inputs[2:], 2))
+    assert_equal((resumed, other), undivided())
+
+
+@pytest.mark.parametrize(("steps", "reduction"), [(2, "mean"), (4, "sum")])
+def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, reduction):
+    model, optimizer = wrapped()
+    train(model, optimizer, micro(batches())[:6])
+    _, other = wrapped(steps=steps, reduction=reduction)
+    with pytest.raises(
+        ValueError, match=f"steps, reduction: {steps}, {reduction}, limit: the state's 4, mean in the mid"
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+    assert other.accumulated == 0
+
+
+# --- closures ---
+
+
+@every_reduction
+@pytest.mark.parametrize("name", ["sgd", "adam", "asgd"])
+def test_closures_are_evaluated_micro_batch_by_micro_batch(name, reduction):
+    """They may read a variable of the loop, as most do."""
+    model, optimizer = wrapped(name, reduction=reduction)
+    expected = Linear()
+    plain = OPTIMIZERS[name](expected.parameters())
+    losses, whole = [], []
+    for samples in batches():
+        whole.append(plain.step(lambda: evaluate(expected, plain, samples, reduction)))  # noqa: B023
+        for part in samples.chunk(4):
+            with torch.no_grad():  # which is for what surrounds the closure
+                losses.append(optimizer.step(lambda: evaluate(model, optimizer, part, reduction)))  # noqa: B023
+    assert_equal((model, optimizer), (expected, plain))
+    torch.testing.assert_close(torch.stack(losses[3::4]), torch.stack(whole))
+    assert all(loss.requires_grad for loss in losses[0::4])  # as the closure returned it
+
+
+def evaluate(model, optimizer, samples, reduction="mean"):
+    optimizer.zero_grad()
+    loss = reduced(model(samples), reduction)
+    loss.backward()
+    return loss
+
+
+def square(model, optimizer, samples, reduction, weigh=lambda loss, *_: loss):
+    """A loss that LBFGS can minimize."""
+    optimizer.zero_grad()
+    losses = ((samples * model.weight).sum(dim=(1, 2)) - 1).square() + model.bias.square().sum()
+    loss = weigh(reduced(losses, reduction), len(samples), 16)
+    loss.backward()
+    return loss
+
+
+@every_reduction
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_evaluates_all_micro_batches_again(search, reduction):
+    """In float64, within a relative 1e-8. Sizes are 6, 5 and 5."""
+    expected, model = Linear().double(), Linear().double()
+    lbfgs = partial(torch.optim.LBFGS, lr=0.01, max_iter=5, line_search_fn=search)
+    plain = lbfgs(expected.parameters())
+    optimizer = GradientAccumulation(lbfgs(model.parameters()), 3, reduction)
+    for samples in batches(3):
+        loss = plain.step(partial(square, expected, plain, samples.double(), reduction))
+        for part in samples.double().tensor_split(3):
+            found = optimizer.step(partial(square, model, optimizer, part, reduction, optimizer.weigh))
+        torch.testing.assert_close(found, loss)
+    assert optimizer.state[model.weight]["func_evals"] > 3
+    for one, two in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["one variable", "one object", "default"])
+def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
+    model = Linear().double()
+    optimizer = GradientAccumulation(torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3), 2)
+    samples = torch.ones(4, 5, 3).double()
+
+    def once():
+        return square(model, optimizer, samples, "mean")
+
+    closures = []
+    for samples in batches(1)[0].double().chunk(2):
+        closures.append(
+            {
+                "one variable": lambda: square(model, optimizer, samples, "mean"),  # noqa: B023
+                "one object": once,
+                "default": lambda samples=samples: square(model, optimizer, samples, "mean"),
+            }[kind]
+        )
+    optimizer.step(closures[0])
+    if kind == "default":
+        optimizer.step(closures[1])
+        assert optimizer.stepped
+        return
+    with pytest.raises(RuntimeError, match="LBFGS evaluates again: 1 closures, micro-batches: 2; give each its data"):
+        optimizer.step(closures[1])
+    assert optimizer.accumulated == 0
+
+
+def test_closures_are_of_all_micro_batches_or_of_none():
+    model, optimizer = wrapped()
+    train(model, optimizer, micro(batches())[:1])
+    with pytest.raises(ValueError, match="closures: 0, micro-batches: 1; give all or none"):
+        optimizer.step(lambda: evaluate(model, optimizer, batches()[0]))
+
+
+@pytest.mark.parametrize("loss", [None, 3])
+def test_a_closure_may_return_no_tensor(loss):
+    optimizer = wrapped("sgd")[1]
+    assert [optimizer.step(lambda: loss) for _ in range(8)] == [loss] * 8
+
+
+def test_closures_of_a_resumed_step():
+    model, optimizer = wrapped("sgd")
+    parts = micro(batches(1))
+    for part in parts[:2]:
+        optimizer.step(partial(evaluate, model, optimizer, part))
+    resumed, other = wrapped("sgd")
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    found = [
+        [each.step(partial(evaluate, net, each, part)) for part in parts[2:]][-1]
+        for net, each in ((model, optimizer), (resumed, other))
+    ]
+    assert found[0] == found[1]
+    assert_equal((resumed, other), (model, optimizer))
+
+
+# --- GradScaler ---
+
+
+def scaler_of(**options):
+    return torch.amp.GradScaler("cpu", **{"init_scale": 16.0, "growth_interval": 1000, **options})
+
+
+@pytest.mark.parametrize("way", ["each micro-batch", "unscaled first", "whole steps only"])
+@every_optimizer
+def test_a_scaler_leaves_no_trace(name, way):
+    """Its scale grows in the middle of steps, where it is called for each micro-batch."""
+    scaler = scaler_of(growth_interval=3)
+    model, optimizer = wrapped(name)
+    scales = []
+    for i, samples in enumerate(micro(batches())):
+        optimizer.zero_grad()
+        scaler.scale(model(samples).mean()).backward()
+        scales.append(scaler.get_scale())
+        if way == "whole steps only" and i % 4 < 3:
+            optimizer.step()
+            continue
+        if way == "unscaled first":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_equal((model, optimizer), undivided(name))
+    assert scaler.get_scale() == (32.0 if way == "whole steps only" else 512.0)
+    assert (len(set(scales[:4])) > 1) == (way != "whole steps only")
+
+
+@pytest.mark.parametrize("bad", [4, 5, 7])
+def test_a_step_with_an_overflow_is_left_out_whole(bad):
+    scaler = scaler_of()
+    model, optimizer = wrapped()
+    inputs = micro(batches())
+    inputs[bad] = inputs[bad] * float("inf")
+    stepped = []
+    for samples in inputs:
+        optimizer.zero_grad()
+        scaler.scale(model(samples).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        stepped.append(optimizer.stepped)
+    assert [i for i, each in enumerate(stepped) if each] == [3, 11, 15]
+    assert scaler.get_scale() == 8.0  # cut once, at the micro-batch that overflowed
+    expected = Linear()
+    plain = OPTIMIZERS["adam"](expected.parameters())
+    train(expected, plain, [samples for i, samples in enumerate(batches()) if i != 1])
+    assert_equal((model, optimizer), (expected, plain))
+
+
+@pytest.mark.parametrize("bad", [None, 4])
+def test_a_resumed_step_with_a_scaler(bad):
+    inputs = micro(batches(2))
+    if bad is not None:
+        inputs[bad] = inputs[bad] * float("inf")
+
+    def go_on(model, optimizer, scaler, inputs):
+        for samples in inputs:
+            optimizer.zero_grad()
+            scaler.scale(model(samples).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    model, optimizer = wrapped()
+    scaler = scaler_of(growth_interval=3)
+    go_on(model, optimizer, scaler, inputs[:6])
+    resumed, other = wrapped()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    same = scaler_of(growth_interval=3)
+    same.load_state_dict(scaler.state_dict())
+    go_on(resumed, other, same, inputs[6:])
+    go_on(model, optimizer, scaler, inputs[6:])
+    assert_equal((resumed, other), (model, optimizer))
+    assert other.stepped == (bad is None)
+
+
+def test_gradients_in_float16_are_refused_as_a_scaler_does():
+    model = Linear().half()
+    scaler = scaler_of()
+    optimizer = GradientAccumulation(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    scaler.scale(model(batches()[0].half()).mean()).backward()
+    with pytest.raises(ValueError, match="gradients: float16 with a GradScaler, limit: float32"):
+        scaler.step(optimizer)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"optimizer": nn.Linear(1, 1)}, TypeError, "optimizer: Linear is not a torch.optim.Optimizer; give one"),
+        ({"steps": 0}, ValueError, "steps: 0, limit: at least 1; give more"),
+        ({"steps": 2.0}, TypeError, "steps: 2.0 is not an int; give a whole number"),
+        ({"reduction": "none"}, ValueError, "reduction: 'none', known: mean, sum; give that of the loss"),
+    ],
+)
+def test_bad_arguments_are_refused(change, error, message):
+    given = {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "steps": 2, "reduction": "mean", **change}
+    with pytest.raises(error) as refused:
+        GradientAccumulation(**given)
+    assert str(refused.value) == message
+
+
+def test_an_empty_micro_batch_has_no_loss_to_weigh():
+    with pytest.raises(ValueError, match="size: 0, limit: at least 1"):
+        wrapped()[1].weigh(torch.zeros(()), 0, 16)
