@@ -241,7 +241,7 @@ def bytes_of(task, boundaries):
     return {"load_bytes": load_bytes, "gradient_bytes": load_bytes, "boundary_bytes": boundary_bytes}
 
 
-def predict(path, like):
+def predict(path, like=""):
     """Predict the makespans of workloads with these words from measured costs, to a file."""
     torch.set_num_threads(1)
     trained([SMALL.task("warm", 2)], 1, None)
