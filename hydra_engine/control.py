@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import socket
 import stat
@@ -35,6 +34,7 @@ READ_S = 1.0
 ANSWER_S = 60.0
 # The end of a run waits so long for an answer that is under way.
 PATIENCE_S = 10.0
+ORDER, MOST_ORDERS = "hydra-order", 16  # threads that answer, at the same time
 
 
 class Pool(Protocol):
@@ -70,8 +70,9 @@ def steered(
     if listening is None:
         yield
         return
+    answering: list[threading.Thread] = []
     thread = threading.Thread(
-        target=_serve, args=(listening, pool, messages, read_s), name="hydra-control", daemon=True
+        target=_serve, args=(listening, pool, messages, read_s, answering), name="hydra-control", daemon=True
     )
     thread.start()
     try:
@@ -81,9 +82,12 @@ def steered(
             os.unlink(path)
         with suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)  # which ends accept()
+        deadline_s = time.monotonic() + PATIENCE_S
         thread.join(PATIENCE_S)
-        if thread.is_alive():
-            messages.append(f"`hydra-engine devices`: an order did not end; its thread {thread.name!r} was left behind")
+        for each in answering:
+            each.join(max(0.0, deadline_s - time.monotonic()))
+        if any(each.is_alive() for each in answering):
+            messages.append(f"`hydra-engine devices`: an order did not end; its thread {ORDER!r} was left behind")
         listening.close()
 
 
@@ -139,7 +143,9 @@ def _listen(directory: str | os.PathLike[str]) -> socket.socket:
     return listening
 
 
-def _serve(listening: socket.socket, pool: Pool, messages: list[str], read_s: float) -> None:
+def _serve(
+    listening: socket.socket, pool: Pool, messages: list[str], read_s: float, answering: list[threading.Thread]
+) -> None:
     while True:
         try:
             connection, _ = listening.accept()
@@ -147,11 +153,21 @@ def _serve(listening: socket.socket, pool: Pool, messages: list[str], read_s: fl
             if error.errno != errno.EINVAL:  # as after shutdown()
                 messages.append(f"`hydra-engine devices` reaches this run no more: {error}")
             return
-        with connection, suppress(OSError):  # it has gone, or takes too long
-            line = _read_line(connection, read_s)
-            answer = _obeyed(pool, line) if _is_owner(connection) else {"error": "RUN: this run is somebody else's"}
-            connection.settimeout(read_s)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
+        # An order may wait, for a device that leaves, and others must not wait with it.
+        answering[:] = [each for each in answering if each.is_alive()]
+        if len(answering) == MOST_ORDERS:
+            connection.close()
+            continue
+        answering.append(threading.Thread(target=_answer, args=(connection, pool, read_s), name=ORDER, daemon=True))
+        answering[-1].start()
+
+
+def _answer(connection: socket.socket, pool: Pool, read_s: float) -> None:
+    with connection, suppress(OSError):  # it has gone, or takes too long
+        line = _read_line(connection, read_s)
+        answer = _obeyed(pool, line) if _is_owner(connection) else {"error": "RUN: this run is somebody else's"}
+        connection.settimeout(read_s)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _read_line(connection: socket.socket, limit_s: float) -> bytes:
@@ -194,4 +210,4 @@ def _obeyed(pool: Pool, line: bytes) -> dict[str, Any]:
 
 def _is_seconds(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
+    return is_number and 0 <= value <= threading.TIMEOUT_MAX

@@ -117,6 +117,7 @@ class FakeCuda:
         patch = pytest.MonkeyPatch()
         device._streams.cache_clear()
         device._library_bytes.cache_clear()
+        device._CONTEXT_BYTES.clear()
         for name, value in (small | constants).items():
             patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
         patch.setattr(device, "torch", self.torch)
@@ -133,6 +134,7 @@ class FakeCuda:
             patch.undo()
             device._streams.cache_clear()
             device._library_bytes.cache_clear()
+            device._CONTEXT_BYTES.clear()
 
     def check_all_left_as_found(self):
         """What holds once everything that used it is closed."""

@@ -59,7 +59,7 @@ def test_devices_are_listed_added_and_removed(tmp_path):
         answer = control.ask(tmp_path, {"do": "remove", "name": "a", "grace_s": 2.5})
         assert answer == {"devices": {"a": "leaving", "b": "in"}, "name": "a"}
         control.ask(tmp_path, {"do": "remove", "name": "b"})
-    assert pool.orders == [("add", "b", "hydra-control"), ("remove", "a", 2.5), ("remove", "b", None)]
+    assert pool.orders == [("add", "b", "hydra-order"), ("remove", "a", 2.5), ("remove", "b", None)]
     assert messages == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from hydra_engine.cli.command import Mistake
@@ -37,6 +38,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise Mistake(f"--grace: {text!r}, limit: seconds, 0 or more; pass for example 30")
+    if not 0 <= seconds <= TIMEOUT_MAX:
+        raise Mistake(f"--grace: {text!r}, limit: seconds, 0 to {TIMEOUT_MAX:g}; pass for example 30")
     return seconds

@@ -61,6 +61,9 @@ OUT_OF_MEMORY = 2
 KNOWN_NAMES = "'cuda:0', 'cuda:1', ..."
 
 
+_CONTEXT_BYTES: dict[int, int] = {}  # of cards on which this process has its context, whoever has named them
+
+
 class CudaDevice(DeviceSpec):
     """One CUDA device, its budget capped at `memory` bytes.
 
@@ -99,7 +102,9 @@ class CudaDevice(DeviceSpec):
         library_bytes = _library_bytes(index)
         free, self.total_bytes = torch.cuda.mem_get_info(index)
         used = self.total_bytes - free - torch.cuda.memory_reserved(index)
-        context = self.context_bytes = min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
+        context = self.context_bytes = _CONTEXT_BYTES[index] = (
+            min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
+        )
         if asked is not None and asked > self.total_bytes:
             raise ValueError(
                 f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
@@ -142,10 +147,10 @@ class CudaDevice(DeviceSpec):
         found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
         return {f"cuda:{index}": str(each.uuid) for index, each in enumerate(found)}
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the card that this process holds: torch's allocator, the context and libraries."""
-        return torch.cuda.memory_reserved(self.index) + self.context_bytes
+    @staticmethod
+    def held_bytes(index: int) -> int:
+        """Return the bytes of a card that this process holds: torch's allocator, and the context and libraries."""
+        return torch.cuda.memory_reserved(index) + _CONTEXT_BYTES[index] if index in _CONTEXT_BYTES else 0
 
     @property
     def name(self) -> str:

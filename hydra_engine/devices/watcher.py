@@ -52,7 +52,6 @@ class GpuWatcher:
         self._watch = Watch(settings, max_devices)
         self._max_devices = max_devices
         self._clock, self._wait = clock, wait
-        self._specs: dict[str, CudaDevice] = {}  # GPUs on which this process has its context
         self._told: Counter[str] = Counter()  # for the report of a run
 
     @classmethod
@@ -148,7 +147,7 @@ class GpuWatcher:
         except nvml.NVMLError:  # not supported, or not permitted: memory tells
             shown = None
         pids = None if shown is None else frozenset(int(each.pid) for each in shown)
-        held_bytes = self._specs[name].held_bytes if name in self._specs else 0
+        held_bytes = CudaDevice.held_bytes(int(name.partition(":")[2]))
         return SeenGpu(total_bytes=memory.total, free_bytes=memory.free, held_bytes=held_bytes, pids=pids)
 
     def _spec(self, name: str) -> CudaDevice:
@@ -156,8 +155,7 @@ class GpuWatcher:
         memory = self._settings.memory
         if memory is None and not _claimed(self._uuids[name]):
             raise RuntimeError("another run of this user has claimed it")
-        self._specs[name] = CudaDevice(int(name.partition(":")[2]), memory)
-        return self._specs[name]
+        return CudaDevice(int(name.partition(":")[2]), memory)
 
 
 def _begun(nvml: Any) -> Any:

@@ -6,7 +6,6 @@ What training loops use is imported with its first use, since it needs torch: de
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hydra_engine.elastic.free_gpus import FreeGpus, GiveUp, SeenGpu, Watch
 from hydra_engine.elastic.pool import DevicePool, Place, PoolLimits
 from hydra_engine.elastic.quotas import Quota, Quotas
 from hydra_engine.elastic.split import split_batch
@@ -14,6 +13,7 @@ from hydra_engine.elastic.split import split_batch
 if TYPE_CHECKING:
     from hydra_engine.elastic.accumulation import GradientAccumulation
     from hydra_engine.elastic.batch_split import BatchSplit, init
+    from hydra_engine.elastic.free_gpus import FreeGpus, GiveUp, SeenGpu, Watch
 
 __all__ = [
     "BatchSplit",
@@ -31,7 +31,12 @@ __all__ = [
     "split_batch",
 ]
 
-_WITH_TORCH = {"BatchSplit": "batch_split", "GradientAccumulation": "accumulation", "init": "batch_split"}
+_WITH_TORCH = {
+    "BatchSplit": "batch_split",
+    "GradientAccumulation": "accumulation",
+    "init": "batch_split",
+    **dict.fromkeys(("FreeGpus", "GiveUp", "SeenGpu", "Watch"), "free_gpus"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -239,6 +239,8 @@ def _data_of(closure: Any) -> Hashable:
     """The variables and arguments that a closure reads; evaluated again, two that have the same ones do the same."""
     if isinstance(closure, partial):
         return (_data_of(closure.func), *map(id, closure.args), *map(id, closure.keywords.values()))
+    if isinstance(closure, MethodType):
+        return (closure.__func__, id(closure.__self__))
     if isinstance(closure, FunctionType):
         arguments = [*(closure.__defaults__ or ()), *(closure.__kwdefaults__ or {}).values()]
         return (closure.__code__, *map(id, arguments), *map(id, closure.__closure__ or ()))

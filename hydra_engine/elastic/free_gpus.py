@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
 from partitioners import format_bytes, parse_bytes
@@ -73,7 +74,7 @@ def _check_seconds(
     what: str, value: Any, limit: str, is_right: Callable[[float], bool] = lambda value: value >= 0
 ) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and is_right(value)):
+    if not (is_number and math.isfinite(value) and value <= TIMEOUT_MAX and is_right(value)):
         raise ValueError(f"{what}: {value!r}, limit: seconds, {limit}; give for example 5")
 
 
@@ -141,9 +142,11 @@ class Watch:
                 has_room = self._max_devices is None or num_in < self._max_devices
                 if has_room and now_s - self._free_since[name] >= self._free_s:
                     num_in += 1
+                    self._given_up.discard(name)  # from now on, who takes it out means it
                     changes.append(Take(name))
         return changes
 
     def refused(self, name: str) -> None:
         """A GPU could not join: wait for `free_s` again."""
         self._free_since.pop(name, None)
+        self._given_up.add(name)

@@ -126,8 +126,8 @@ class DevicePool(Generic[T]):
                 f"{what}: {num_in} devices are in, limit: max_devices={most}; remove one first, or raise it"
             )
 
-    def remove(self, name: str, *, at_once: bool) -> int | None:
-        """Let a device go; its number, or None where it is on its way already. at_once: nothing of it has to end first.
+    def remove(self, name: str, *, at_once: bool) -> int:
+        """Let a device go, and return its number, also where it is leaving. at_once: nothing of it has to end first.
 
         Raises ValueError for a name that is not in.
         """
@@ -136,8 +136,6 @@ class DevicePool(Generic[T]):
             if member is None or member.place is Place.OUT:
                 known = ", ".join(map(repr, (each for each, m in self._members.items() if m.place is Place.IN)))
                 raise ValueError(f"remove_device: {name!r} is not in, limit: one of {known or 'none: no device is in'}")
-            if member.place is Place.LEAVING:
-                return None
             member.place = Place.OUT if at_once else Place.LEAVING
             self._changed.notify_all()
             return member.index

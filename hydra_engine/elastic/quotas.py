@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,10 +58,10 @@ class Quotas:
     Args:
         quotas: an int or a `Quota` for each group; None: there are none, and no task may be in a group.
         tasks: the tasks.
-        num_devices: the most that there may be.
+        num_devices: gives the most that there may be.
     """
 
-    def __init__(self, quotas: object, tasks: Iterable[Asking], num_devices: int) -> None:
+    def __init__(self, quotas: object, tasks: Iterable[Asking], num_devices: Callable[[], int]) -> None:
         if not (quotas is None or isinstance(quotas, Mapping)):
             raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
         self._num_devices = num_devices
@@ -67,6 +69,8 @@ class Quotas:
         for group, quota in (quotas or {}).items():
             self._add(group, quota)
         tasks = list(tasks)
+        self._num_tasks = Counter(getattr(task, "group", None) for task in tasks)  # by group
+        self._changing = threading.Lock()
         for task in tasks:
             self._check(task)
         empty = [group for group in self._quotas or () if all(task.group != group for task in tasks)]
@@ -87,20 +91,33 @@ class Quotas:
     @contextmanager
     def coming(self, task: Asking, quota: object) -> Iterator[None]:
         """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
-        if quota is not None:
-            if self._quotas is None or task.group is None or task.group in self._quotas:
-                raise ValueError(
-                    f"quota: {quota!r} for {_name(task)} of group {task.group!r}, limit: a group that is none of "
-                    f"{_known(self._quotas)}, in an orchestrator with quotas= (or {{}}); leave it out"
-                )
-            self._add(task.group, quota)
+        with self._changing:
+            if quota is not None:
+                self._bring(task, quota)
+            try:
+                self._check(task)
+            except BaseException:
+                if quota is not None and self._quotas is not None and task.group is not None:
+                    del self._quotas[task.group]
+                raise
+            self._num_tasks[task.group] += 1
         try:
-            self._check(task)
             yield
         except BaseException:
-            if quota is not None and self._quotas is not None and task.group is not None:
-                del self._quotas[task.group]
+            with self._changing:
+                self._num_tasks[task.group] -= 1
+                if self._quotas is not None and task.group is not None and not self._num_tasks[task.group]:
+                    self._quotas.pop(task.group, None)  # nobody else counts on it
             raise
+
+    def _bring(self, task: Asking, quota: object) -> None:
+        """Take in the quota of a group that comes with a task."""
+        if self._quotas is None or task.group is None or task.group in self._quotas:
+            raise ValueError(
+                f"quota: {quota!r} for {_name(task)} of group {task.group!r}, limit: a group that is none of "
+                f"{_known(self._quotas)}, in an orchestrator with quotas= (or {{}}); leave it out"
+            )
+        self._add(task.group, quota)
 
     def _check(self, task: Asking) -> None:
         """Refuse a task of an unknown group, and one that could never begin."""
@@ -110,11 +127,16 @@ class Quotas:
                 f"{_name(task)}: group {task.group!r} has no quota, known: {_known(self._quotas)}; name it in quotas=, "
                 f"or give add_task(quota=) with its first task"
             )
-        limits = {"the devices that there may be": self._num_devices}
+        limits = {"the devices that there may be": self._num_devices()}
         if quota is not None and quota.maximum is not None:
             limits["its group's maximum"] = quota.maximum
-        if not task.preemptible:
-            limits["its group's quota, as it is not preemptible"] = 0 if quota is None else quota.devices
+        if not task.preemptible and (quota is None or not quota.devices):
+            raise ValueError(
+                f"{_name(task)}: preemptible=False, limit: a group with a quota of at least 1, which the task keeps "
+                f"to; leave it out, or give its group a quota"
+            )
+        if not task.preemptible and quota is not None:
+            limits["its group's quota, as it is not preemptible"] = quota.devices
         for what, most in limits.items():
             if least > most:
                 raise ValueError(f"{_name(task)}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
@@ -132,11 +154,11 @@ class Quotas:
                 quota = Quota(quota)
             except ValueError as error:
                 raise ValueError(f"quotas: group {group!r}: {error}") from None
-        total = quota.devices + sum(each.devices for each in self._quotas.values())
-        if total > self._num_devices:
+        total, most = quota.devices + sum(each.devices for each in self._quotas.values()), self._num_devices()
+        if total > most:
             raise ValueError(
-                f"quotas: {total} devices with group {group!r}, limit: {self._num_devices}, the devices that there may "
-                f"be; lower a quota, or give more devices, or a larger max_devices"
+                f"quotas: {total} devices with group {group!r}, limit: {most}, the devices that there may be; lower a "
+                f"quota, or give more devices, or a larger max_devices"
             )
         self._quotas[group] = quota
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -94,6 +93,7 @@ class ModelOrchestrator:
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
+        PoolLimits.checked(min_devices, max_devices, max_failures, 0)  # before any GPU is taken
         self._watcher = GpuWatcher.asked(devices, max_devices)
         wanted: Any = devices if self._watcher is None else self._watcher.take()
         specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
@@ -103,7 +103,7 @@ class ModelOrchestrator:
         self._double_buffer = bool(double_buffer)
         most = limits.max_devices or len(specs)
         self._tasks = TaskList(tasks, specs, self._store, self._limit, max_devices=most)
-        self._quotas = Quotas(quotas, tasks, most)
+        self._quotas = Quotas(quotas, tasks, lambda: limits.max_devices or max(most, len(self._pool.specs)))
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._running: EngineRun | None = None
@@ -121,6 +121,7 @@ class ModelOrchestrator:
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
         with self._at_work("generate") as site, self._tasks.changing:
+            site = self._with_devices(site)  # those that come from now on are planned for anew
             waiting = self._tasks.at(Station.WAITING)
             return self._plan_all(site, waiting) if waiting or self.plan is None else self.plan
 
@@ -393,14 +394,15 @@ class ModelOrchestrator:
         Raises ValueError for a name that is not in.
         """
         is_number = isinstance(grace_s, (int, float)) and not isinstance(grace_s, bool)
-        if grace_s is not None and not (is_number and 0 <= grace_s < math.inf):
-            raise ValueError(f"grace_s: {grace_s!r}, limit: seconds, at least 0; None waits for the unit")
+        if grace_s is not None and not (is_number and 0 <= grace_s <= threading.TIMEOUT_MAX):
+            most = f"at least 0, at most {threading.TIMEOUT_MAX:g}"
+            raise ValueError(f"grace_s: {grace_s!r}, limit: seconds, {most}; None waits for the unit")
         with self._changing_devices, self._tasks.changing:
             self._check_outside("remove_device")
             run = self._running
             index = self._pool.remove(name, at_once=run is None)
             self._plan_anew()
-            if run is not None and index is not None:
+            if run is not None:
                 run.workers.remove(index, grace_s)
 
     def _of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
@@ -540,9 +542,7 @@ class ModelOrchestrator:
 
     def _site(self) -> Site:
         """Check the settings of the host's threads."""
-        devices = list(self._pool.specs.values())
-        if not devices:
-            raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
+        devices = self._devices_in()
         host = host_threads(
             intra_op_threads=torch.get_num_threads(),
             device_nodes=[device.numa_node() for device in devices],
@@ -551,6 +551,16 @@ class ModelOrchestrator:
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
         return Site(devices, self._double_buffer, self.buffer, host, self._limit)
+
+    def _devices_in(self) -> list[DeviceSpec]:
+        devices = list(self._pool.specs.values())
+        if not devices:
+            raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
+        return devices
+
+    def _with_devices(self, site: Site) -> Site:
+        """Return the site with the devices that are in now."""
+        return replace(site, devices=self._devices_in())
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
@@ -596,7 +606,7 @@ class ModelOrchestrator:
             with tasks.changing:
                 if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
-                site = self._site()  # from now on, devices that come are let into the run
+                site = self._with_devices(site)  # those that come from now on are let into the run
                 stack.enter_context(self._store)
                 with signals.deferred():  # a model is put back whole
                     found = self._store.open(resume=resume)

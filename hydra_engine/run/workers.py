@@ -14,7 +14,7 @@ from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, arena_bytes
-from hydra_engine.run.running_task import Common
+from hydra_engine.run.running_task import Common, Life
 from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.trace import Trace
@@ -42,6 +42,8 @@ class Workers:
         self.pool = pool
         first = {id(spec) for spec in planned_for}
         self.specs: dict[int, DeviceSpec] = {k: spec for k, spec in pool.specs.items() if id(spec) in first}
+        if not self.specs and not trains:
+            raise RuntimeError("devices: none of those that were planned for is in, limit: at least 1; call it again")
         self.first_specs = list(planned_for)
         self.min_devices = pool.limits.min_devices if trains else 1
         self._may_wait = trains
@@ -128,16 +130,24 @@ class Workers:
         self._common.later(partial(self._remove, index, grace_s))
 
     def _remove(self, index: int, grace_s: float | None) -> None:
-        if self.specs.pop(index, None) is None:
-            return
+        was_in = self.specs.pop(index, None) is not None
         worker = self._open.get(index)  # None: it could not be opened, which ends the run
         if grace_s is not None and worker is not None:
+            if (before := self._timers.pop(index, None)) is not None:
+                before.cancel()
             timer = self._timers[index] = threading.Timer(grace_s, worker.abandon)
             timer.daemon = True
             timer.start()
+        if not was_in:  # it leaves already, and has so long from now on
+            return
         self._common.due.append(DeviceRemoved(index))
         if len(self.specs) == self.min_devices - 1 and not self._common.is_interrupted:
             self._tell_waiting()
+        for name, task in self._common.tasks.items():
+            least = task.planned.task.min_devices
+            if task.life is Life.TRAINING and len(self.specs) == least - 1 and least > self.min_devices:
+                text = f"task {name!r} begins no step: {len(self.specs)} devices are in, limit: its min_devices={least}"
+                print(f"hydra_engine: {text}; add_device() adds one", file=sys.stderr)
 
     def _tell_waiting(self) -> None:
         text = f"{len(self.specs)} devices are in, limit: min_devices={self.min_devices}; no unit begins until"

@@ -163,7 +163,7 @@ def test_memory_that_is_asked_for_is_the_budget_and_others_may_have_the_rest(cud
     assert [spec.name for spec in specs] == ["cuda:0", "cuda:2"]
     assert [spec.memory_bytes + spec.context_bytes <= 100 * MIB for spec in specs] == [True, True]
     pool = FakePool(specs)
-    nvml.used_bytes["GPU-fake-0"] = 156 * MIB + specs[0].held_bytes
+    nvml.used_bytes["GPU-fake-0"] = 156 * MIB + specs[0].held_bytes(0)
     made.poll(pool)
     assert pool.orders == []
     nvml.used_bytes["GPU-fake-0"] += 1

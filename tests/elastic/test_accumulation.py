@@ -505,7 +505,7 @@ def test_lbfgs_evaluates_all_micro_batches_again(search, reduction):
         torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["one variable", "one object", "default"])
+@pytest.mark.parametrize("kind", ["one variable", "one object", "one method", "default"])
 def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
     model = Linear().double()
     optimizer = GradientAccumulation(torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3), 2)
@@ -514,12 +514,17 @@ def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
     def once():
         return square(model, optimizer, samples, "mean")
 
-    closures = []
+    class Reads:
+        def closure(self):
+            return square(model, optimizer, samples, "mean")
+
+    reads, closures = Reads(), []
     for samples in batches(1)[0].double().chunk(2):
         closures.append(
             {
                 "one variable": lambda: square(model, optimizer, samples, "mean"),  # noqa: B023
                 "one object": once,
+                "one method": reads.closure,
                 "default": lambda samples=samples: square(model, optimizer, samples, "mean"),
             }[kind]
         )

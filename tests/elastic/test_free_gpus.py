@@ -180,3 +180,13 @@ def test_no_gpu_flaps_whatever_others_do(seed):
                 taken.append(change.name)
         assert not [name for name, place in pool.items() if place == "in" and occupants.get(name) == BUSY]
     assert {*taken} == {"a", "b", "c"}
+
+
+def test_one_that_is_taken_out_before_the_next_look_stays_out():
+    """It has failed, or somebody means it."""
+    watch = Watch(FreeGpus(free_s=60))
+    assert watch.decide(0, {"b": "process 5"}, {"b": "in"}) == [GiveUp("b", "process 5")]
+    assert watch.decide(5, {"b": None}, {"b": "out"}) == []
+    assert watch.decide(65, {"b": None}, {"b": "out"}) == [Take("b")]
+    assert watch.decide(70, {"b": None}, {"b": "out"}) == []
+    assert watch.decide(500, {"b": None}, {"b": "out"}) == []

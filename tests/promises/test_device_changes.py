@@ -110,14 +110,15 @@ def test_what_cannot_be_added_or_removed_is_refused_and_disturbs_nothing():
 
     orchestra, found = trained(job, devices=[first], max_devices=2)
     *errors, name, full = found
+    most = f"at most {threading.TIMEOUT_MAX:g}; None waits for the unit"
     assert [str(each).partition(", limit")[0] for each in errors[:2]] == ["add_device: 'emulated:0' is in already"] * 2
     assert str(errors[2]).startswith("devices: 'emulated:7', known: ")
     assert isinstance(errors[3], TypeError)
     assert isinstance(errors[4], ValueError)
     assert "64 bytes, limit: " in str(errors[4])
     assert str(errors[5]) == "remove_device: 'emulated:1' is not in, limit: one of 'emulated:0'"
-    assert str(errors[6]) == "grace_s: -1, limit: seconds, at least 0; None waits for the unit"
-    assert str(errors[7]) == "grace_s: nan, limit: seconds, at least 0; None waits for the unit"
+    assert str(errors[6]) == f"grace_s: -1, limit: seconds, at least 0, {most}"
+    assert str(errors[7]) == f"grace_s: nan, limit: seconds, at least 0, {most}"
     assert name == "emulated:1"
     assert str(full) == "add_device: 2 devices are in, limit: max_devices=2; remove one first, or raise it"
     assert orchestra.devices == {"emulated:0": "in", "emulated:1": "in"}
@@ -310,3 +311,55 @@ def test_a_layer_may_not_add_a_device():
     orchestra.train_models().raise_failures()
     assert isinstance(found[0], RuntimeError)
     assert "called by a layer or a loss" in str(found[0])
+
+
+def test_an_evaluation_whose_devices_went_as_it_was_planned_is_refused():
+    class Batches(list):
+        def __iter__(self):
+            if orchestra.devices == {"emulated:0": "in"}:
+                orchestra.remove_device("emulated:0")
+            return super().__iter__()
+
+    task = make_task()
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    with pytest.raises(RuntimeError, match=r"^devices: none of those that were planned for is in"):
+        orchestra.evaluate(task, Batches(task.dataloader))
+
+
+def test_a_device_that_leaves_may_be_given_less_time():
+    """A layer stands still on its device until the step that it belongs to was computed on the other one."""
+    is_on, goes_on = threading.Event(), threading.Event()
+    stands = []
+
+    class Stands(nn.Linear):
+        def forward(self, x):
+            if stands and threading.current_thread().name == stands[0]:
+                stands.clear()
+                is_on.set()
+                assert goes_on.wait(60)
+            return super().forward(x)
+
+    def remove():
+        assert is_on.wait(60)
+        orchestra.remove_device("emulated:0")
+        orchestra.remove_device("emulated:0", grace_s=0)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Stands(4, 2))
+    alone = nn.Sequential(nn.Linear(4, 2))
+    alone.load_state_dict(model.state_dict())
+    data = [(torch.ones(4, 4) * k, torch.ones(4, 2)) for k in range(4)]
+    goes = Told(goes_on.set, at=4)
+    task = ModelTask(model, nn.MSELoss(), data, seed=0, lr=0.1, callbacks=[goes])
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB"), EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    orchestra.generate()
+    stands.append("emulated:0-compute")
+    thread = threading.Thread(target=remove)
+    thread.start()
+    report = orchestra.train_models()
+    thread.join()
+    assert report.tasks["task-0"].losses == reference.train(alone, nn.MSELoss(), data, seed=0, lr=0.1).losses
+    assert {placed.device for placed in report.schedule} == {1}
+    assert orchestra.devices == {"emulated:0": "out", "emulated:1": "in"}

@@ -291,7 +291,7 @@ def test_options_that_cannot_be_are_refused(options, error, words):
         ({"min_devices": 5}, {"a": 1}, "task 'a': min_devices=5, limit: 4, the devices that there may be"),
         ({"min_devices": 3}, {"a": Quota(1, maximum=2)}, "task 'a': min_devices=3, limit: 2, its group's maximum"),
         ({"min_devices": 2, "preemptible": False}, {"a": 1}, "min_devices=2, limit: 1, its group's quota"),
-        ({"preemptible": False}, {"a": 0}, "min_devices=1, limit: 0, its group's quota, as it is not preemptible"),
+        ({"preemptible": False}, {"a": 0}, "preemptible=False, limit: a group with a quota of at least 1"),
     ],
 )
 def test_a_task_that_could_never_begin_is_refused(options, quotas, words):
@@ -335,10 +335,47 @@ def test_a_task_that_comes_while_others_train_is_of_a_known_group_or_brings_its_
         "task 'b': group 'b' has no quota, known: 'a'",
         "quotas: 5 devices with group 'b', limit: 4",
         "quota: 1 for task 'a1' of group 'a', limit: a group that is none of 'a'",
-        "min_devices=1, limit: 0",
+        "preemptible=False, limit: a group with a quota",
         "quotas: '2' for group 'b' is no number of devices",
         "mat1 and mat2 shapes cannot be multiplied",
     ]
     assert [words in text for words, text in zip(expected, told[:6], strict=True)] == [True] * 6, told
     assert told[6:] == ["b", "b1"]
     assert {name: each.status for name, each in report.tasks.items()} == dict.fromkeys(("a", "b", "b1"), "finished")
+
+
+def test_a_quota_stays_for_the_tasks_that_count_on_it():
+    """The first task of a group brings it and fails as it is planned, after the second one was let in."""
+    is_planned, told, threads = threading.Event(), [], []
+
+    class Raises(list):
+        def __iter__(self):
+            assert is_planned.wait(60)
+            raise RuntimeError("its loader raises")
+
+    def come():
+        first = task("b1", group="b")
+        first.dataloader = Raises(first.dataloader)
+
+        def add_first():
+            with pytest.raises(RuntimeError, match="its loader raises"):
+                orchestra.add_task(first, quota=1)
+            told.append("b1")
+
+        threads.append(threading.Thread(target=add_first))
+        threads[0].start()
+        while orchestra._quotas.of(first) is None:
+            pass
+        second = task("b2", group="b", preemptible=False)
+        planning = threading.Thread(target=lambda: told.append(orchestra.add_task(second)))
+        planning.start()
+        while orchestra._quotas._num_tasks["b"] < 2:
+            pass
+        is_planned.set()
+        for each in (*threads, planning):
+            each.join()
+
+    orchestra = orchestra_of(task("a", callbacks=[Calls(after_step_2=come)]), quotas={"a": 2})
+    report = orchestra.train_models()
+    assert sorted(told) == ["b1", "b2"]
+    assert report.tasks["b2"].status == "finished"
