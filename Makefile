@@ -52,6 +52,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/simulator/main.py
 	$(BIN)/python benchmarks/imports/main.py
 	$(BIN)/python benchmarks/sweep/main.py
+	$(BIN)/python benchmarks/elasticity/main.py
 	$(BIN)/python benchmarks/durability/main.py
 	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 

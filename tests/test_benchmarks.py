@@ -327,3 +327,42 @@ def test_gpu_day_tells_exposed_updates_from_hidden_ones(gpu_day):
     assert gpu_day.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
     assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
     assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
+
+
+@pytest.fixture
+def elasticity(monkeypatch):
+    """Modules of the benchmark by name, with a model that is quick to train."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(main_of("elasticity").parent)
+    before = set(sys.modules)
+    found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("main", "workload", "pool")})
+    for name, value in {"WIDTH": 16, "LENGTH": 8, "BATCH_SIZE": 4, "one_thread": lambda: None}.items():
+        monkeypatch.setattr(found.workload, name, value)
+    yield found
+    for name in set(sys.modules) - before:
+        if str(ROOT / "benchmarks") in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+def test_elasticity_follows_a_pool(elasticity, monkeypatch, tmp_path):
+    options = {"steps": 6, "commits": tmp_path / "commits", "folder": tmp_path / "saved", "event": "none", "at": 3}
+    arguments = [str(each) for name, value in options.items() for each in (f"--{name}", value)]
+    monkeypatch.setattr(sys, "argv", ["pool.py", *arguments])
+    elasticity.pool.main()
+    lines = [json.loads(line) for line in (tmp_path / "commits").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["devices"] for line in lines if "devices" in line] == [{"emulated:0": "in"}]
+    assert elasticity.main.has_ended(lines)
+    [event_s] = [line["s"] for line in lines if "event" in line]
+    assert elasticity.main.Found.of(lines, event_s).redone == 0
+
+
+def test_elasticity_counts_steps_that_are_committed_again(elasticity):
+    times = [(0.0, 1), (1.0, 2), (2.0, 3), (9.0, 2), (10.0, 3), (11.0, 4)]
+    lines = [{"task": "gpt", "s": s, "step": step} for s, step in times]
+    lines += [
+        {"task": "gpt", "s": 12.0, "weights": "0"},
+        {"task": "another", "s": 5.0, "step": 9},
+        {"s": 6.0, "rank": 0},
+    ]
+    assert elasticity.main.Found.of(lines, 2.5) == (2, 6.0, 1.0, "0")
