@@ -138,7 +138,8 @@ def run_changes(num_changes, seed, *, graces=(None,)):
     changes = Changes(rng, num_per_step, graces)
     tasks, threads = tasks_of(num_steps, [changes]), set(threading.enumerate())
     start_s = time.perf_counter()
-    with tempfile.TemporaryDirectory() as directory, watched(), mock.patch("hydra_engine.trace.MAX_SPANS", 10**7):
+    most_s = HANG_S + num_changes  # a second for each, on the slowest machine
+    with tempfile.TemporaryDirectory() as directory, watched(most_s), mock.patch("hydra_engine.trace.MAX_SPANS", 10**7):
         orchestra = ModelOrchestrator(
             tasks, devices=[EmulatedDevice("1MiB")], checkpoint_dir=directory, checkpoint_every=max(2, num_steps // 5)
         )
@@ -258,9 +259,9 @@ def run_too_many(seed):
 
 
 @contextlib.contextmanager
-def watched():
+def watched(most_s=HANG_S):
     """End the process with every thread's stack where the body hangs."""
-    faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(most_s, exit=True, file=sys.__stderr__)
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
