@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hydra_engine.adaptive import StepChoice
 from hydra_engine.data.draws import LoaderDraws
 from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
@@ -30,6 +31,7 @@ class Item(NamedTuple):
     training: bool = True
     evaluation: int = 0
     position: TaskPosition | None = None
+    choice: StepChoice | None = None  # of an adaptive task, which says the number of micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,7 @@ class Batch:
     whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
     accumulation_steps: int  # micro-batches asked for, of which max_device_batch may have made others
     position: TaskPosition | None = None  # right after it was read, where the reader keeps positions
+    choice: StepChoice | None = None  # of an adaptive task
 
     @cached_property
     def signature(self) -> Signature:
@@ -60,7 +63,7 @@ class Batch:
     def item(self) -> Item:
         """The batch as the loader gave it, to be split anew."""
         inputs, target = (each.value() for each in self.whole)
-        return Item(inputs, target, self.step, self.epoch, self.training, self.evaluation, self.position)
+        return Item(inputs, target, self.step, self.epoch, self.training, self.evaluation, self.position, self.choice)
 
 
 class _Planned(NamedTuple):
@@ -99,10 +102,10 @@ class Splitter:
 
     def split(self, item: Item, stream: Stream, number: int, *, for_plan: bool) -> Batch:
         """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
-        inputs, target, step, epoch, training, evaluation, position = item
+        inputs, target, step, epoch, training, evaluation, position, choice = item
         read, reduction = stream.state, self._task.loss_reduction
         # By its size: a stream for each micro-batch, also where a batch is only one, as after others it may be.
-        by_size = training and self._task.max_device_batch is not None
+        by_size = training and (self._task.max_device_batch is not None or choice is not None)
         is_split = by_size or number > 1
         micro_batches: list[MicroBatch] = [(inputs, target, 1.0)]
         if is_split:
@@ -140,6 +143,7 @@ class Splitter:
             whole=whole,
             accumulation_steps=number,
             position=position,
+            choice=choice if training else None,
         )
 
     def _micro_batches(
@@ -149,6 +153,8 @@ class Splitter:
         most = self._task.max_device_batch
         if item.training and most is not None:
             number = len(split_batch(max(1, batch_size(item.inputs)), most, self._max_devices))
+        if item.training and item.choice is not None:
+            number = item.choice.micro_batches
         planned, self._planned = self._planned, None
         is_known = planned is not None and planned.inputs is item.inputs and planned.read is read
         if planned is None or not is_known or planned.number != number:

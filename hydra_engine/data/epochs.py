@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
+from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import LoaderDraws
@@ -13,7 +14,7 @@ from hydra_engine.data.generators import putting_back, set_states, states_of
 from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
-from hydra_engine.tasks import ModelTask
+from hydra_engine.tasks import ModelTask, batch_size
 
 _END = object()
 
@@ -63,11 +64,28 @@ class Epochs:
     messages: reasons why batches may differ from those of the run that was saved.
     """
 
+    # Its parameters are what a task has of its own before it reads.
     def __init__(
-        self, task: ModelTask, name: str, calls: UserCalls, stream: Stream, start: TaskPosition | None, keeps: bool
+        self,
+        task: ModelTask,
+        name: str,
+        calls: UserCalls,
+        stream: Stream,
+        start: TaskPosition | None,
+        adaptation: Adaptation | None,
+        *,
+        keeps: bool,
     ) -> None:
-        """`start`: it goes on from there. keeps: items of training say where the task stands."""
+        """`start`: it goes on from there. keeps: items of training say where the task stands.
+
+        adaptation: chooses the sizes of batches.
+        """
         self._task = task
+        self._adaptation = adaptation
+        self.devices = (1, 1)  # that the next step is spread over, and the most that there may ever be
+        self._choice = None if start is None else start.choice  # of the last batch of an adaptive task
+        self._asked: StepChoice | None = None  # the choice for the batch that is read
+        self._epoch = 0 if start is None else start.epoch  # that is read
         self._name = name
         self._calls = calls
         self._keeps_positions = keeps
@@ -94,16 +112,19 @@ class Epochs:
     def apart(self) -> Generator[Any, None, None]:
         """Give (inputs, target) of an epoch for a plan, read on a copy of the stream: training reads the same."""
         stream = Stream(self.stream.state)
-        put_back = putting_back(self._training.loader)
+        loader = self._training.loader
+        put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, AdaptiveDataLoader) else None
         try:
             yield from self._training.pairs(self._training.opened(stream), stream)
         finally:
             put_back()
+            if place is not None:
+                loader.load_state_dict(place)
 
     def first_apart(self) -> Item:
         with closing(self.apart()) as pairs:
             for inputs, target in pairs:
-                return Item(inputs, target)
+                return Item(inputs, target, choice=self._chosen(inputs, self._next_choice()))
         raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
 
     def restart(self) -> None:
@@ -133,6 +154,7 @@ class Epochs:
     def _go_back(self, goal: _Goal) -> None:
         last, num_given, random = goal
         self._num_evaluations, self._num_evaluated = last.num_evaluations, last.num_evaluated
+        self._choice = last.choice
         self._items.close()
         self._items = self._sequence(last)
         for _ in range(num_given):
@@ -145,6 +167,7 @@ class Epochs:
         interval = self._task.validation_interval
         num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
         for epoch in range(first_epoch, self._task.epochs):
+            self._epoch = epoch
             if epoch > self._begun_epoch:  # not again where a retry goes back
                 self._begun_epoch = epoch
                 yield EpochAhead(self._name, epoch)
@@ -156,8 +179,9 @@ class Epochs:
             start = None
             for inputs, target in self._training.pairs(iterator, self.stream):
                 num_steps, num_batches = num_steps + 1, num_batches + 1
+                choice = self._choice = self._chosen(inputs, self._asked)
                 self._note(began, num_batches, epoch, num_steps)
-                yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last)
+                yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last, choice)
                 if isinstance(interval, int) and num_steps % interval == 0:
                     yield from self._evaluation(epoch)
             if num_batches == 0 and num_steps > 0:
@@ -173,14 +197,16 @@ class Epochs:
         """An epoch's iterator, and the states that it was opened with."""
         began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
-        return began, self._training.opened(self.stream)
+        with self._led():
+            return began, self._training.opened(self.stream)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
         if self._task.validation is not None:
             set_states(self._task.validation, start.validation)
         self._calls.begin()
-        iterator, message = restore(self._training.loader, self.stream, start.loader)
+        with self._led():
+            iterator, message = restore(self._training.loader, self.stream, start.loader)
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [] if message is None else [f"{self._name}: {message}"]
         return start.loader.start, iterator
@@ -198,7 +224,41 @@ class Epochs:
             num_evaluations=self._num_evaluations,
             num_evaluated=self._num_evaluated,
             is_evaluated=num_batches == 0,
+            choice=self._choice,
         )
+
+    # -- batches that adapt
+
+    @contextmanager
+    def _led(self) -> Iterator[None]:
+        """Have the loader's next iterator ask here for the size of each batch."""
+        if self._adaptation is None:
+            yield
+            return
+        loader = self._task.adaptive_loader
+        loader.guide = self._next_size
+        try:
+            yield
+        finally:
+            loader.guide = None
+
+    def _next_size(self) -> int | None:
+        """Choose the size of the batch that is about to be read; None: the epoch is over."""
+        assert self._adaptation is not None
+        is_over = self._adaptation.is_over(self._choice, self._epoch)
+        if is_over is None:  # the loader has no length: an epoch is a pass
+            is_over = self._task.adaptive_loader.num_passes > self._epoch
+        self._asked = None if is_over else self._next_choice()
+        return None if self._asked is None else self._asked.batch_size
+
+    def _next_choice(self) -> StepChoice | None:
+        return None if self._adaptation is None else self._adaptation.choose(self._choice, *self.devices)
+
+    def _chosen(self, inputs: Any, asked: StepChoice | None) -> StepChoice | None:
+        """Return the choice as the batch has come out: at the end of the data it may be smaller."""
+        if self._adaptation is None or asked is None:
+            return None
+        return self._adaptation.given(asked, batch_size(inputs))
 
     def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
         """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
 from hydra_engine.data.generators import same_states, set_states, states_of
 from hydra_engine.data.streams import (
     RandomState,
@@ -68,7 +69,11 @@ def epoch_start(loader: Any, stream: Stream) -> EpochStart:
 
 def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
     """Return a loader's position, right after a batch was read: a state dict knows no earlier one."""
-    own = copied(loader.state_dict()) if _is_stateful(loader) else None
+    own = None
+    if isinstance(loader, AdaptiveDataLoader):  # whose states hold nothing that changes
+        own = loader.state_dict()
+    elif _is_stateful(loader):
+        own = copied(loader.state_dict())
     return LoaderPosition(
         num_batches=num_batches, start=start, random=stream.state, generators=states_of(loader), own=own
     )
@@ -259,6 +264,7 @@ class TaskPosition:
     num_evaluations: int  # that ended
     num_evaluated: int  # batches of all evaluations
     is_evaluated: bool = False  # an evaluation that is due after `num_steps` steps comes before this position
+    choice: StepChoice | None = None  # of an adaptive task: that of the last batch
 
     def with_random(self, random: RandomState) -> TaskPosition:
         """The same position, for a stream that others drew from since."""
@@ -266,8 +272,11 @@ class TaskPosition:
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
-        return {**vars(self), "loader": self.loader.to_state()}
+        choice = None if self.choice is None else self.choice.to_state()
+        return {**vars(self), "loader": self.loader.to_state(), "choice": choice}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
-        return cls(**{**saved, "loader": LoaderPosition.from_state(saved["loader"])})
+        choice = saved.get("choice")
+        loader = LoaderPosition.from_state(saved["loader"])
+        return cls(**{**saved, "loader": loader, "choice": None if choice is None else StepChoice.from_state(choice)})

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hydra_engine.adaptive import Adaptation
 from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import beside_loaders
@@ -44,24 +46,27 @@ class Reader:
         start: TaskPosition | None = None,
         begin_epoch: Callable[[int], None] | None = None,
         max_devices: int = 1,
+        adaptation: Adaptation | None = None,
     ) -> None:
         """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
 
         begin_epoch: called before an epoch's iterator is opened for the sample; for later ones, `EpochAhead` is said.
-        max_devices: that batches are split for, with `max_device_batch`.
+        max_devices: that batches are split for, with `max_device_batch`. adaptation: chooses batches that adapt.
         """
         self._task = task
+        self._max_devices = max_devices
+        self.adaptation = adaptation
         self._name = name
         self._is_resumed = start is not None
         self._begin_epoch = begin_epoch
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
-        self._epochs = Epochs(task, name, self._calls, stream, start, keeps_positions)
+        self._epochs = Epochs(task, name, self._calls, stream, start, adaptation, keeps=keeps_positions)
         self._splitter = Splitter(task, name, max_devices)
         self.num_micro_batches: Callable[[], int] = lambda: 1  # that a training batch is split into, as things stand
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
         self._largest: Item | None = None  # read apart, for a plan
-        self._requests: SimpleQueue[tuple[RandomState | None] | None] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[RandomState | None, int] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -126,7 +131,23 @@ class Reader:
                 largest, most = Item(kept[0].value(), kept[1].value()), size
         return largest
 
+    def split_sample(self, num_micro_batches: int) -> None:
+        """Split the first batch of an adaptive task into more micro-batches than were chosen: these do not fit."""
+        first = self._largest or self._peek()
+        assert first is not None and first.choice is not None
+        found = first._replace(choice=replace(first.choice, micro_batches=num_micro_batches))
+        if self._largest is None:
+            self._pending = found
+        else:
+            self._largest = found
+
     # -- batches
+
+    def in_smaller_pieces(self, batch: Batch) -> Batch:
+        """The same batch of an adaptive task in smaller micro-batches: a device has no room for these."""
+        assert self.adaptation is not None and batch.choice is not None
+        smaller = replace(batch, choice=self.adaptation.smaller(batch.choice))
+        return self.split_again(smaller, batch.accumulation_steps)
 
     def split_again(self, batch: Batch, num_micro_batches: int) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
@@ -165,10 +186,13 @@ class Reader:
         with beside_loaders(), self._calls.timed():
             yield
 
-    def request(self, main: RandomState | None) -> None:
-        """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it."""
+    def request(self, main: RandomState | None, num_devices: int = 1) -> None:
+        """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it.
+
+        num_devices: that its step is spread over, as things stand.
+        """
         self._calls.end()
-        self._requests.put((main,))
+        self._requests.put((main, num_devices))
 
     def restart(self) -> None:
         """With the next request, go back to where the batch that failed was asked for; where positions are kept."""
@@ -199,6 +223,7 @@ class Reader:
             return
         while (request := self._requests.get()) is not None:
             try:
+                self._epochs.devices = request[1], max(request[1], self._max_devices)
                 answer, batch = self._next(request[0])
             except BaseException as error:
                 answer, batch = DataFailed(self._name, error, "its loader"), None

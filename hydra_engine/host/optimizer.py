@@ -148,6 +148,7 @@ class TaskOptimizer:
         self._layout = layout
         self._slots = layout.trainable_slots()
         self.epoch = 0  # of the step in progress
+        self.factors: Sequence[float] = ()  # of its learning rates, by group; none: they are as they are
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._is_torchs = is_torchs(self.optimizer)
@@ -195,7 +196,7 @@ class TaskOptimizer:
         elif self._task.max_grad_norm is not None:
             total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
         record = StepRecord(
-            groups=kept_groups(self.optimizer),
+            groups=kept_groups(self.optimizer, self.factors),
             has_gradient=dict(staging.has_gradient),
             total_norm=total_norm,
             is_first=self._num_steps == 0,
@@ -252,7 +253,9 @@ class TaskOptimizer:
         with self._releasing:
             self.reach_epoch(epoch)
             if self._released is None:
-                self._released = StepRecord(groups=kept_groups(self.optimizer), is_first=self._num_steps == 0)
+                self._released = StepRecord(
+                    groups=kept_groups(self.optimizer, self.factors), is_first=self._num_steps == 0
+                )
             return self._released
 
     @property
@@ -317,7 +320,8 @@ class TaskOptimizer:
             with _gradients_set(slots, finished) as parameters:
                 if self._task.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
-                with nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}"):
+                refused = nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+                with refused, scaled(self.optimizer, self.factors):
                     self.optimizer.step()
         finally:
             pool.bring_back(self._slots)
@@ -565,12 +569,34 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
 
 
-def kept_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Its groups as they are now, for updates that come after the schedule has moved on."""
-    return [
+@contextmanager
+def scaled(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Iterator[None]:
+    """Multiply the learning rates of groups while the body steps them; no factors: they stay as they are."""
+    before = [group.get("lr") for group in optimizer.param_groups]
+    for group, factor in zip(optimizer.param_groups, factors or [1.0] * len(before), strict=True):
+        if factors:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            if factors:
+                group["lr"] = lr
+
+
+def kept_groups(optimizer: torch.optim.Optimizer, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
+    """Its groups as they are now, for updates that come after the schedule has moved on.
+
+    factors: of their learning rates; none: they stay as they are.
+    """
+    groups = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
     ]
+    if factors:
+        for group, factor in zip(groups, factors, strict=True):
+            group["lr"] = group["lr"] * factor
+    return groups
 
 
 def _total_norm(gradients: Iterable[Tensor]) -> Tensor:

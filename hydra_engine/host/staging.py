@@ -23,6 +23,10 @@ Place: TypeAlias = "Callable[[Tensor], Tensor]"  # gives DRAM for a copy of a de
 Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
 
 
+# In the place of a micro-batch: of the whole step.
+WHOLE = -1
+
+
 class BuffersChanged(RuntimeError):
     """A forward changed buffers that it left alone before: its micro-batches have to go one after the other."""
 
@@ -170,6 +174,8 @@ class StepStaging:
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
+        # (shard, m, or WHOLE): squared norms of its gradients as they are, by parameter group; of adaptive tasks.
+        self.norms: dict[tuple[int, int], list[float]] = {}
 
     @property
     def num_bytes(self) -> int:

@@ -17,10 +17,11 @@ from hydra_engine.host.cut import Cut, UnitProgress
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
+from hydra_engine.host.norms import NormGroups
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import StepStaging
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
@@ -91,6 +92,8 @@ class TaskState:
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
         self.stepper: TaskOptimizer | None = None  # while devices update shards
         self.num_commits = 0  # of training steps in this run
+        # Of an adaptive task: groups of parameters whose gradients are measured.
+        self.norm_groups = NormGroups.single(layout.trainable_slots()) if task.adapts else None
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""
@@ -166,6 +169,10 @@ class TaskState:
         slots = self.pool.owned(shard)
         return sum(self.layout.aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
 
+    def apart_bytes(self, shard: Shard) -> int:
+        """Bytes of one micro-batch's gradients beside the sums, while they are measured."""
+        return self.sum_bytes(shard) if self.task.adapts else 0
+
     def changes_buffers(self, shard: Shard) -> bool:
         """Return True if a shard's forward changes buffers, as far as is known."""
         return bool(shard.buffers) and (
@@ -219,7 +226,8 @@ class TaskState:
     @property
     def is_split(self) -> bool:
         """True if a training batch is, or may be, more than one micro-batch: each has a random stream of its own."""
-        return self.cut.num_micro_batches > 1 or self.task.max_device_batch is not None
+        by_size = self.task.max_device_batch is not None or self.task.adapts
+        return by_size or self.cut.num_micro_batches > 1
 
     @property
     def split_by(self) -> tuple[str, str]:
@@ -227,6 +235,8 @@ class TaskState:
         most = self.task.max_device_batch
         if most is not None:
             return f"max_device_batch {most}", "leave max_device_batch out"
+        if self.task.adapts:
+            return "batches that adapt", "leave autoscale_batch_size out"
         return f"accumulation_steps {self.cut.num_micro_batches}", "set accumulation_steps=1"
 
     def split_into(self, num_micro_batches: int) -> None:
@@ -247,7 +257,11 @@ class TaskState:
     def _count(self, kind: str, shard: Shard) -> Count | None:
         if self.steps_on_device and kind in (FUSED, BACKWARD):
             return None  # with what the optimizer creates there
-        return forward_unit_bytes if kind == FORWARD and shard.index not in self.cut.keep_saved else unit_bytes
+        if kind == FORWARD and shard.index not in self.cut.keep_saved:
+            return forward_unit_bytes
+        if kind == EVALUATE or not self.task.adapts:
+            return unit_bytes
+        return lambda *counted: unit_bytes(*counted) + self.apart_bytes(shard)
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""

@@ -96,6 +96,7 @@ _OPTIONS = (
     "precision",
     "accumulation_steps",
     "max_device_batch",
+    "adapts",
     "loss_reduction",
     "split",
     "grad_scaler",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from hydra_engine.data import Batch, Reader, Signature, Stream, TaskGenerator, capture, installed, resized
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
@@ -14,6 +16,10 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.tasks import Purpose, batch_size
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 from partitioners.boundary import Boundary
+
+
+# The largest micro-batch is looked for until one that does not fit is no more than this many times as large.
+NEAR = 1.06
 
 
 class Room(NamedTuple):
@@ -116,7 +122,7 @@ def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: i
     """The shards for which devices have no room."""
 
     def needed_bytes(shard: Shard) -> int:
-        grown = state.buffer_bytes(shard) - shard.buffer_bytes
+        grown = state.buffer_bytes(shard) - shard.buffer_bytes + state.apart_bytes(shard)
         return shard_bytes(costs, shard.first, shard.last, num_micro_batches) - shard.slab_bytes + grown
 
     return [shard for shard in state.cut.shards if not room.can_hold(needed_bytes(shard), shard.slab_bytes)]
@@ -139,11 +145,49 @@ def _make_room(
     if why_not is not None:
         text, remedy = _message(state, batch, costs, room, misfit, why_not[0]), why_not[1]
         raise ShardDoesNotFit(f"{text}; {remedy}use a device with more memory, or smaller batches") from misfit.error
+    if batch.choice is not None:
+        batch = reader.in_smaller_pieces(batch)
+        return batch, _measure(state, batch)
     number = min(2 * len(batch.micro_batches), batch.num_samples)
     if batch.training:
         state.split_into(number)
     batch = reader.split_again(batch, number)
     return batch, _measure(state, batch)
+
+
+def largest_micro_batch(state: TaskState, batch: Batch, room: Room, most: int) -> int:
+    """Return the most samples, up to `most`, of a micro-batch that fits the devices as the task is cut.
+
+    Counted on fake tensors, to within a few percent; at least those of the batch, whose step was rehearsed.
+    """
+    inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
+    size = fitting = batch_size(inputs)
+
+    def fits(num_samples: int) -> bool:
+        costs = _count(state, True, *(_of_samples(each, size, num_samples) for each in (inputs, target)))
+        return costs is not None and not _too_wide(state, costs, 2, room)
+
+    too_large = None
+    while fitting < most and (too_large is None or too_large > NEAR * fitting):
+        tried = min(most, 2 * fitting) if too_large is None else (fitting + too_large) // 2
+        if tried == fitting:
+            break
+        if fits(tried):
+            fitting = tried
+        else:
+            too_large = tried
+    return fitting
+
+
+def _of_samples(value: Any, size: int, num_samples: int) -> Any:
+    """Micro-batch of another number of samples, whose tensors nobody fills: they take no memory."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size:
+            return leaf.new_empty((num_samples, *leaf.shape[1:]))
+        return leaf
+
+    return pytree.tree_map(other, value)
 
 
 def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
@@ -174,6 +218,10 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
     if state.task.purpose is Purpose.PREDICT:
         return "the outputs of its parts would not be the bits of the whole batch's", ""
     if not batch.training:
+        return None
+    if batch.choice is not None:
+        if batch.choice.step < len(state.task.replay):
+            return "replay= fixes the number of micro-batches", ""
         return None
     if state.observed.draws_outside_torch:
         return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order", ""

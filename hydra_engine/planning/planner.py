@@ -321,9 +321,22 @@ class PlannedTask:
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
         self.doubts: list[str] = []  # about what they drew
+        self.adaptation = None
+        if task.adapts:
+            try:
+                self.adaptation = Adaptation(
+                    task.adaptive_loader.autoscale,
+                    task.adaptive_loader.batch_size,
+                    steps_per_epoch=task.adaptive_loader.steps_per_pass,
+                    replay=task.replay,
+                )
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
         self.reader = Reader(
             task,
             name,
+            adaptation=self.adaptation,
             keeps_positions=keeps_positions,
             start=None if saved is None else saved.position,
             # Not a method: the two would hold each other.
@@ -358,7 +371,12 @@ class PlannedTask:
 
     @property
     def spreads(self) -> tuple[Spread, ...]:
-        return self.spreading.spreads
+        """How a step is spread over 1, 2, ... devices. An adaptive task is spread over those that it is measured for."""
+        spreads = self.spreading.spreads
+        if self.adaptation is None:
+            return spreads
+        found = zip(spreads, self.speedups or (1.0,), strict=False)
+        return tuple(spread._replace(speedup=speedup) for spread, speedup in found)
 
     def make_plan(
         self,
@@ -388,18 +406,29 @@ class PlannedTask:
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
+        if self.adaptation is not None:  # it has as many micro-batches as it has devices
+            num_micro_batches = max(num_micro_batches, len(devices))
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
         beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
         self._most_devices = len(devices)
 
+    def split_first(self, number: int) -> None:
+        """Split the first batch of an adaptive task into so many micro-batches, and let none be larger."""
+        assert self.adaptation is not None
+        self.adaptation.limit(-(-self.task.adaptive_loader.batch_size // number))
+        self.reader.split_sample(number)
+
     def can_be_wider(self, num_devices: int) -> bool:
         """Return True if its steps may be spread over so many devices, and it is not known yet how."""
-        return self.task.purpose is Purpose.TRAIN and min(self.num_micro_batches, num_devices) > self._most_devices
+        most = num_devices if self.adaptation is not None else min(self.num_micro_batches, num_devices)
+        return self.task.purpose is Purpose.TRAIN and most > self._most_devices
 
     def wider(self, devices: Sequence[DeviceSpec]) -> Spreading:
         """Predict how a step is best spread over these devices, of which there are more than before."""
         self._most_devices = len(devices)
+        if self.adaptation is not None:
+            self.num_micro_batches = max(self.num_micro_batches, len(devices))
         return self.estimate.spreading(devices, self.num_micro_batches, 0, self._limit)
 
     @property
@@ -483,7 +512,7 @@ class Planner:
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
-        if task.max_device_batch is not None:
+        if task.max_device_batch is not None or task.adapts:
             number = len(self._sample().micro_batches)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
@@ -497,7 +526,8 @@ class Planner:
         if self._estimate.steps_on_device(device):
             state.step_on_device()
         # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
-        may_split = is_auto if self._trains else task.purpose is Purpose.EVALUATE
+        adapts = task.adapts and not task.replay
+        may_split = is_auto or adapts if self._trains else task.purpose is Purpose.EVALUATE
         while True:
             try:
                 self.cut(number)
@@ -506,6 +536,8 @@ class Planner:
                 if not may_split or number >= num_samples:
                     raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
+                if adapts:
+                    self._planned.split_first(min(number, num_samples))
         step_s = self.decide()
         if is_open and self._trains:
             number = self._raised(number, step_s)
@@ -544,7 +576,7 @@ class Planner:
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
             number = len(self._sample().micro_batches)
         self._planned.spread_over(self._target.devices, number)
-        return step_s / max(spread.speedup for spread in self._planned.spreads[: self._target.share])
+        return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
 
     def _raised(self, number: int, step_s: float) -> int:
         """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, known_figures
 from hydra_engine.tasks.callback import Callback
 from partitioners.boundary import check_fit
@@ -61,6 +62,16 @@ TYPES: tuple[Rule, ...] = (
     ("seed", _or_none(_is_int), "{!r} is not an int"),
     ("accumulation_steps", lambda value: value == "auto" or _is_int(value), "{!r} is not an int"),
     ("max_device_batch", _or_none(_is_int), "{!r} is not an int; give a number of samples, None for no limit"),
+    (
+        "scaling_rule",
+        _or_none(lambda value: isinstance(value, ScalingRule)),
+        "{!r} is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), SqrtScale() or LEGWScale(...)",
+    ),
+    (
+        "replay",
+        lambda value: isinstance(value, Sequence) and all(isinstance(each, StepChoice) for each in value),
+        "{!r} is not a list of StepChoice; give another run's report.tasks[name].adaptive",
+    ),
     ("validation_interval", lambda value: isinstance(value, str) or _is_int(value), "{!r} is not an int"),
     ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
     ("group", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name in quotas="),
@@ -190,6 +201,7 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
             f"max_device_batch: {most} with accumulation_steps {number!r}, limit: one of them, since each decides the "
             f"number of micro-batches; leave out one"
         )
+    yield from _adaptive_conflicts(options)
     interval, metrics = options["validation_interval"], options["metrics"]
     if validation is None and interval != "epoch":
         yield f"validation_interval: {interval} without a validation loader; give validation="
@@ -217,6 +229,29 @@ def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
             "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
             "give one with persistent_workers=False, or leave scan_batches out"
         )
+
+
+def is_adaptive(loader: object) -> bool:
+    """Return True for a loader whose batch size adapts."""
+    return isinstance(loader, AdaptiveDataLoader) and loader.autoscale is not None
+
+
+def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
+    if not is_adaptive(options["dataloader"]):
+        for option in (each for each in ("scaling_rule", "replay") if options[each]):
+            yield (
+                f"{option}: given with a loader whose batches stay as they are; give an AdaptiveDataLoader, and call "
+                f"its autoscale_batch_size() before the task is made"
+            )
+        return
+    number, most = options["accumulation_steps"], options["max_device_batch"]
+    if number != 1:
+        yield (
+            f"accumulation_steps: {number!r} with batches that adapt, limit: 1, since each step has the number that is "
+            f"best for it; leave it out, and bound micro-batches by local_bsz_bounds"
+        )
+    if most is not None:
+        yield f"max_device_batch: {most} with batches that adapt; leave it out, and give local_bsz_bounds=(1, {most})"
 
 
 def _best_conflicts(options: Mapping[str, Any]) -> Iterator[str]:

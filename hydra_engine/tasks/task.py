@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.callback import Callback
 from hydra_engine.tasks.model import Model
-from hydra_engine.tasks.options import check_options, check_parameters, check_trainable, vetoes
+from hydra_engine.tasks.options import check_options, check_parameters, check_trainable, is_adaptive, vetoes
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_pair
 from hydra_engine.tasks.splitting import split as split_batch
 from partitioners import Partitioner, Pilot, make_partitioner
@@ -68,6 +69,9 @@ class ModelTask:
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
             whose step does not fit raises it from then on.
+        scaling_rule*: of the learning rate, for a `hydra_engine.adaptive.AdaptiveDataLoader` whose batch size adapts;
+            default: `AdamScale` for Adam and its variants, else `AdaScale`.
+        replay*: choices of another run's `TaskReport.adaptive`, which are made again instead of new ones.
         max_device_batch*: the loader's batch is split into micro-batches of at most so many samples, as
             `hydra_engine.elastic.split_batch` says for the most devices that the orchestrator may have. Instead of
             `accumulation_steps`.
@@ -146,6 +150,8 @@ class ModelTask:
         grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
         max_device_batch: int | None = None,
+        scaling_rule: ScalingRule | None = None,
+        replay: Sequence[StepChoice] = (),
         loss_reduction: LossReduction = "mean",
         max_grad_norm: float | None = None,
         seed: int | None = None,
@@ -206,6 +212,10 @@ class ModelTask:
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
         self.max_device_batch = max_device_batch
+        self.scaling_rule = scaling_rule
+        self.replay = tuple(replay)
+        # As of now: its plan depends on it.
+        self.adapts = self.purpose is Purpose.TRAIN and is_adaptive(dataloader)
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
@@ -227,6 +237,12 @@ class ModelTask:
         check_parameters(self.model, precision)
         if self.purpose is Purpose.TRAIN:
             check_trainable(self.model, loss_fn)
+
+    @property
+    def adaptive_loader(self) -> AdaptiveDataLoader:
+        """The loader of a task whose batches adapt."""
+        assert isinstance(self.dataloader, AdaptiveDataLoader)
+        return self.dataloader
 
     @property
     def may_veto(self) -> bool:

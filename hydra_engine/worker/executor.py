@@ -49,6 +49,7 @@ class UnitSpec(NamedTuple):
     is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
     written: Collection[int] = ()  # buffers that a backward is known to write to
     on_recomputed: OnRecomputed | None = None
+    norm_groups: NormGroups | None = None  # of parameters, whose gradients are measured by micro-batch
 
 
 class Inspector(Protocol):
@@ -184,7 +185,8 @@ class UnitRunning:
         self._end = len(executor.structure.layers) if is_last else spec.shard.last
         self._views, self._buffers, self._so_far = views, buffers, so_far
         self._saved, self._graphs = saved, graphs
-        self._gradients = GradientSums(executor.structure, spec.shard, (*views.values(), *buffers.values()))
+        bound = (*views.values(), *buffers.values())
+        self._gradients = GradientSums(executor.structure, spec.shard, bound, spec.norm_groups)
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
@@ -226,7 +228,7 @@ class UnitRunning:
     def micro(self, m: int, micro: MicroInput) -> MicroOutput:
         """Run the step's micro-batch m."""
         spec, executor, inspector = self._spec, self._executor, self._inspector
-        if executor.is_narrow and m > spec.micro_batches.start:
+        if (executor.is_narrow or spec.norm_groups is not None) and m > spec.micro_batches.start:
             self._gradients.accumulate()
         with executor.modes():
             if self._graphs:
@@ -245,6 +247,8 @@ class UnitRunning:
                     out = self._through_layers(m, micro, drawing)
                 if drawing.drew_in_backward and inspector is not None:
                     inspector.drew_in_backward()
+        if spec.kind in (FUSED, BACKWARD):
+            out.norms = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
             out.pieces = self._gradients.taken(self._shard.owned)
         return out
@@ -258,9 +262,11 @@ class UnitRunning:
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
         gradients: dict[int, Tensor | None] = {}
-        updated = None
+        updated = norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
             gradients = self._gradients.totals(are_rounded=spec.is_last)
+            if spec.is_last:
+                norms = self._gradients.measured(gradients.items())
             if update is not None:
                 updated, gradients = update(structure.parameters, gradients), {}
                 for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
@@ -271,7 +277,7 @@ class UnitRunning:
         self._executor.settle_attributes(shard.first, self._end)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
-        return UnitOutput(gradients=gradients, buffers=taken, updated=updated)
+        return UnitOutput(gradients=gradients, buffers=taken, updated=updated, norms=norms)
 
     def _through_layers(self, m: int, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hydra_engine.adaptive import square_norms
 from hydra_engine.data import copy_of
-from hydra_engine.host import Shard, Structure
+from hydra_engine.host import NormGroups, Shard, Structure
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.skips import Frame
 
@@ -133,35 +134,55 @@ class SavedTensors:
 
 
 class GradientSums:
-    """Adds up a unit's gradients over its micro-batches. Autograd adds wide ones; narrow ones are added in float32."""
+    """Adds up a unit's gradients over its micro-batches. Autograd adds wide ones; narrow ones are added in float32.
 
-    def __init__(self, structure: Structure, shard: Shard, bound: Iterable[Tensor]) -> None:
+    With groups, those of each micro-batch are apart from the sums until the next one begins: they are measured.
+    """
+
+    def __init__(
+        self, structure: Structure, shard: Shard, bound: Iterable[Tensor], groups: NormGroups | None = None
+    ) -> None:
         """`bound`: the parameters and buffers of the unit, whose memory others write to once it is through."""
+        self._groups = groups
         self._structure = structure
         self._shard = shard
-        self._sums: dict[int, Tensor] = {}  # by slot: a narrow gradient so far, in float32
+        self._sums: dict[int, Tensor] = {}  # by slot, in float32: a narrow gradient so far; with groups, any
         self._bound = {tensor.untyped_storage().data_ptr() for tensor in bound}
 
     def go_on_from(self, so_far: Mapping[int, Tensor]) -> None:
         """Begin with gradients that are added to in place."""
         for index, gradient in so_far.items():
             parameter = self._structure.parameters[index]
-            if gradient.dtype == parameter.dtype:
+            if gradient.dtype == parameter.dtype and self._groups is None:
                 parameter.grad = gradient
             else:
                 self._sums[index] = gradient
 
     def accumulate(self) -> None:
-        """Add the narrow gradients of the last micro-batch to those before it."""
+        """Add the gradients of the last micro-batch to those before it, except where autograd does."""
         for index in self._shard.owned:
             parameter = self._structure.parameters[index]
-            if parameter.grad is None or parameter.grad.dtype == torch.float32:
+            if parameter.grad is None or (parameter.grad.dtype == torch.float32 and self._groups is None):
                 continue
             if index in self._sums:
                 self._sums[index].add_(parameter.grad)
-            else:
+            elif parameter.dtype.itemsize < torch.float32.itemsize:
                 self._sums[index] = parameter.grad.float()
+            elif (gradient := self._dense(index)) is not None:
+                self._sums[index] = gradient
             parameter.grad = None
+
+    def measured(self, gradients: Iterable[tuple[int, Tensor | None]] | None = None) -> Tensor | None:
+        """Return squared norms by group, of the last micro-batch or of these; None: nobody wants them."""
+        if self._groups is None:
+            return None
+        if gradients is None:
+            gradients = [(index, self._structure.parameters[index].grad) for index in self._shard.owned]
+        found: list[list[Tensor]] = [[] for _ in range(self._groups.number)]
+        for index, gradient in gradients:
+            if gradient is not None:
+                found[self._groups.of[index]].append(gradient)
+        return torch.stack([square_norms(each).to(self._structure.device, torch.float32) for each in found])
 
     def taken(self, slots: Iterable[int]) -> dict[int, Tensor | None]:
         """Take the gradients of these slots; the parameters have none from here on."""

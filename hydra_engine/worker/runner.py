@@ -124,6 +124,7 @@ class Runner:
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
             written=state.observed.written_buffers,
+            norm_groups=state.norm_groups,
             on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
         last: MicroOutput | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
+from hydra_engine.host import WHOLE, BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -200,6 +200,8 @@ class Spiller:
             pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
             self._device.finish()
             staging.parts.add(j, m, pieces)
+        if out.norms is not None:
+            staging.norms[j, m] = out.norms.tolist()
         if out.loss is not None:
             staging.losses[m] = float(out.loss)
             staging.metrics[m] = {name: float(value) for name, value in out.metrics.items()}
@@ -207,6 +209,8 @@ class Spiller:
     def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
+        if out.norms is not None:
+            staging.norms[shard.index, WHOLE] = out.norms.tolist()
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
             staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)

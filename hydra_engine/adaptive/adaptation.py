@@ -1,0 +1,489 @@
+"""The choices of one adaptive task: the batch of each step, its micro-batches, the factors of its learning rates."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hydra_engine.adaptive.goodput import Choice, Goodput
+from hydra_engine.adaptive.loader import Autoscale
+from hydra_engine.adaptive.noise import GradientNoiseScale
+from hydra_engine.adaptive.rules import ScalingRule
+from hydra_engine.adaptive.throughput import StepTime, ThroughputModel
+
+# One micro-batch alone says nothing of the gradient's noise.
+LEAST_MICRO_BATCHES = 2
+# The share that older measurements of a configuration keep as one more comes.
+OBSERVATION_KEPT = 0.9
+# Configurations that are remembered; the ones not measured for longest are forgotten.
+MOST_OBSERVATIONS = 64
+# A choice is made anew after so many steps, or as devices come and go. Noise is averaged over a thousand steps.
+STEPS_BETWEEN = 8
+# The share of its size that a micro-batch keeps after a device ran out of memory.
+KEPT_OUT_OF_MEMORY = 0.9
+# The share of a step from which on transfers decide how long it takes.
+LINK_BOUND = 0.75
+# Progress is a sum of gains: an epoch must not last a step longer for a rounding error.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepChoice:
+    """A step of an adaptive task: what was chosen, and the figures that it was chosen by.
+
+    Attributes:
+        step: index of the step.
+        batch_size: samples of the step.
+        micro_batches: that they are split into; sizes differ by at most 1.
+        devices: that the step could be spread over as its batch was read.
+        desired_devices: the number of devices that would be worth having.
+        noise: the gradient noise scale in samples; None: not known yet.
+        gain: steps of the initial batch that this step is worth, as predicted.
+        progress: sum of the gains before this step.
+        goodput: predicted, in samples of the initial batch per second; None: not known yet.
+        factors: of the learning rate, by parameter group; empty until the step begins.
+    """
+
+    step: int
+    batch_size: int
+    micro_batches: int
+    devices: int = 1
+    desired_devices: int = 1
+    noise: float | None = None
+    gain: float = 1.0
+    progress: float = 0.0
+    goodput: float | None = None
+    factors: tuple[float, ...] = ()
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self.batch_size // self.micro_batches)
+
+    @property
+    def short(self) -> str:
+        """The batch and the first factor, for a line of progress."""
+        return f"batch {self.batch_size}" + (f" lr x{self.factors[0]:.3g}" if self.factors else "")
+
+    def __str__(self) -> str:
+        factors = " ".join(f"{factor:.3g}" for factor in self.factors) or "-"
+        noise = "-" if self.noise is None else f"{self.noise:.3g}"
+        goodput = "-" if self.goodput is None else f"{self.goodput:.3g} samples/s"
+        return (
+            f"batch {self.batch_size} in {self.micro_batches} micro-batches on {self.devices} devices "
+            f"({self.desired_devices} desired), lr x {factors}, noise scale {noise}, gain {self.gain:.3g}, progress "
+            f"{self.progress:.1f}, goodput {goodput}"
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """Return it as plain values, which JSON and a checkpoint take."""
+        return {**asdict(self), "factors": list(self.factors)}
+
+    @classmethod
+    def from_state(cls, saved: Mapping[str, Any]) -> StepChoice:
+        """Return what `to_state` was called on."""
+        return cls(**{**saved, "factors": tuple(saved["factors"])})
+
+
+def choices_to_state(choices: Sequence[StepChoice]) -> dict[str, Tensor]:
+    """Return choices as columns in float64, which hold every figure as it is: a run of days has millions of steps."""
+    columns = {
+        name: [math.nan if (value := getattr(each, name)) is None else value for each in choices] for name in _COLUMNS
+    }
+    factors = torch.tensor([each.factors for each in choices], dtype=torch.float64)
+    return {**{name: torch.tensor(each, dtype=torch.float64) for name, each in columns.items()}, "factors": factors}
+
+
+def choices_from_state(saved: Mapping[str, Tensor]) -> list[StepChoice]:
+    """Return what `choices_to_state` was given."""
+    columns = {name: saved[name].tolist() for name in _COLUMNS}
+    found = []
+    for k, factors in enumerate(saved["factors"].tolist()):
+        row = {name: values[k] for name, values in columns.items()}
+        row = {name: int(value) if name in _WHOLE else value for name, value in row.items()}
+        row |= {name: None for name in ("noise", "goodput") if math.isnan(row[name])}
+        found.append(StepChoice(**row, factors=tuple(factors)))
+    return found
+
+
+_WHOLE = ("step", "batch_size", "micro_batches", "devices", "desired_devices")
+_COLUMNS = (*_WHOLE, "noise", "gain", "progress", "goodput")
+
+
+class StepMeasures(NamedTuple):
+    """Squared norms of one step's gradients.
+
+    sizes: samples by micro-batch, which weigh its mean gradient. micro: of each micro-batch's mean gradient, by
+    parameter group. total: of the step's.
+    """
+
+    sizes: tuple[float, ...]
+    micro: tuple[tuple[float, ...], ...]
+    total: tuple[float, ...]
+
+
+class _Held(NamedTuple):
+    """A choice that goes on until the next one is made."""
+
+    step: int  # for which it was made
+    devices: int
+    choice: Choice
+
+
+class _Seconds(NamedTuple):
+    """Seconds of steps of one configuration: a sum in which older ones count less, and their number, likewise."""
+
+    total: float = 0.0
+    link: float = 0.0
+    weight: float = 0.0
+    num: int = 0
+
+    def plus(self, seconds: float, link_s: float) -> _Seconds:
+        # The first step of a configuration may be metered, or compile: it counts until there is another.
+        kept = 0.0 if self.num == 1 else OBSERVATION_KEPT
+        return _Seconds(
+            kept * self.total + seconds, kept * self.link + link_s, kept * self.weight + 1, min(self.num + 1, 2)
+        )
+
+    @property
+    def mean_s(self) -> float:
+        return self.total / self.weight
+
+    @property
+    def link_s(self) -> float:
+        return self.link / self.weight
+
+
+_Configuration = tuple[int, int, int]  # devices, micro-batch, rounds of micro-batches
+
+
+class Adaptation:
+    """Chooses a task's batches for goodput, from what was measured of its steps. From any thread.
+
+    `choose` depends on nothing but measurements and the choice before it: whoever reads batches knows that one, and
+    may go back to it.
+    """
+
+    def __init__(
+        self,
+        settings: Autoscale,
+        initial_batch_size: int,
+        *,
+        steps_per_epoch: float | None = None,
+        replay: Sequence[StepChoice] = (),
+    ) -> None:
+        """Begin without measurements.
+
+        steps_per_epoch: of the initial batch, that a pass over the data takes; None: not known.
+        replay: choices of another run, which are made again, step by step.
+
+        Raises ValueError for a record of another task.
+        """
+        self._settings = settings
+        self._initial = initial_batch_size
+        self._steps_per_epoch = steps_per_epoch
+        self._replay = tuple(replay)
+        self._check_replay()
+        self._lock = threading.RLock()
+        self._noise = GradientNoiseScale(initial_batch_size)
+        self._rule: ScalingRule | None = None
+        low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
+        self._low, self._high = low, high  # of a micro-batch
+        self._seconds: dict[_Configuration, _Seconds] = {}
+        self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
+        self._held: _Held | None = None
+        self._most_devices = 1  # that a step was measured on
+
+    def _check_replay(self) -> None:
+        if not self._replay:
+            return
+        first, most = self._replay[0], max(each.batch_size for each in self._replay)
+        if [each.step for each in self._replay] != list(range(len(self._replay))):
+            raise ValueError("replay: its steps do not count up from 0; give the whole of another run's record")
+        if first.batch_size != self._initial:
+            raise ValueError(
+                f"replay: it begins with a batch of {first.batch_size}, limit: the loader's batch_size "
+                f"{self._initial}; give the record of a run with the same loader"
+            )
+        if most > self._settings.max_batch_size:
+            raise ValueError(
+                f"replay: it has a batch of {most}, limit: max_batch_size {self._settings.max_batch_size}; raise that "
+                f"maximum to the one of the run that was recorded"
+            )
+
+    def begin(self, rule: ScalingRule, num_groups: int) -> None:
+        """Scale the learning rates of so many parameter groups from now on.
+
+        Raises ValueError where a record to be replayed has another number of groups.
+        """
+        for each in self._replay:
+            if each.factors and len(each.factors) != num_groups:
+                raise ValueError(
+                    f"replay: step {each.step} has factors for {len(each.factors)} parameter groups, limit: the "
+                    f"optimizer's {num_groups}; give the record of a run with the same groups"
+                )
+        with self._lock:
+            self._rule = rule
+            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+
+    # -- limits
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the most samples of a micro-batch."""
+        with self._lock:
+            return self._low, self._high
+
+    @property
+    def has_bounds(self) -> bool:
+        """True if the user gave bounds of a micro-batch."""
+        return self._settings.local_bsz_bounds is not None
+
+    def limit(self, micro_batch: int) -> None:
+        """Make no micro-batch larger than this from now on: a device has no room for it."""
+        with self._lock:
+            self._high = max(1, min(self._high, micro_batch))
+            self._low = min(self._low, self._high)
+            self._held = None
+
+    def smaller(self, choice: StepChoice) -> StepChoice:
+        """Return a choice in smaller micro-batches, and make none larger from now on: a device had no room."""
+        size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
+        self.limit(size)
+        return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
+
+    # -- choices
+
+    def is_over(self, after: StepChoice | None, epoch: int) -> bool | None:
+        """Return True if an epoch is over after this choice; None: only the data says so."""
+        if self._steps_per_epoch is None:
+            return None
+        return self._progress(after) >= (epoch + 1) * self._steps_per_epoch - ROUNDING
+
+    @staticmethod
+    def _progress(after: StepChoice | None) -> float:
+        return 0.0 if after is None else after.progress + after.gain
+
+    def choose(self, after: StepChoice | None, devices: int = 1, max_devices: int = 1) -> StepChoice:
+        """Choose the step that follows `after`; None: the first.
+
+        devices: that it is spread over. max_devices: that there may ever be.
+        """
+        step = 0 if after is None else after.step + 1
+        if step < len(self._replay):
+            return self._replay[step]
+        with self._lock:
+            found = self._chosen(step, max(1, devices))
+            noise = self._noise.noise_scale if self._noise.is_known else None
+            goodput = self._goodput()
+            batch = min(found.batch_size, self._settings.max_batch_size)
+            return self._worth(
+                StepChoice(
+                    step=step,
+                    batch_size=batch,
+                    micro_batches=self._number(batch, found.micro_batch, devices),
+                    devices=devices,
+                    desired_devices=self._desired(max(devices, max_devices)),
+                    noise=noise,
+                    progress=self._progress(after),
+                    goodput=None if goodput is None else found.goodput,
+                )
+            )
+
+    def given(self, choice: StepChoice, batch_size: int) -> StepChoice:
+        """Return the choice as a batch of this size makes it: at the end of the data there may be less."""
+        if batch_size == choice.batch_size:
+            return choice
+        with self._lock:
+            number = self._number(batch_size, choice.micro_batch, choice.devices)
+            return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
+
+    def factored(self, choice: StepChoice) -> StepChoice:
+        """Return the choice with factors of the learning rates, by the statistics of all steps before this one."""
+        if choice.step < len(self._replay) and choice.factors:
+            return choice
+        with self._lock:
+            assert self._rule is not None, "begin() comes first"
+            factors = self._rule.factors(self._noise, choice.batch_size, choice.progress)
+            return replace(choice, factors=tuple(map(float, factors)))
+
+    def _worth(self, choice: StepChoice) -> StepChoice:
+        """A choice with its gain. Less than the initial batch is worth its samples."""
+        scale = choice.batch_size / self._initial
+        known = self._noise.is_known and scale > 1
+        return replace(choice, gain=self._noise.gain(choice.batch_size) if known else scale if scale < 1 else 1.0)
+
+    def _number(self, batch: int, micro_batch: int, devices: int) -> int:
+        """Micro-batches of a batch, as many for each device, none of them larger than `micro_batch`."""
+        rounds = -(-batch // (micro_batch * devices))
+        if not self._settings.gradient_accumulation:
+            rounds = 1
+        number = max(LEAST_MICRO_BATCHES, devices * rounds)
+        return max(1, min(batch, number, batch // self._low if batch >= self._low else 1))
+
+    def _chosen(self, step: int, devices: int) -> Choice:
+        goodput, held = self._goodput(), self._held
+        if goodput is None:
+            return self._first(devices)
+        is_due = held is None or not held.step <= step < held.step + STEPS_BETWEEN
+        if held is None or is_due or held.devices != devices:
+            current = held.choice if held is not None and held.devices == devices else None
+            found = self._optimized(goodput, devices, current) or self._first(devices)
+            held = self._held = _Held(step, devices, found)
+        return held.choice
+
+    def _first(self, devices: int) -> Choice:
+        """The choice while nothing was measured, or where bounds leave no other: the fewest micro-batches."""
+        number = max(LEAST_MICRO_BATCHES, devices)
+        micro = max(1, min(self._high, max(self._low, -(-self._initial // number))))
+        return Choice(batch_size=self._initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
+
+    def _limits(self, devices: int) -> dict[str, Any]:
+        """The limits of a choice. A device alone has several micro-batches, whatever the user says of accumulation."""
+        accumulates, low, high = self._settings.gradient_accumulation, self._low, self._high
+        most = self._settings.max_batch_size
+        if not accumulates and devices < LEAST_MICRO_BATCHES:
+            accumulates, most = True, max(self._initial, min(most, LEAST_MICRO_BATCHES * high))
+        return {
+            "max_batch_size": most,
+            "bounds": (low, high),
+            "accumulation": accumulates,
+            "least_micro_batches": LEAST_MICRO_BATCHES,
+        }
+
+    def _optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
+        """The best choice on so many devices; None: no batch keeps to the bounds there."""
+        try:
+            return goodput.optimize(devices, **self._limits(devices), current=current)
+        except ValueError:
+            return None
+
+    # -- devices
+
+    def _goodput(self) -> Goodput | None:
+        """The goodput as far as it is known; None: no step was measured."""
+        if not self._noise.is_known or not self._seconds:
+            return None
+        if self._model is None:
+            self._model = self._fitted()
+        return Goodput(self._model, self._noise)
+
+    def speedups(self, max_devices: int) -> tuple[float, ...]:
+        """Predict how many times its goodput on one device it has on 1, 2, ... devices.
+
+        At most twice as many as it was measured on. Empty: nothing is known yet.
+        """
+        with self._lock:
+            goodput = self._goodput()
+            if goodput is None:
+                return ()
+            found = []
+            for devices in range(1, min(max_devices, 2 * self._most_devices) + 1):
+                best = self._optimized(goodput, devices)
+                if best is None:
+                    break
+                found.append(best.goodput)
+            return tuple(each / found[0] for each in found) if found and found[0] > 0 else ()
+
+    def _desired(self, max_devices: int) -> int:
+        """The most devices of which each is worth at least half of the first."""
+        if max_devices == 1 or (goodput := self._goodput()) is None:
+            return 1
+        first = self._optimized(goodput, 1)
+        for devices in range(max_devices, 1, -1) if first is not None else ():
+            best = self._optimized(goodput, devices)
+            if best is not None and first is not None and best.goodput >= first.goodput * devices / 2:
+                return devices
+        return 1
+
+    # -- measurements
+
+    def measured(self, measures: StepMeasures) -> bool:
+        """Take in the norms of a committed step. Return False where they say nothing: not finite, or one alone."""
+        if len(measures.sizes) < LEAST_MICRO_BATCHES:
+            return False
+        with self._lock:
+            return self._noise.update(measures.sizes, measures.micro, measures.total)
+
+    def measured_alone(self, batch_size: int, now: Sequence[float], before: Sequence[float], mean: Sequence[float]) -> bool:
+        """Take in a step of one micro-batch: the gradient of the step before stands in for a second one."""
+        with self._lock:
+            return self._noise.update_from_pair(batch_size, now, before, mean)
+
+    def timed(self, choice: StepChoice, seconds: float, link_s: float = 0.0, devices: int | None = None) -> None:
+        """Take in the seconds of a step; `link_s`: in which its loads crossed the link."""
+        if not (0 < seconds < math.inf):
+            return
+        devices = choice.devices if devices is None else devices
+        key = devices, choice.micro_batch, -(-choice.micro_batches // devices)
+        with self._lock:
+            found = self._seconds.pop(key, _Seconds())
+            self._seconds[key] = found.plus(seconds, link_s)  # the last to be forgotten
+            if len(self._seconds) > MOST_OBSERVATIONS:
+                del self._seconds[next(iter(self._seconds))]
+            self._most_devices = max(self._most_devices, devices)
+            if found.num == 0 or choice.step % STEPS_BETWEEN == 0:
+                self._model = None
+
+    def _fitted(self) -> ThroughputModel:
+        times = [
+            StepTime(devices=k, micro_batch=m, accumulation_steps=s - 1, seconds=each.mean_s, weight=each.weight)
+            for (k, m, s), each in self._seconds.items()
+        ]
+        load_s, sample_s = self._link()
+        return ThroughputModel.fit(times, load_s=load_s, sample_s=sample_s)
+
+    def _link(self) -> tuple[float, float]:
+        """Seconds of transfers, of a step and of each sample of a device.
+
+        Loads are traced. Where they are most of a step, they wait for one another as well: the step itself counts then.
+        """
+        points = [(m * s, each.link_s, each.mean_s) for (_, m, s), each in self._seconds.items()]
+        bound = [(samples, seconds) for samples, link_s, seconds in points if link_s >= LINK_BOUND * seconds]
+        if len({samples for samples, _ in bound}) > 1:
+            return _line(bound)
+        load_s, sample_s = _line([(samples, link_s) for samples, link_s, _ in points])
+        if not bound:
+            return load_s, sample_s
+        samples, seconds = bound[0]
+        longer = seconds / (load_s + sample_s * samples)
+        return longer * load_s, longer * sample_s
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all measurements, as plain values."""
+        with self._lock:
+            seconds = [[list(key), list(each)] for key, each in self._seconds.items()]
+            return {
+                "noise": self._noise.state_dict(),
+                "seconds": seconds,
+                "high": self._high,
+                "most_devices": self._most_devices,
+            }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; after `begin`."""
+        with self._lock:
+            self._noise.load_state_dict(saved["noise"])
+            self._seconds = {tuple(key): _Seconds(*each) for key, each in saved["seconds"]}
+            self._most_devices = saved["most_devices"]
+            self._model = self._held = None
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Least squares of seconds = a + b * samples, neither below 0."""
+    if not points:
+        return 0.0, 0.0
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    slope = min(max(0.0, slope), mean_y / mean_x)
+    return mean_y - slope * mean_x, slope
