@@ -4,8 +4,8 @@ from hydra_engine.adaptive.goodput import Choice, Goodput
 from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel
 from hydra_engine.adaptive.norms import square_norms
 from hydra_engine.adaptive.rules import (
-    AdaScale,
     AdamScale,
+    AdaScale,
     LEGWScale,
     LinearScale,
     ScalingRule,

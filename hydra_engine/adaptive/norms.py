@@ -27,7 +27,7 @@ def square_norms(tensors: Sequence[Tensor]) -> Tensor:
         values = _values(tensor)
         of_group = groups.setdefault((values.device, values.dtype), [])
         if values.device.type == "cpu" and values.numel() > CPU_BLOCK and values.is_contiguous():
-            of_group.extend(values.view(-1).split(CPU_BLOCK))
+            of_group.extend(torch.split(values.view(-1), CPU_BLOCK))
         else:
             of_group.append(values)
     if not groups:

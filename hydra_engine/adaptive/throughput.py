@@ -15,7 +15,7 @@ MOST_GAMMA = 10.0  # beyond it a sum of powers is a maximum
 NEVER = -80.0  # logarithm of seconds that are 0
 # A step that takes at most this many times as long as its transfers says of its computing only that it is no longer.
 NEAR_LINK = 1.1
-MAX_ITERATIONS = 30
+MAX_ITERATIONS = 60
 PRIOR = 1e-6  # weight of the starting point: it decides only what the observations leave open
 
 
@@ -117,7 +117,8 @@ class ThroughputModel:
             exchange_s = a + b * (devices - 2)
         # As a ratio to the longer one, so that powers of very short times stay above 0.
         longer = max(pass_s, exchange_s)
-        last_s = longer * ((pass_s / longer) ** p.gamma + (exchange_s / longer) ** p.gamma) ** (1 / p.gamma)
+        powers = math.pow(pass_s / longer, p.gamma) + math.pow(exchange_s / longer, p.gamma)
+        last_s = longer * math.pow(powers, 1 / p.gamma)
         compute_s = accumulation_steps * pass_s + last_s
         return max(compute_s, self.link_s(micro_batch * (accumulation_steps + 1)))
 
@@ -188,8 +189,8 @@ class _Fit:
             a_c = mean - b_c * m
         start = torch.tensor([float(a_c.log()), float(b_c.log()), NEVER, NEVER, NEVER], dtype=torch.float64)
         several = ~self.alone
-        counts = self.devices[several].unique().numel()
-        if counts == 0 or not (self.alone.any() or self.extra[several].unique().numel() > 1):
+        counts = len(set(self.devices[several].tolist()))
+        if counts == 0 or not (self.alone.any() or len(set(self.extra[several].tolist())) > 1):
             return start
         excess = (self.seconds - (self.extra + 1) * (a_c + b_c * self.micro))[several]
         exchange = max(float(excess.median()), 0.05 * float(mean))
