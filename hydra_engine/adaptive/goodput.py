@@ -195,9 +195,7 @@ class Goodput:
             )
         whole_number("least_micro_batches", least_micro_batches)
         low, high = (1, max_batch_size) if bounds is None else bounds
-        whole_number("bounds", low)
-        if whole_number("bounds", high) < low:
-            raise ValueError(f"bounds: {low} to {high}, limit: at least {low} samples; give the smaller one first")
+        whole_number("bounds", high, least=whole_number("bounds", low))
         return _Limits(
             max_batch_size=max_batch_size,
             least_micro=low,

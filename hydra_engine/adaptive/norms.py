@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # On a CPU, torch adds up a tensor's squares in few float32 numbers: for 20 million elements the sum is 0.2 % too small.
-# Norms of blocks of this many elements keep six digits, and take 1.5 times as long. Other devices use blocks by
+# Norms of blocks of this many elements keep four to six digits, and take 1.5 times as long. Other devices use blocks by
 # themselves.
 CPU_BLOCK = 65_536
 COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}

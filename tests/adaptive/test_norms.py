@@ -43,12 +43,12 @@ def test_a_float64_tensor_keeps_its_digits():
     assert square_norms([tensor]).item() == pytest.approx(1 + 1e-10, rel=1e-15)
 
 
-def test_a_large_tensor_keeps_six_digits():
+def test_a_large_tensor_keeps_four_digits():
     tensor = torch.full((8 * CPU_BLOCK + 7,), 0.1)
     exact = tensor.double().square().sum().item()
-    assert square_norms([tensor]).item() == pytest.approx(exact, rel=2e-6)
+    assert square_norms([tensor]).item() == pytest.approx(exact, rel=3e-5)
     turned = torch.full((3, CPU_BLOCK), 0.5).t()
-    assert square_norms([turned]).item() == pytest.approx(0.75 * CPU_BLOCK, rel=1e-5)
+    assert square_norms([turned]).item() == pytest.approx(0.75 * CPU_BLOCK, rel=3e-5)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
