@@ -250,7 +250,7 @@ class GradientNoiseScale:
             )
         norms = [float(each) for each in values]
         for each in norms:
-            if each < 0:
+            if -math.inf < each < 0:
                 raise ValueError(f"{name}: {each}, limit: at least 0; give squared norms")
         return norms
 

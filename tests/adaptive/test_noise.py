@@ -95,7 +95,7 @@ def test_groups_are_averaged_apart_and_their_sums_make_the_gain():
     assert noise.level == NoiseLevel(sqr=sum(noise.sqr), var=sum(noise.var), initial_batch_size=1)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", range(3))
 def test_a_step_with_a_number_that_is_not_finite_changes_nothing(number, place):
     noise = known()
