@@ -15,6 +15,7 @@ import partitioners
 ROOMS = (
     "system",
     "elastic",
+    "adaptive",
     "schedule",
     "tasks",
     "data",
