@@ -274,21 +274,17 @@ class _Task:
     num_commits: int = 0
     parts: list[_StepPart] = field(default_factory=list)  # of the step in progress
     sizes: list[int] = field(default_factory=list)  # micro-batches of each
+    in_sums: bool = True
 
-    def begin(self, num_parts: int) -> None:
-        """Cut the next step."""
-        self.num_begun += 1
+    def begin(self, num_parts: int, in_sums: bool) -> None:
+        """Cut the next step. in_sums: gradients of a part go on from those of the part before."""
+        self.num_begun, self.in_sums = self.num_begun + 1, in_sums
         self.parts = [_StepPart() for _ in range(num_parts)]
         self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
 
     def share(self, unit: Unit) -> float:
         """Of the step's micro-batches, those of a unit."""
         return self.sizes[unit.part] / self.cost.num_micro_batches
-
-    @property
-    def in_sums(self) -> bool:
-        """Whether gradients of a part go on from those of the part before."""
-        return self.spreads[len(self.parts) - 1].in_sums
 
     def so_far_bytes(self, unit: Unit) -> float:
         """Gradients of the parts before that a unit goes on from."""
@@ -361,7 +357,7 @@ class World:
             Run: self._run,
             Release: self._release,
             Read: self._read,
-            Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts),
+            Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts, begin.in_sums),
             Commit: self._commit,
             Update: self._update,
             Discard: lambda _: None,

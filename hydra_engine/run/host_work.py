@@ -91,7 +91,7 @@ class HostWork:
     def _begin(self, instruction: Begin) -> None:
         task = self._common.tasks[instruction.task]
         task.take(is_spread=instruction.num_parts > 1)
-        task.stage(instruction.num_parts)
+        task.stage(instruction.num_parts, in_sums=instruction.in_sums)
         for worker in self._workers.all:
             worker.sweep(instruction.task)
 

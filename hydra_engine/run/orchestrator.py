@@ -26,7 +26,7 @@ from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList
 from hydra_engine.run.workers import RunOver
-from hydra_engine.schedule import Policy, resolve_policy
+from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
 from hydra_engine.system import bound, host_threads
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
@@ -62,6 +62,9 @@ class ModelOrchestrator:
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
             in bytes or as text ("64GiB"). A task that was trained counts with its weights until they are freed. None:
             what the machine has.
+        fairness: how devices are shared out among fewer tasks (docs/schedules.md). None: for the last task to end
+            soonest. A number p: for the greatest power mean of the tasks' speedups, which is the sum for 1, the
+            geometric mean for 0, the harmonic mean for -1, and the lower, the nearer to the slowest task's speedup.
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
@@ -89,7 +92,9 @@ class ModelOrchestrator:
         max_failures: int = 0,
         quotas: Mapping[str, int | Quota] | None = None,
         dram: int | str | None = None,
+        fairness: float | None = None,
     ) -> None:
+        self._fairness = checked_fairness(fairness)
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
         self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
@@ -550,7 +555,7 @@ class ModelOrchestrator:
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
-        return Site(devices, self._double_buffer, self.buffer, host, self._limit)
+        return Site(devices, self._double_buffer, self.buffer, host, self._limit, self._fairness)
 
     def _devices_in(self) -> list[DeviceSpec]:
         devices = list(self._pool.specs.values())

@@ -412,7 +412,7 @@ class RunningTask:
         if self.step is not None:
             self.figures.end_epoch(self.step.batch)
 
-    def stage(self, num_parts: int = 1) -> None:
+    def stage(self, num_parts: int = 1, *, in_sums: bool = True) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
         batch = self.batch
         if self.optimizer is not None:
@@ -425,7 +425,7 @@ class RunningTask:
             staging.parts = StepParts(
                 staging.num_micro_batches,
                 num_parts,
-                in_sums=self.planned.spreads[num_parts - 1].in_sums,
+                in_sums=in_sums,
                 is_narrow=self.state.layout.narrow is not None,
                 place=lambda index: pool.gradients.of(slots[index]),
                 fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),

@@ -262,6 +262,7 @@ class Site:
     buffer: int | str | None
     host: HostThreads
     limit: DramLimit
+    fairness: float | None = None
 
     @property
     def _smallest(self) -> DeviceSpec:

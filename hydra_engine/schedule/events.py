@@ -43,6 +43,7 @@ class TaskAdded(NamedTuple):
     min_devices: int = 1  # with fewer in, it begins no step; with as many, a step is spread over no fewer
     max_devices: int | None = None  # a step is spread over no more
     preemptible: bool = True  # it may borrow devices beyond its group's quota, and gives them back
+    adapts: bool = False  # its batches are chosen for the devices that a step is spread over: `Read` tells how many
 
 
 class BatchReady(NamedTuple):
@@ -123,10 +124,10 @@ class UnitLost(NamedTuple):
 
 
 class SpreadsKnown(NamedTuple):
-    """Steps of a task may be spread over more devices than before."""
+    """Steps of a task that begin from now on may be spread like this, over more devices than before or over fewer."""
 
     task: str
-    spreads: tuple[Spread, ...]
+    spreads: tuple[Spread, ...]  # over 1, 2, ... devices; at least one
 
 
 class Fitted(NamedTuple):
@@ -231,6 +232,7 @@ class Read(NamedTuple):
     """Get the next batch."""
 
     task: str
+    num_devices: int = 1  # that its step would be spread over as things stand, if it has as many micro-batches
 
 
 class Begin(NamedTuple):
@@ -239,6 +241,7 @@ class Begin(NamedTuple):
     task: str
     step: int
     num_parts: int = 1
+    in_sums: bool = True  # as in the `Spread` over so many devices, which stays while the step is in progress
 
 
 class Fit(NamedTuple):

@@ -15,8 +15,9 @@ several units may be on their way down while the device goes on. Which device ta
 Where there are fewer tasks than devices, a step is spread over several: its micro-batches are cut into parts, each of
 which goes through the chain for itself, and the step is committed when all are through. Units that are `ordered`, since
 one part's begins with what the part before it has left, run one after the other all the same. How many parts a task's
-steps have is solved anew when tasks come or end, or devices do. Where tasks stand in groups, each group's devices are
-shared out by themselves.
+steps have is solved anew when tasks come or end, or devices do, or what is known of a task's spreads changes; a step in
+progress stays as it was begun. Where tasks stand in groups, each group's devices are
+shared out by themselves. A task that `adapts` is told the number as its next batch is read.
 
 Once a commit's updates are through, the task is settled: `Capture`.
 """
@@ -62,7 +63,7 @@ from hydra_engine.schedule.events import (
 )
 from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import Policy
-from hydra_engine.schedule.state import OnHost, Part, Phase, ScheduledTask, allocate
+from hydra_engine.schedule.state import OnHost, Part, Phase, ScheduledTask, allocate, checked_fairness
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
 
 
@@ -78,12 +79,15 @@ class Scheduler:
         is_resident: Callable[[int, str, int], bool] = lambda *_: False,
         min_devices: int = 1,
         has_groups: bool = False,
+        fairness: float | None = None,
     ) -> None:
         """Make the scheduler of a run.
 
         is_resident: whether a device holds what it takes to run units of a (device, task, shard). min_devices: where
-        fewer are in, no unit begins. has_groups: tasks stand in groups, each of which brings its quota.
+        fewer are in, no unit begins. has_groups: tasks stand in groups, each of which brings its quota. fairness: how
+        devices are shared out among fewer tasks, as in `allocate`.
         """
+        self._fairness = checked_fairness(fairness)
         self._out: list[Instruction] = []
         self._dispatch = Dispatch(
             policy,
@@ -253,7 +257,8 @@ class Scheduler:
         """Ask for the next batch, once."""
         if not task.has_read:
             task.has_read = True
-            self._out.append(Read(task.added.task))
+            number = max(1, self._num_devices_for(task)) if task.added.adapts else 1
+            self._out.append(Read(task.added.task, number))
 
     def _did_not_fit(self, event: DidNotFit) -> None:
         part = self._part(event.unit)
@@ -398,7 +403,8 @@ class Scheduler:
         else:
             num_micro_batches = task.batch.num_micro_batches
             num_parts = min(num_micro_batches, self._num_devices_for(task)) if task.batch.training else 1
-            self._out.append(Begin(task.added.task, task.batch.step, num_parts))
+            in_sums = task.units.spreads[num_parts - 1].in_sums
+            self._out.append(Begin(task.added.task, task.batch.step, num_parts, in_sums))
             self._begin_chain(task, num_parts, num_micro_batches)
 
     def _finish(self, task: ScheduledTask) -> None:
@@ -427,7 +433,8 @@ class Scheduler:
 
     def _share_out(self, tasks: list[ScheduledTask], num_devices: int) -> None:
         """Give tasks their numbers of devices, of which there are more."""
-        numbers = allocate([each.counted_s for each in tasks], [each.speedups for each in tasks], num_devices)
+        remaining_s, speedups = [each.counted_s for each in tasks], [each.speedups for each in tasks]
+        numbers = allocate(remaining_s, speedups, num_devices, self._fairness)
         assert self._numbers is not None
         self._numbers.update(zip(tasks, numbers, strict=True))
 
@@ -454,6 +461,7 @@ class Scheduler:
         for part in task.parts:
             assert part.queue is None, part
         task.chain = task.units.training if task.batch.training else task.units.evaluation
+        task.spread = task.units.spreads[num_parts - 1]
         sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
         task.parts = [Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
         for before, after in pairwise(task.parts):
