@@ -1,6 +1,15 @@
-"""Batch sizes and learning rates that adapt while a task trains: the arithmetic of noise, throughput and goodput."""
+"""Batch sizes and learning rates that adapt while a task trains: the arithmetic, the loader, and the choices."""
 
+from hydra_engine.adaptive.accumulator import Accumulator
+from hydra_engine.adaptive.adaptation import (
+    Adaptation,
+    StepChoice,
+    StepMeasures,
+    choices_from_state,
+    choices_to_state,
+)
 from hydra_engine.adaptive.goodput import Choice, Goodput
+from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale, remaining_epochs_until
 from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel
 from hydra_engine.adaptive.norms import square_norms
 from hydra_engine.adaptive.rules import (
@@ -15,8 +24,12 @@ from hydra_engine.adaptive.rules import (
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 __all__ = [
+    "Accumulator",
     "AdaScale",
     "AdamScale",
+    "Adaptation",
+    "AdaptiveDataLoader",
+    "Autoscale",
     "Choice",
     "Goodput",
     "GradientNoiseScale",
@@ -25,9 +38,14 @@ __all__ = [
     "NoiseLevel",
     "ScalingRule",
     "SqrtScale",
+    "StepChoice",
+    "StepMeasures",
     "StepTime",
     "ThroughputModel",
     "ThroughputParameters",
+    "choices_from_state",
+    "choices_to_state",
+    "remaining_epochs_until",
     "rule_for",
     "square_norms",
 ]

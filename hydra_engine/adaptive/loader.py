@@ -1,0 +1,482 @@
+"""A loader whose batches get their size when they are read, and the loop over its epochs.
+
+torch's DataLoader reads the samples, in chunks that do not depend on the sizes that are asked for; they are collated
+here. So workers that read ahead need not know the sizes, and a sample is given once per pass whatever the sizes do.
+
+    sampler's order   a pass, drawn at its beginning and kept
+    chunks            of the initial batch size, read ahead by workers; without workers: what is missing, when it is
+    batches           of the asked sizes, across chunks, never across passes
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+_END = object()  # of a pass
+_KEYS = ("epoch", "generators", "given", "num_samples", "order", "passes")  # of a saved position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoscale:
+    """Limits within which a batch may change its size, all in samples."""
+
+    max_batch_size: int
+    local_bsz_bounds: tuple[int, int] | None = None  # of a micro-batch
+    gradient_accumulation: bool = True
+
+
+class AdaptiveDataLoader:
+    """A DataLoader whose batches have the size that is asked for when they are read.
+
+    Until somebody asks for other sizes it gives the batches of torch's DataLoader under the same seed. Keyword
+    arguments are those of torch's, except `batch_sampler`: batches are made here.
+
+    Every sample of a pass is given once, whatever the sizes do; the last batch of a pass has the rest. A new iteration
+    goes on where one that was left stood, also in another loader that loads its state dict. To look at a batch without
+    taking it, keep the state dict and load it again.
+
+    Random numbers are drawn when a pass begins, as torch's DataLoader does: first the seed of its workers, then the
+    sampler's order. The pass that an iteration begins with begins at `iter()`, any other within `next()`. A pass that
+    goes on after `load_state_dict` draws neither.
+
+    With an iterable data set and several workers, samples come in the order of torch's round robin over the workers, a
+    chunk of `batch_size` samples from each. A batch may have samples of two workers, so that a worker's rest is not a
+    short batch, as it is with torch's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        sampler: Any = None,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        """Raise ValueError for arguments that torch refuses, a batch sampler, or fewer samples than a batch."""
+        if kwargs.pop("batch_sampler", None) is not None:
+            raise ValueError(
+                "batch_sampler: given, limit: none, since it would fix the sizes of the batches; give sampler= and "
+                "batch_size="
+            )
+        _check_int("batch_size", batch_size)
+        # Checks the arguments as torch does and fills in its defaults; never iterated.
+        self._plain: DataLoader[Any] = DataLoader(
+            dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=num_workers, **kwargs
+        )
+        self._indices: _Indices | None = None
+        if not isinstance(dataset, IterableDataset):
+            self._indices = _Indices(self._plain.sampler, batch_size)
+        length = _length(dataset if self._indices is None else self._plain.sampler)
+        if length is not None and length < batch_size:
+            raise ValueError(
+                f"batch_size: {batch_size}, limit: {length}, the samples of a pass; lower batch_size, or give more data"
+            )
+        self._pinning = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("pin_")}
+        self._chunks = self._chunk_loader(kwargs)
+        self._flow: Iterator[Any] | None = None  # the next samples of the pass in progress
+        self._given = 0  # samples of the pass in progress
+        self._passes = 0  # that are over
+        self.epoch = 0  # iterations that ran to their end
+        self.autoscale: Autoscale | None = None
+        self.guide: Callable[[], int | None] | None = None  # asked for the size of each batch by `iter()`
+
+    @property
+    def dataset(self) -> Any:
+        return self._plain.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """The initial size of a batch, in samples."""
+        return cast(int, self._plain.batch_size)
+
+    @property
+    def sampler(self) -> Any:
+        return self._plain.sampler
+
+    @property
+    def num_workers(self) -> int:
+        return self._plain.num_workers
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        return self._plain.collate_fn
+
+    @property
+    def drop_last(self) -> bool:
+        return self._plain.drop_last
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        return cast("torch.Generator | None", self._plain.generator)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Epochs that are done, passes that are over, and samples of the pass in progress that were given."""
+        return self.epoch, self._passes, self._given
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_flow": None}  # a copy goes on with the pass by the samples given
+
+    def __len__(self) -> int:
+        """Return the batches of a pass at the initial size. Raises TypeError for data without a length."""
+        return len(self._plain)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int, int] | None = None,
+        gradient_accumulation: bool = True,
+    ) -> None:
+        """Let batches grow to `max_batch_size` samples, in micro-batches of a size within the bounds, both included.
+
+        gradient_accumulation: a step may have several micro-batches for a device, and then has two at least. Raises
+        ValueError for limits that the initial size is not within.
+        """
+        _check_int("max_batch_size", max_batch_size)
+        if not isinstance(gradient_accumulation, bool):
+            raise TypeError(f"gradient_accumulation: {gradient_accumulation!r}, limit: True or False; give one of them")
+        if max_batch_size < self.batch_size:
+            raise ValueError(
+                f"max_batch_size: {max_batch_size}, limit: at least {self.batch_size}, the initial batch_size; raise "
+                f"max_batch_size, or lower batch_size"
+            )
+        if local_bsz_bounds is not None:
+            local_bsz_bounds = _checked_bounds(local_bsz_bounds, self.batch_size, gradient_accumulation)
+        self.autoscale = Autoscale(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate as `guide` says; without one, give a pass in batches of the initial size, or the rest of a pass."""
+        if self.guide is not None:
+            return self.iterate(self.guide)
+        self._begin()
+        return self._pinned(self._batches(lambda: self.batch_size, one_pass=True))
+
+    def iterate(self, next_size: Callable[[], int | None]) -> Iterator[Any]:
+        """Give batches of the sizes, in samples, that `next_size` returns, one call for each; None ends the epoch.
+
+        A batch is smaller at the end of a pass, where `drop_last` leaves it out if it would be smaller than the initial
+        size too. The next batch then begins another pass; an epoch may end within a pass, and the next goes on with it.
+        """
+        self._begin()
+        return self._pinned(self._batches(next_size, one_pass=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last batch that was given. Its tensors are not copied and do not change."""
+        return {
+            "epoch": self.epoch,
+            "generators": tuple(each.get_state() for each in self._generators()),
+            "given": self._given,
+            "num_samples": _length(self.dataset),
+            "order": None if self._indices is None else self._indices.order,
+            "passes": self._passes,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the samples that were given, at any batch size: without loading them, where they have indices.
+
+        An iterable data set is read from its beginning, and those samples are dropped. Raises ValueError for a position
+        in other data.
+        """
+        self._check_state(state)
+        for generator, saved in zip(self._generators(), state["generators"], strict=True):
+            generator.set_state(saved)
+        self._flow = None
+        if self._indices is not None:
+            self._indices.order = state["order"]
+        self.epoch, self._passes, self._given = state["epoch"], state["passes"], state["given"]
+
+    # -- reading
+
+    def _chunk_loader(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
+        """Return torch's loader of lists of samples; a chunk from workers is one tensor instead."""
+        kwargs |= {
+            "num_workers": self.num_workers,
+            "collate_fn": _packed if self.num_workers else _as_list,
+            "generator": self.generator,
+        }
+        kwargs.pop("drop_last", None)  # of a batch, which may be more or less than a chunk
+        if self._indices is not None:
+            return DataLoader(self.dataset, batch_sampler=self._indices, **kwargs)
+        return DataLoader(self.dataset, batch_size=self.batch_size if self.num_workers else 1, **kwargs)
+
+    def _begin(self) -> None:
+        """Open the samples of the pass in progress, or those of a new one, which draws."""
+        if self._flow is not None:
+            return
+        order = None if self._indices is None else self._indices.order
+        if self._indices is not None:
+            self._indices.start = self._given
+        if self._given or order is not None:
+            # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
+            self._chunks.generator = (self.generator or torch.default_generator).clone_state()
+        try:
+            chunks = iter(self._chunks)
+        finally:
+            self._chunks.generator = self.generator
+        if self._indices is not None:
+            self._indices.drawn()  # without workers torch would ask for it at the first batch
+        self._flow = _samples_of(chunks, self._given if self._indices is None else 0)
+
+    def _batches(self, next_size: Callable[[], int | None], *, one_pass: bool) -> Iterator[Any]:
+        while (size := next_size()) is not None:
+            _check_int("next_size()", size)
+            batch = self._next_batch(size)
+            if batch is _END and one_pass:
+                break
+            if batch is _END and (batch := self._next_batch(size)) is _END:
+                raise ValueError(
+                    f"a whole pass over the data gave no batch, batch_size: {self.batch_size}, drop_last: "
+                    f"{self.drop_last}; give data with at least {self.batch_size if self.drop_last else 1} samples"
+                )
+            yield batch
+        self.epoch += 1
+
+    def _next_batch(self, size: int) -> Any:
+        """Return the next batch of the pass in progress, or _END, which closes the pass."""
+        self._begin()
+        assert self._flow is not None
+        if self._indices is not None:
+            remaining = len(self._indices.drawn()) - self._given
+            if self._is_over(remaining, size):  # a rest that is dropped is not loaded
+                self._end_pass()
+                return _END
+            if self.num_workers == 0:
+                self._indices.size = min(size, remaining)
+        try:
+            samples = list(islice(self._flow, size))
+            if self._is_over(len(samples), size):
+                self._end_pass()
+                return _END
+            batch = self.collate_fn(samples)
+        except BaseException:
+            self._flow = None  # it is past samples that were not given
+            raise
+        self._given += len(samples)
+        return batch
+
+    def _is_over(self, number: int, size: int) -> bool:
+        """Return True if a pass has no batch any more where `size` samples were asked for and `number` are there."""
+        return number < size and number < (self.batch_size if self.drop_last else 1)
+
+    def _end_pass(self) -> None:
+        self._flow = None
+        if self._indices is not None:
+            self._indices.order = None
+        self._given, self._passes = 0, self._passes + 1
+
+    def _pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return them in page-locked memory, if that was asked for."""
+        if not any(self._pinning.values()):
+            return batches
+        # torch's loader knows how to, and draws a seed, which is not to come from the user's generators.
+        own = torch.Generator()
+        return iter(DataLoader(_Given(batches), batch_size=None, collate_fn=_same, generator=own, **self._pinning))
+
+    # -- positions
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that orders are drawn from, the process-wide one aside."""
+        found = {id(each): each for each in (self.generator, getattr(self.sampler, "generator", None))}
+        return [each for each in found.values() if isinstance(each, torch.Generator)]
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        if sorted(state) != list(_KEYS):
+            raise ValueError(
+                f"state: keys {sorted(state)}, limit: {list(_KEYS)}; load what state_dict() of such a loader returned"
+            )
+        length = _length(self.dataset)
+        if state["num_samples"] != length:
+            raise ValueError(
+                f"samples of the data set: {length}, limit: {state['num_samples']}, those of the one that was saved; "
+                f"load the state with the same data"
+            )
+        is_indexed = state["order"] is not None
+        if is_indexed if self._indices is None else state["given"] > 0 and not is_indexed:
+            kinds = ("iterable", "indexed") if self._indices is None else ("indexed", "iterable")
+            raise ValueError(f"data set: {kinds[0]}, limit: {kinds[1]}, as it was saved; load the state with that one")
+        if len(state["generators"]) != len(self._generators()):
+            raise ValueError(
+                f"generators: {len(self._generators())}, limit: {len(state['generators'])}, those of the loader that "
+                f"was saved; give generator= where that one had it"
+            )
+
+
+def remaining_epochs_until(num_epochs: int, loader: AdaptiveDataLoader) -> Iterator[int]:
+    """Give the numbers of the epochs that are not done, from the loader's to `num_epochs` - 1.
+
+    An epoch is done when an iteration of the loader ran to its end. One that was left before is given again, and the
+    loader then goes on with the rest of it, as after a restart. Raises RuntimeError if an epoch did not use the loader.
+
+        for epoch in remaining_epochs_until(30, loader):
+            for batch in loader:
+                ...
+    """
+    _check_int("num_epochs", num_epochs, 0)
+    while loader.epoch < num_epochs:
+        before = loader.place
+        yield loader.epoch
+        if loader.place == before:
+            raise RuntimeError(
+                f"epoch {loader.epoch} ended without a batch of the loader, limit: at least one, or the epochs would "
+                f"never end; iterate the loader in every epoch that remaining_epochs_until gives"
+            )
+
+
+# -- samples
+
+
+class _Indices(Sampler[list[int]]):
+    """The order of a pass, handed out in chunks."""
+
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler = sampler
+        self.size = size  # of the next chunk
+        self.start = 0  # samples before the first chunk
+        self.order: Tensor | None = None  # until a pass begins
+
+    def drawn(self) -> Tensor:
+        """Return the order of the pass, which is drawn with the first call."""
+        if self.order is None:
+            self.order = _order_of(self.sampler)
+        return self.order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator: torch draws its seed between iter() and the first chunk, before the sampler draws.
+        order, start = self.drawn(), self.start
+        while start < len(order):
+            chunk = order[start : start + self.size].tolist()
+            start += len(chunk)
+            yield chunk
+
+
+def _samples_of(chunks: Iterator[Any], num_dropped: int) -> Iterator[Any]:
+    """Give the samples of one pass, without the first ones, which are read only when a sample is asked for."""
+    num_read = 0
+    for chunk in chunks:
+        for sample in _unpacked(chunk) if isinstance(chunk, Tensor) else chunk:
+            num_read += 1
+            if num_read > num_dropped:
+                yield sample
+    if num_read < num_dropped:
+        raise ValueError(
+            f"the data set ended after {num_read} samples, limit: {num_dropped}, which were given before the state was "
+            f"saved; load the state with the same data"
+        )
+
+
+class _Given(IterableDataset[Any]):
+    """Batches as a data set, for torch's loader."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
+class _Packer(ForkingPickler):
+    """Pickles tensors with their data: torch's way needs an open file for each, and a process may have few."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
+        if not is_plain or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor_of, (data, value.dtype, tuple(value.shape))
+
+
+def _tensor_of(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _packed(samples: Any) -> Tensor:
+    """Return the samples as one tensor of bytes, which crosses processes in one piece of shared memory."""
+    buffer = io.BytesIO()
+    _Packer(buffer, 5).dump(_as_list(samples))
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def _unpacked(chunk: Tensor) -> list[Any]:
+    return cast(list[Any], ForkingPickler.loads(cast(Any, chunk.numpy())))
+
+
+def _as_list(samples: Any) -> list[Any]:
+    if not isinstance(samples, (list, tuple)):
+        raise TypeError(
+            f"__getitems__ of the data set returned a {type(samples).__name__}, limit: a list of samples, since a "
+            f"batch may have samples of several calls; return a list"
+        )
+    return list(samples)
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _order_of(sampler: Any) -> Tensor:
+    indices = list(sampler)
+    try:
+        order = torch.tensor(indices) if indices else torch.empty(0, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        order = None
+    if order is None or order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
+        odd = next((each for each in indices if not isinstance(each, int) or isinstance(each, bool)), indices[0])
+        raise TypeError(f"sampler: gives {odd!r}, limit: an int for each sample; number the samples of the data set")
+    return order.to(torch.int64)
+
+
+# -- arguments
+
+
+def _length(data: Any) -> int | None:
+    """Return the samples of data with a length."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_int(name: str, value: Any, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: {value!r}, limit: an int; give a number of at least {least}")
+    if value < least:
+        raise ValueError(f"{name}: {value}, limit: at least {least}; raise it")
+
+
+def _checked_bounds(bounds: Any, batch_size: int, accumulates: bool) -> tuple[int, int]:
+    """Return the bounds of a micro-batch, in samples. Raises ValueError where the initial batch is not within them."""
+    name = "local_bsz_bounds"
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise TypeError(f"{name}: {bounds!r}, limit: a pair of ints; give (smallest, largest)")
+    low, high = bounds
+    _check_int(f"{name}[0]", low)
+    _check_int(f"{name}[1]", high)
+    if low > high:
+        raise ValueError(f"{name}: {(low, high)}, limit: the smallest first; give {(high, low)}")
+    most = batch_size // 2 if accumulates else batch_size
+    if low > most:
+        half = " // 2, since a step that accumulates has two micro-batches at least" if accumulates else ""
+        raise ValueError(
+            f"{name}[0]: {low}, limit: {most}, the initial batch_size{half}; lower it, or raise batch_size"
+        )
+    if high < batch_size and not accumulates:
+        raise ValueError(
+            f"{name}[1]: {high}, limit: at least {batch_size}, the initial batch_size; raise it, lower batch_size, or "
+            f"set gradient_accumulation=True"
+        )
+    return low, high
