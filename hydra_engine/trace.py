@@ -39,6 +39,7 @@ class Trace:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
+        self._task_s: dict[tuple[str | None, str], float] = defaultdict(float)  # by task, None for all, and lane
 
     def now_s(self) -> float:
         return time.perf_counter() - self._origin_s
@@ -58,6 +59,8 @@ class Trace:
         with self._lock:
             self._spans.append(Span(device, lane, label, start_s, end_s))
             self._busy_s[device, lane] += end_s - start_s
+            self._task_s[label.rpartition(".")[0], lane] += end_s - start_s  # a unit's begins with its task
+            self._task_s[None, lane] += end_s - start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
         with self._lock:
@@ -66,6 +69,11 @@ class Trace:
     def busy_s(self, device: str, lane: str) -> float:
         with self._lock:
             return self._busy_s[device, lane]
+
+    def task_s(self, task: str | None, lane: str) -> float:
+        """Return the seconds that lanes of all devices have worked for a task's units; None: for all."""
+        with self._lock:
+            return self._task_s[task, lane]
 
     def bytes_moved(self, device: str, lane: str) -> int:
         with self._lock:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.adaptive.goodput import Choice, Goodput
-from hydra_engine.adaptive.loader import Autoscale
+from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
 from hydra_engine.adaptive.noise import GradientNoiseScale
 from hydra_engine.adaptive.rules import ScalingRule
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel
@@ -199,6 +199,12 @@ class Adaptation:
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
         self._most_devices = 1  # that a step was measured on
+
+    @classmethod
+    def of(cls, loader: AdaptiveDataLoader, replay: Sequence[StepChoice] = ()) -> Adaptation:
+        """Make one for a loader whose batch size adapts."""
+        assert loader.autoscale is not None
+        return cls(loader.autoscale, loader.batch_size, steps_per_epoch=loader.steps_per_pass, replay=replay)
 
     def _check_replay(self) -> None:
         if not self._replay:
@@ -411,7 +417,9 @@ class Adaptation:
         with self._lock:
             return self._noise.update(measures.sizes, measures.micro, measures.total)
 
-    def measured_alone(self, batch_size: int, now: Sequence[float], before: Sequence[float], mean: Sequence[float]) -> bool:
+    def measured_alone(
+        self, batch_size: int, now: Sequence[float], before: Sequence[float], mean: Sequence[float]
+    ) -> bool:
         """Take in a step of one micro-batch: the gradient of the step before stands in for a second one."""
         with self._lock:
             return self._noise.update_from_pair(batch_size, now, before, mean)
@@ -486,4 +494,4 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
     slope = min(max(0.0, slope), mean_y / mean_x)
-    return mean_y - slope * mean_x, slope
+    return max(0.0, mean_y - slope * mean_x), slope

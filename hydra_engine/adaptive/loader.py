@@ -121,6 +121,19 @@ class AdaptiveDataLoader:
         return cast("torch.Generator | None", self._plain.generator)
 
     @property
+    def num_passes(self) -> int:
+        """Passes over the data that are over."""
+        return self._passes
+
+    @property
+    def steps_per_pass(self) -> float | None:
+        """Steps of the initial batch that a pass is worth; None: the data has no length."""
+        length = _length(self.dataset if self._indices is None else self.sampler)
+        if length is None:
+            return None
+        return length // self.batch_size if self.drop_last else length / self.batch_size
+
+    @property
     def place(self) -> tuple[int, int, int]:
         """Epochs that are done, passes that are over, and samples of the pass in progress that were given."""
         return self.epoch, self._passes, self._given

@@ -159,11 +159,11 @@ class GradientNoiseScale:
         return tuple(gain_of(sqr, var, scale) for sqr, var in zip(self.sqr, self.var, strict=True))
 
     def update(
-        self, batch_sizes: Sequence[int], micro_square_norms: Sequence[Numbers], total_square_norms: Numbers
+        self, batch_sizes: Sequence[float], micro_square_norms: Sequence[Numbers], total_square_norms: Numbers
     ) -> bool:
         """Add one step of two or more micro-batches. Return False, and change nothing, if a number is not finite.
 
-        batch_sizes: samples of each micro-batch.
+        batch_sizes: samples of each micro-batch; with a loss that weighs samples, the share of the batch that it has.
         micro_square_norms: squared norms of each micro-batch's mean gradient, one per parameter group.
         total_square_norms: squared norms of the step's gradient, which weighs each of them by its samples.
         """
@@ -177,7 +177,8 @@ class GradientNoiseScale:
                 "batch_sizes; give one entry per micro-batch"
             )
         for size in batch_sizes:
-            whole_number("batch_sizes", size)
+            if finite_number("batch_sizes", size) == 0:
+                raise ValueError("batch_sizes: 0, limit: more than 0; leave micro-batches without samples out")
         rows = [self._norms("micro_square_norms", row) for row in micro_square_norms]
         samples = sum(batch_sizes)
         locals_ = [

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_engine.adaptive import Adaptation, choices_from_state
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.nested import losses_from_state
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
@@ -60,6 +61,7 @@ class SavedTask:
     def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
         """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another."""
         self._check_best(task)
+        self.check_adapts(task)
         trainable: dict[str, Tensor] = {}
         frozen: dict[str, Tensor] = {}
         other: dict[str, Tensor] = {}  # a loss's
@@ -106,6 +108,20 @@ class SavedTask:
                 f"{self._name}: keep_best: {now[0]!r} with best {now[1]!r}, and it was saved with {saved[0]!r} and "
                 f"{saved[1]!r}, whose values do not compare; resume with those, or without keep_best"
             )
+
+    def check_adapts(self, task: ModelTask) -> None:
+        """Refuse a task whose batches adapt where those that were saved did not, and the other way round."""
+        did = self._state.get("adaptive") is not None
+        if did != task.adapts:
+            kinds = ("did not adapt", "do") if task.adapts else ("adapted", "do not")
+            raise ValueError(
+                f"{self._name}: its batches {kinds[0]} when it was saved, and {kinds[1]} now; resume with the loader "
+                f"that was saved, of which autoscale_batch_size() was {'not ' if task.adapts else ''}called"
+            )
+
+    def put_adaptation(self, adaptation: Adaptation) -> None:
+        """Let a task's choices follow from what was measured before."""
+        adaptation.load_state_dict(self._state["adaptive"]["measured"])
 
     def put_best(self, weights: BestWeights) -> None:
         """Let a task go on with its best weights, if some were saved."""
@@ -155,6 +171,8 @@ class SavedTask:
         best = state.get("best")
         if best is not None and task.keep_best is not None:
             report.best_step, report.best_value = best["step"], best["value"]
+        adaptive = state.get("adaptive")
+        report.adaptive = [] if adaptive is None else choices_from_state(adaptive["choices"])
         report.revisions = [Revision(**each) for each in state["revisions"]]
         report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:

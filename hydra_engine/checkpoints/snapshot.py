@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from hydra_engine.adaptive import Adaptation, choices_to_state
 from hydra_engine.checkpoints.nested import losses_to_state, nested_files
 from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.data import TaskPosition, residue
@@ -59,6 +60,7 @@ class Snapshot:
         *,
         over: str | None = None,
         best: BestWeights | None = None,
+        adaptation: Adaptation | None = None,
     ) -> None:
         self.name = report.name
         self.steps = report.steps
@@ -74,6 +76,7 @@ class Snapshot:
         self._best_buffers: list[Tensor] = []
         if best is not None and best.best.step is not None:
             self._best_weights, self._best_buffers = best.tensors(), list(best.buffers)
+        self._adaptation = adaptation
         self._captured = threading.Event()
         self._by_slot: dict[int, list[MovingTensor]] = {}
         self._count = count
@@ -165,9 +168,15 @@ class Snapshot:
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
             "best": None if self._best is None else {**vars(self._best), "buffers": self._best_buffers},
             "stopped_early": report.stopped_early and self.over is not None,
+            "adaptive": None if self._adaptation is None else self._adaptive(self._adaptation),
             "revisions": [dict(vars(each)) for each in list(report.revisions)],
             "retries": [dict(vars(each)) for each in list(report.retries)],
         }
+
+    def _adaptive(self, adaptation: Adaptation) -> dict[str, Any]:
+        """Return the choices so far, and what the next ones follow from."""
+        choices = choices_to_state(self._report.adaptive[: self.steps])
+        return {"choices": choices, "measured": adaptation.state_dict()}
 
     def _updated(self) -> Files:
         """Return the files of all that updates change beside weights."""

@@ -134,7 +134,8 @@ class Reader:
     def split_sample(self, num_micro_batches: int) -> None:
         """Split the first batch of an adaptive task into more micro-batches than were chosen: these do not fit."""
         first = self._largest or self._peek()
-        assert first is not None and first.choice is not None
+        assert first is not None
+        assert first.choice is not None
         found = first._replace(choice=replace(first.choice, micro_batches=num_micro_batches))
         if self._largest is None:
             self._pending = found
@@ -145,7 +146,8 @@ class Reader:
 
     def in_smaller_pieces(self, batch: Batch) -> Batch:
         """The same batch of an adaptive task in smaller micro-batches: a device has no room for these."""
-        assert self.adaptation is not None and batch.choice is not None
+        assert self.adaptation is not None
+        assert batch.choice is not None
         smaller = replace(batch, choice=self.adaptation.smaller(batch.choice))
         return self.split_again(smaller, batch.accumulation_steps)
 

@@ -23,6 +23,7 @@ class TaskProgress(NamedTuple):
     steps: int
     num_steps: int | None
     loss: float | None
+    batch: str = ""  # of a task whose batches adapt
 
 
 class ProgressLine:
@@ -89,4 +90,5 @@ def _width(sign: str) -> int:
 def _describe(task: TaskProgress) -> str:
     of = "" if task.num_steps is None else f"/{task.num_steps}"
     loss = "" if task.loss is None else f" {task.loss:.3f}"
-    return f"{task.name} {task.steps}{of}{loss}"
+    batch = f" {task.batch}" if task.batch else ""
+    return f"{task.name} {task.steps}{of}{loss}{batch}"

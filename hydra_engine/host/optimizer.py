@@ -320,7 +320,9 @@ class TaskOptimizer:
             with _gradients_set(slots, finished) as parameters:
                 if self._task.max_grad_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
-                refused = nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+                refused = (
+                    nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+                )
                 with refused, scaled(self.optimizer, self.factors):
                     self.optimizer.step()
         finally:

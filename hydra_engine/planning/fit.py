@@ -17,7 +17,6 @@ from hydra_engine.tasks import Purpose, batch_size
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 from partitioners.boundary import Boundary
 
-
 # The largest micro-batch is looked for until one that does not fit is no more than this many times as large.
 NEAR = 1.06
 

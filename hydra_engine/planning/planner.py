@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.adaptive import Adaptation
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -321,15 +322,10 @@ class PlannedTask:
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
         self.doubts: list[str] = []  # about what they drew
-        self.adaptation = None
+        self.adaptation: Adaptation | None = None
         if task.adapts:
             try:
-                self.adaptation = Adaptation(
-                    task.adaptive_loader.autoscale,
-                    task.adaptive_loader.batch_size,
-                    steps_per_epoch=task.adaptive_loader.steps_per_pass,
-                    replay=task.replay,
-                )
+                self.adaptation = Adaptation.of(task.adaptive_loader, task.replay)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
@@ -371,7 +367,7 @@ class PlannedTask:
 
     @property
     def spreads(self) -> tuple[Spread, ...]:
-        """How a step is spread over 1, 2, ... devices. An adaptive task is spread over those that it is measured for."""
+        """How a step is spread over 1, 2, ... devices; of an adaptive task, over as many as it is known for."""
         spreads = self.spreading.spreads
         if self.adaptation is None:
             return spreads

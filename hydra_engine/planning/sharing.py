@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.planning.planner import PlannedTask
 
 
@@ -22,8 +23,8 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
         for owner in [read.setdefault(id(held), each.name) for held in _moved_by_reading(each.task.dataloader)]:
             if owner != each.name:
                 raise ValueError(
-                    f"tasks {owner} and {each.name} read through one generator, or one loader with persistent workers, "
-                    f"so each would change what the other reads; give each task a loader of its own"
+                    f"tasks {owner} and {each.name} read through one generator, or one loader that keeps its place or "
+                    f"its workers, so each would change what the other reads; give each task a loader of its own"
                 )
 
 
@@ -74,5 +75,6 @@ def _moved_by_reading(loader: object) -> Iterator[object]:
         generator = getattr(holder, "generator", None)
         if generator is not None:
             yield generator
-    if getattr(loader, "persistent_workers", False) or isinstance(loader, Iterator):
+    keeps_place = isinstance(loader, (AdaptiveDataLoader, Iterator))
+    if getattr(loader, "persistent_workers", False) or keeps_place:
         yield loader

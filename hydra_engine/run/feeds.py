@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
+from hydra_engine.adaptive import Adaptation, rule_for
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask
-from hydra_engine.host import BestWeights, TaskOptimizer, check_no_hooks
-from hydra_engine.planning import PlannedTask
+from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
+from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
+from hydra_engine.run.step_time import StepClock
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -61,7 +63,7 @@ class Feeds:
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         """Return the method for each instruction that it carries out."""
-        return {Read: lambda instruction: self._read(self._common.tasks[instruction.task])}
+        return {Read: self._asked}
 
     # -- batches
 
@@ -92,6 +94,11 @@ class Feeds:
         task.planned.reader.restart()
         self._request(task)
 
+    def _asked(self, instruction: Read) -> None:
+        task = self._common.tasks[instruction.task]
+        task.feed.num_devices = instruction.num_devices
+        self._read(task)
+
     def _read(self, task: RunningTask) -> None:
         feed, step, state = task.feed, task.step, task.state
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
@@ -107,7 +114,7 @@ class Feeds:
 
     def _request(self, task: RunningTask) -> None:
         task.feed.is_out = True
-        task.planned.reader.request(task.feed.read_from)
+        task.planned.reader.request(task.feed.read_from, task.feed.num_devices)
         self.await_loader(task.planned)
 
     # -- steps and epochs
@@ -514,6 +521,8 @@ class Joining:
             optimizer = TaskOptimizer(planned.task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)
+            if planned.adaptation is not None:
+                self._adapt(task, planned.adaptation, optimizer)
             if state.steps_on_device:
                 check_no_hooks(planned.name, planned.layout)  # since the plan was made
             if planned.task.keep_best is not None:
@@ -524,6 +533,25 @@ class Joining:
         self._workers.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)
         return optimizer, None if num_batches is None else num_batches * planned.task.epochs
+
+    def _adapt(self, task: RunningTask, adaptation: Adaptation, optimizer: TaskOptimizer) -> None:
+        """Measure gradients by the optimizer's groups, and bound micro-batches by what fits the devices."""
+        planned, state, groups = task.planned, task.state, optimizer.optimizer.param_groups
+        if not all("lr" in group for group in groups):
+            raise ValueError(
+                f"{task.name}: {type(optimizer.optimizer).__name__} has no learning rate 'lr' in its groups, limit: "
+                f"one in each, which batches that adapt scale; choose another optimizer, or leave autoscale_batch_size "
+                f"out"
+            )
+        adaptation.begin(planned.task.scaling_rule or rule_for(optimizer.optimizer), len(groups))
+        if planned.saved is not None:
+            planned.saved.put_adaptation(adaptation)
+        state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
+        task.clock = StepClock(self._common.trace, task.name)
+        if not planned.task.replay:
+            room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
+            _, most = adaptation.bounds
+            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, most))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()
@@ -590,6 +618,7 @@ class Joining:
                 min_devices=planned.task.min_devices,
                 max_devices=planned.task.max_devices,
                 preemptible=planned.task.preemptible,
+                adapts=planned.task.adapts,
             )
         )
         self._host_work.widen(task)  # over devices that came since it was planned

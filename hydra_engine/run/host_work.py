@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 
+from hydra_engine.adaptive import StepMeasures
 from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
-from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState
+from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState, step_measures
 from hydra_engine.planning import Misfit, Room, Spreading, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
@@ -36,7 +37,7 @@ from hydra_engine.schedule import (
     Update,
 )
 from hydra_engine.system import return_free_memory
-from hydra_engine.tasks import AGAIN
+from hydra_engine.tasks import AGAIN, batch_size
 
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
@@ -134,7 +135,8 @@ class HostWork:
             state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
         number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
-        if is_other or was_part or number != planned.num_micro_batches:
+        is_new_number = planned.adaptation is None and number != planned.num_micro_batches
+        if is_other or was_part or is_new_number:
             specs = self._workers.spreading()
             planned.spread_over(specs if task.may_spread else specs[:1], number)
         task.stage()
@@ -157,9 +159,8 @@ class HostWork:
 
     def _is_wider(self, task: RunningTask, spreading: Spreading, serial: int) -> None:
         may_spread = task.life is Life.TRAINING and task.may_spread and task.state.cut.serial == serial
-        if may_spread and len(spreading.spreads) > len(task.planned.spreads):
-            # Those over fewer devices stay: a step in progress may be one of them.
-            known = task.planned.spreads
+        known = task.planned.spreading.spreads
+        if may_spread and len(spreading.spreads) > len(known):
             task.planned.spreading = spreading._replace(spreads=(*known, *spreading.spreads[len(known) :]))
             self._common.due.append(SpreadsKnown(task.name, task.planned.spreads))
 
@@ -325,8 +326,11 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
     if not training_step:
         task.figures.commit(batch)
         _take_buffers(state)
+        if task.clock is not None:
+            task.clock.end()
         return StepCommitted(report.name, training=False)
     nonfinite, optimizer = task.planned.task.nonfinite, task.optimizer
+    measures = _measures(task)  # before an optimizer of scope "task" clips the gradients
     if nonfinite is not None and not math.isfinite(task.loss):
         return _not_finite(task, nonfinite)
     assert optimizer is not None
@@ -341,6 +345,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         return TaskStopped(report.name, uncommitted=True)
     state.loss_scale = optimizer.loss_scale
     _report_step(task, record)
+    _learn(task, None if record.is_skipped else measures, put)
     _take_buffers(state)
     if not state.task.read_ahead:  # whose loader may look at the user's modules
         state.layout.put_buffers(state.pool.buffers)
@@ -380,7 +385,42 @@ def _report_step(task: RunningTask, record: StepRecord) -> None:
     if record.is_skipped:
         report.skipped_steps.append(report.steps)
     report.losses.append(task.loss)
+    if task.batch.choice is not None:
+        report.adaptive.append(task.batch.choice)
     report.steps += 1
+
+
+def _measures(task: RunningTask) -> StepMeasures | None:
+    """Norms of the step's gradients, of an adaptive task."""
+    state, batch = task.state, task.batch
+    if state.norm_groups is None:
+        return None
+    return step_measures(
+        state.staging,
+        state.norm_groups,
+        {shard.index: state.pool.owned(shard) for shard in state.cut.shards if shard.owned},
+        state.pool.gradients.of,
+        [batch_size(inputs) for inputs, _, _ in batch.micro_batches],
+        sums_losses=state.task.loss_reduction == "sum",
+        loss_scale=state.loss_scale,
+    )
+
+
+def _learn(task: RunningTask, measures: StepMeasures | None, put: Callable[[Event], None]) -> None:
+    """Take a committed step into what the next choices follow from, and tell how devices would speed it up now."""
+    adaptation, choice, planned, clock = task.planned.adaptation, task.batch.choice, task.planned, task.clock
+    if adaptation is None or choice is None or clock is None:
+        return
+    parts = task.state.staging.parts
+    num_devices = 1 if parts is None else len(parts.ranges)
+    if measures is not None:
+        adaptation.measured(measures)
+    seconds = clock.end(num_devices=num_devices)
+    adaptation.timed(choice, seconds.step_s, seconds.link_s, num_devices)
+    most = len(planned.spreading.spreads)
+    if most > 1 and (speedups := adaptation.speedups(most)) != planned.speedups:
+        planned.speedups = speedups
+        put(SpreadsKnown(task.name, planned.spreads))
 
 
 def _not_finite(task: RunningTask, nonfinite: str) -> Event:
@@ -395,6 +435,8 @@ def _not_finite(task: RunningTask, nonfinite: str) -> Event:
     assert task.optimizer is not None
     task.record = task.optimizer.skipped()
     _report_step(task, task.record)
+    if task.clock is not None:
+        task.clock.end()
     task.note_commit()
     return StepCommitted(name, training=True)
 

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.signals import Inbox
+from hydra_engine.run.step_time import StepClock
 from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskStopped, TaskUnits, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
@@ -94,6 +95,7 @@ class Feed:
     num_steps: int | None = None  # of the whole task, where its loader has a length
     asked: Asked = Asked.NOTHING
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
+    num_devices: int = 1  # that the next step is spread over, as things stood when its batch was asked for
     epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
     next_batch: Batch | None = None  # read, not begun
     is_out: bool = True  # the reader sets the task up, or has a request that it has not answered
@@ -277,6 +279,7 @@ class RunningTask:
     epoch: int = 0  # that its training has reached; of a task whose best is kept by its training loss
     epoch_is_over: bool = False  # the one before that, which waits for `is_updated`
     is_torn: bool = False  # part of its state is of another step than the rest
+    clock: StepClock | None = None  # of an adaptive task
 
     @property
     def name(self) -> str:
@@ -369,8 +372,14 @@ class RunningTask:
     @property
     def progress(self) -> TaskProgress:
         """Steps and loss so far."""
-        losses = self.report.losses
-        return TaskProgress(self.report.name, self.report.steps, self.feed.num_steps, losses[-1] if losses else None)
+        losses, choices = self.report.losses, self.report.adaptive
+        return TaskProgress(
+            self.report.name,
+            self.report.steps,
+            None if self.state.task.adapts else self.feed.num_steps,  # which depends on what is chosen
+            losses[-1] if losses else None,
+            choices[-1].short if choices else "",
+        )
 
     def leave(self, trace: Trace) -> None:
         """It was paused and has ended, and another goes on in its place: there its step in progress begins again."""
@@ -417,6 +426,14 @@ class RunningTask:
         batch = self.batch
         if self.optimizer is not None:
             self.optimizer.epoch = batch.epoch
+        if self.planned.adaptation is not None and batch.choice is not None:
+            assert self.optimizer is not None
+            assert self.step is not None
+            choice = self.planned.adaptation.factored(batch.choice)
+            self.step.batch = batch = replace(batch, choice=choice)
+            self.optimizer.factors = choice.factors
+        if self.clock is not None:
+            self.clock.begin()
         staging, pool = self.state.staging, self.state.pool
         self.state.progress.begin_parts(num_parts, batch.training)
         staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)

@@ -162,6 +162,7 @@ class Saves:
             saver.count,
             over=over,
             best=task.figures.best,
+            adaptation=task.planned.adaptation,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hydra_engine.adaptive import StepChoice
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
@@ -156,6 +157,7 @@ class TaskReport:
     validation_metrics: dict[str, list[float]] = field(default_factory=dict)  # by name, one per validation
     loss_scales: list[float] = field(default_factory=list)  # float16: one per step
     skipped_steps: list[int] = field(default_factory=list)  # that changed nothing: see above
+    adaptive: list[StepChoice] = field(default_factory=list)  # of a task whose batches adapt: one per step
     retries: list[Retry] = field(default_factory=list)  # at most max_retries; after a resume as many again
     revisions: list[Revision] = field(default_factory=list)
     best_step: int | None = None
@@ -359,7 +361,11 @@ class Report:
             loaded, stored = format_bytes(device.loaded_bytes), format_bytes(device.stored_bytes)
             peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
             columns.append((device.name, busy, loaded, stored, peak))
-        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in (*task.revisions, *task.retries)]
+        told = [
+            f"{task.name}: {each}"
+            for task in self.tasks.values()
+            for each in (*task.revisions, *task.retries, *(f"at the end {choice}" for choice in task.adaptive[-1:]))
+        ]
         end = [str(self.host)] if self.host is not None else []
         end += [str(self.checkpoints)] if self.checkpoints is not None else []
         end.append(f"makespan {self.makespan_s:.1f} s")

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from hydra_engine.data import RandomState
 from hydra_engine.devices import DeviceGenerator
-from hydra_engine.host import LayerFault, Shard, Structure
+from hydra_engine.host import LayerFault, NormGroups, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
