@@ -48,6 +48,8 @@ class AdaptiveDataLoader:
     sampler's order. The pass that an iteration begins with begins at `iter()`, any other within `next()`. A pass that
     goes on after `load_state_dict` draws neither.
 
+    Workers hand over samples, not batches, whose sizes they cannot know: collating takes place in this process.
+
     With an iterable data set and several workers, samples come in the order of torch's round robin over the workers, a
     chunk of `batch_size` samples from each. A batch may have samples of two workers, so that a worker's rest is not a
     short batch, as it is with torch's.
@@ -333,7 +335,8 @@ def remaining_epochs_until(num_epochs: int, loader: AdaptiveDataLoader) -> Itera
     """Give the numbers of the epochs that are not done, from the loader's to `num_epochs` - 1.
 
     An epoch is done when an iteration of the loader ran to its end. One that was left before is given again, and the
-    loader then goes on with the rest of it, as after a restart. Raises RuntimeError if an epoch did not use the loader.
+    loader then goes on with the rest of it, as after a restart: with nothing, if its state was saved at the last batch,
+    so that the code behind the loop runs. Raises RuntimeError if an epoch did not use the loader.
 
         for epoch in remaining_epochs_until(30, loader):
             for batch in loader:
