@@ -1502,6 +1502,120 @@ class TestDevicesThatComeAndGo:
         assert num_parts == [1, 1, 3, 2, 1]
 
 
+class TestSpreadsThatChange:
+    """Tasks of one shard, a unit a step, of eight micro-batches each, on four devices."""
+
+    def world(self, num_tasks=1, num_devices=4, **options):
+        world = World(**options)
+        for device in range(num_devices):
+            world.add_device(device)
+        for k in range(num_tasks):
+            world.add_task(task_added(str(k), 1, num_steps=9, spreads=self.spreads(4), adapts=True), [TRAIN] * 9, 8)
+        return world
+
+    def spreads(self, most, *, in_sums=True, ordered=()):
+        return [Spread(float(k + 1), frozenset(ordered), in_sums) for k in range(most)]
+
+    def step(self, world, task):
+        """Go through the task's step in progress; what was said."""
+        said = []
+        for device in [device for device, unit in world.running.items() if unit and unit.task == task.name]:
+            said += world.compute(device)
+        for part in task.parts:
+            while part.storing:
+                said += world.store(task, part=part.index)
+        return said
+
+    def next_step(self, world, task):
+        """Commit a step that is through; in how many parts the next one begins, and what its `Read` tells."""
+        if task.reading:
+            world.read(task)
+        said = [*world.commit(task), *world.update(task, 0)]
+        [begin] = [each for each in said if isinstance(each, Begin)]
+        return begin, [each.num_devices for each in said if isinstance(each, Read)]
+
+    def test_fewer_spreads_than_the_step_in_progress_has_parts(self):
+        world = self.world()
+        task = world.tasks["0"]
+        world.read(task)
+        assert len(task.parts) == 4
+        world.know_spreads(task, self.spreads(2, in_sums=False, ordered=[("fb", 0)]))
+        assert len([unit for unit in world.running.values() if unit]) == 4
+        assert Commit("0", TRAIN) in self.step(world, task)
+        begin, told = self.next_step(world, task)
+        assert begin == Begin("0", 1, 2, in_sums=False)
+        assert told == [2]
+        assert len([unit for unit in world.running.values() if unit]) == 1  # its parts run one after the other
+
+    def test_units_that_are_ordered_from_now_on_go_side_by_side_in_the_step_in_progress(self):
+        world = World()
+        world.add_device(0)
+        spreads = self.spreads(2)
+        world.add_task(task_added("0", 2, spreads=spreads), [TRAIN], 2)
+        world.add_device(1)
+        task = world.tasks["0"]
+        world.read(task)
+        assert [str(unit) for unit in world.running.values()] == ["0.f0@0", "0.f0@0+1"]
+        world.know_spreads(task, self.spreads(2, ordered=[("fb", 1)]))
+        assert Run(1, Unit("0", "fb", 1, 0, 1)) in world.compute(1)  # before the first part's
+
+    def test_spreads_that_come_again_and_again(self):
+        world = self.world()
+        task = world.tasks["0"]
+        world.read(task)
+        found = []
+        for most in (1, 3, 2, 4, 4, 1, 2):
+            world.know_spreads(task, self.spreads(4))
+            world.know_spreads(task, self.spreads(most))
+            self.step(world, task)
+            begin, told = self.next_step(world, task)
+            found.append((begin.num_parts, *told))
+        assert found == [(most, most) for most in (1, 3, 2, 4, 4, 1, 2)]
+
+    def test_a_read_tells_how_many_devices_there_are_for_the_task_that_adapts(self):
+        world = self.world(num_tasks=3)
+        # As they come: one has all devices, two have half of them each, of three one has what two leave.
+        assert [each for each in world.story if isinstance(each, Read)] == [Read("0", 4), Read("1", 2), Read("2", 2)]
+        told = [each for name in "012" for each in world.read(world.tasks[name]) if isinstance(each, (Begin, Read))]
+        begun = [Begin("0", 0, 1), Begin("1", 0, 1), Begin("2", 0, 2)]
+        assert told == [said for begin in begun for said in (begin, Read(begin.task, begin.num_parts))]
+
+    def test_a_read_tells_1_of_a_task_that_does_not_adapt_or_where_no_device_is_in(self):
+        world = World()
+        assert world.add_task(task_added("a", 1, spreads=self.spreads(4), adapts=True), [TRAIN]) == [Read("a", 1)]
+        world.add_device(0)
+        world.add_device(1)
+        world.add_device(2)
+        assert world.add_task(task_added("b", 1, spreads=self.spreads(4)), [TRAIN]) == [Read("b", 1)]
+        assert world.add_task(task_added("c", 1, adapts=True), [TRAIN]) == [Read("c", 1)]
+
+    def test_a_step_of_fewer_micro_batches_than_devices_has_as_many_parts(self):
+        world = self.world()
+        task = world.tasks["0"]
+        task.num_micro_batches = 3
+        assert Begin("0", 0, 3) in world.read(task)
+        task.num_micro_batches = 4
+        self.step(world, task)
+        assert self.next_step(world, task) == (Begin("0", 1, 4), [4])
+
+    @pytest.mark.parametrize(("fairness", "expected"), [(None, {"a": 1, "b": 3}), (1, {"a": 3, "b": 1})])
+    def test_fairness_shares_out_devices(self, fairness, expected):
+        """Task a is short and spreads well; b is long, and gains little."""
+        world = World(fairness=fairness)
+        known = {"a": self.spreads(3), "b": [Spread(1.0 + 0.1 * k) for k in range(3)]}
+        for name, num_steps in (("a", 1), ("b", 9)):
+            added = task_added(name, 1, num_steps=num_steps, spreads=known[name], adapts=True)
+            world.add_task(added, [TRAIN] * num_steps, 8)
+        for device in range(4):
+            world.add_device(device)
+        begun = [each for name in "ab" for each in world.read(world.tasks[name]) if isinstance(each, Begin)]
+        assert {each.task: each.num_parts for each in begun} == expected
+
+    def test_fairness_that_is_no_number_is_refused(self):
+        with pytest.raises(TypeError, match="fairness: 'equal' is a str, not a number"):
+            World(fairness="equal")
+
+
 def test_fair_share_gives_time_by_weight():
     world = World("fair-share", double_buffer=False)
     world.add_device(0)
