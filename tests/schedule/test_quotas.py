@@ -29,7 +29,7 @@ from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.units import Unit
-from tests.schedule.test_scheduler import TRAIN, World, random_task, task_added
+from tests.schedule.test_scheduler import TRAIN, World, random_spreads, random_task, task_added
 
 NEVER = (9, 0.0)
 INSTANT = ("read", "store", "fit", "commit", "update")
@@ -117,12 +117,26 @@ class QuotaWorld(World):
         assert instruction.step == task.step
         most = min(task.num_micro_batches, len(task.added.units.spreads)) if task.training else 1
         assert min(most, task.added.min_devices) <= instruction.num_parts <= most
-        quota = self.quotas[task.added.group]
-        limits = [task.added.max_devices, quota.maximum, None if task.added.preemptible else quota.devices]
-        assert all(limit is None or instruction.num_parts <= limit for limit in limits)
+        assert instruction.num_parts <= self.most_devices(task)
         assert self.num_in == 0 or self.num_in >= self.least(task), "below its minimum a task begins no step"
         task.begin(instruction.num_parts)
+        assert instruction.in_sums == task.spread.in_sums
         task.num_begun[task.training] += 1
+
+    def most_devices(self, task):
+        """Devices that a step of the task may be spread over."""
+        quota = self.quotas[task.added.group]
+        limits = [task.added.max_devices, quota.maximum, None if task.added.preemptible else quota.devices]
+        return max(1, min(limit for limit in (*limits, len(task.added.units.spreads)) if limit is not None))
+
+    def know_spreads(self, task, spreads):
+        out = super().know_spreads(task, spreads)
+        num_wanted = Counter()
+        for each in self.tasks.values():
+            num_wanted[each.added.group] += 0 if each.finished else self.most_devices(each)
+        assert {name: group.num_wanted for name, group in self.scheduler._groups.items()} == num_wanted
+        assert self.scheduler._num_wanted == sum(num_wanted.values())
+        return out
 
     def validate(self):
         counts = self.counts()
@@ -196,7 +210,11 @@ def walk(seed, *, removes=False, failures=False, policy=None):
                 continue
             if not choices:
                 assert not out, "nothing is under way, tasks are unfinished, and all devices are in: the run hangs"
-            if len(world.running) > len(world.wanted) and rng.random() < remove_share:
+            unfinished = [task for task in world.tasks.values() if not task.finished]
+            if unfinished and rng.random() < 0.05:
+                task = rng.choice(unfinished)
+                world.know_spreads(task, random_spreads(rng, task.added.units.training, 4))
+            elif len(world.running) > len(world.wanted) and rng.random() < remove_share:
                 device = rng.choice(sorted(world.running.keys() - world.wanted.keys()))
                 world.remove_device(device)
             else:

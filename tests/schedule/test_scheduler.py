@@ -99,7 +99,7 @@ class FakePart:
         if not task.fresh(task.chain[self.position][1]):
             return None, None
         unit = Unit(task.name, *task.chain[self.position], task.step, self.index)
-        spread, before = task.added.units.spreads[len(task.parts) - 1], task.parts[self.index - 1]
+        spread, before = task.spread, task.parts[self.index - 1]
         if self.index > 0:
             num_first = 0  # units of the part before that are in DRAM before this one's turn comes
             if not spread.in_sums and unit.kind in ("fb", "b"):
@@ -121,6 +121,7 @@ class FakeTask:
         self.num_micro_batches = num_micro_batches  # of each training batch
         self.chain = ()
         self.parts = [FakePart(self)]
+        self.spread = Spread()  # of the step in progress, as it was when that began
         self.step = -1
         self.training = True
         self.ready = None  # the batch that was read and is not begun
@@ -186,6 +187,7 @@ class FakeTask:
     def begin(self, num_parts=1):
         self.chain = self.added.units.training if self.training else self.added.units.evaluation
         self.parts = [FakePart(self, k) for k in range(num_parts)]
+        self.spread = self.added.units.spreads[num_parts - 1]
         self.released = set()
 
     def fresh(self, shard):
@@ -195,8 +197,10 @@ class FakeTask:
 class World:
     """Feeds a scheduler, carries out what it says, and checks it."""
 
-    def __init__(self, policy="sharded-lrtf", *, double_buffer=True, min_devices=1):
-        self.scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer, min_devices=min_devices)
+    def __init__(self, policy="sharded-lrtf", *, double_buffer=True, min_devices=1, fairness=None):
+        self.scheduler = Scheduler(
+            resolve_policy(policy), double_buffer=double_buffer, min_devices=min_devices, fairness=fairness
+        )
         self.double_buffer = double_buffer
         self.min_devices = min_devices
         self.tasks = {}
@@ -241,9 +245,17 @@ class World:
             task.over |= task.in_last_step and self.min_devices == self.num_in == 0
 
     def know_spreads(self, task, spreads):
-        units = task.added.units
-        task.added = task.added._replace(units=units._replace(spreads=(*units.spreads, *spreads)))
-        return self.send(SpreadsKnown(task.name, task.added.units.spreads))
+        """All that is known of a task's spreads from now on."""
+        task.added = task.added._replace(units=task.added.units._replace(spreads=tuple(spreads)))
+        out = self.send(SpreadsKnown(task.name, tuple(spreads)))
+        known = self.scheduler._tasks[task.name]
+        assert known.spread == task.spread or not known.chain, "a step in progress stays as it began"
+        return out
+
+    def most_devices(self, task):
+        """Devices that a step of the task may be spread over: of those that are in, there is one for each task."""
+        num_unfinished = sum(not each.finished for each in self.tasks.values())
+        return max(1, min(len(task.added.units.spreads), self.num_in - num_unfinished + 1))
 
     def want_device(self, device):
         """Somebody else wants a device for a while."""
@@ -447,6 +459,8 @@ class World:
         assert task.ready is None, "one batch is read ahead at most"
         assert not task.ended
         assert not task.over
+        most = self.most_devices(task) if task.added.adapts else 1
+        assert 1 <= instruction.num_devices <= most, "a task that adapts is told how many devices its step may have"
         if not task.added.reads_ahead:  # layers draw: the read begins where the batch's forward left the stream
             for part in task.parts:
                 assert {kind for kind, _ in task.chain[part.position :]} <= {"b"}
@@ -461,11 +475,10 @@ class World:
         assert not task.chain, "the batch before it is committed"
         (task.step, task.training), task.ready, task.has_gone_back = task.ready, None, False
         assert instruction.step == task.step
-        num_devices = self.num_in
-        most = min(task.num_micro_batches, len(task.added.units.spreads), num_devices) if task.training else 1
-        num_unfinished = sum(not each.finished for each in self.tasks.values())
-        assert 1 <= instruction.num_parts <= max(1, min(most, num_devices - num_unfinished + 1)), "one for each task"
+        most = min(task.num_micro_batches, self.most_devices(task)) if task.training else 1
+        assert 1 <= instruction.num_parts <= most, "one for each task"
         task.begin(instruction.num_parts)
+        assert instruction.in_sums == task.spread.in_sums
         task.num_begun[task.training] += 1
 
     def _fit(self, instruction, _):
@@ -640,9 +653,15 @@ def random_task(rng, name, early_share=0.0):
         num_steps=rng.choice([None, batches.count(TRAIN)]),
         reads_ahead=rng.random() < 0.5,
         early_release=(early_release := early_share > 0 and rng.random() < early_share),
-        spreads=tuple(random_spread(rng, k, chain) for k in range(1 if early_release else rng.randint(1, 4))),
+        adapts=rng.random() < 0.5,
+        spreads=random_spreads(rng, chain, 1 if early_release else 4),
     )
     return added, batches
+
+
+def random_spreads(rng, chain, most):
+    """Over 1, 2, ... devices."""
+    return tuple(random_spread(rng, k, chain) for k in range(rng.randint(1, most)))
 
 
 def random_spread(rng, k, chain):
@@ -657,12 +676,18 @@ MOST_DEVICES = 4
 def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, policy=None):
     """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs.
 
-    changes: of devices, which come, go and fail at any time, the last one too; with them some tasks release early.
+    changes: of devices, which come, go and fail at any time, the last one too; with them some tasks release early, and
+    other spreads are known of the others at any time, also of more devices or fewer.
     """
     rng = random.Random(seed)
     any_policy = rng.choice(sorted(POLICIES))
     min_devices = rng.randint(1, 3) if changes else 1
-    world = World(policy or any_policy, double_buffer=rng.random() < 0.7, min_devices=min_devices)
+    world = World(
+        policy or any_policy,
+        double_buffer=rng.random() < 0.7,
+        min_devices=min_devices,
+        fairness=rng.choice([None, None, -1, 0, 1]),
+    )
     arrivals = [("device", device) for device in range(rng.randint(min_devices, MOST_DEVICES))]
     arrivals += [("task", f"task-{k}") for k in range(rng.randint(1, 6))]
     if rng.random() < 0.5:
@@ -686,14 +711,12 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, pol
         world.add_device(rng.choice([index for index in range(MOST_DEVICES) if index not in world.running]))
 
     def change():
-        """Any change of the devices, or of what is known of a task on more of them."""
+        """Any change of the devices, or of what is known of a task on more or fewer of them."""
         others = [device for device in world.running if device not in world.leaving]
         tasks = [each for each in world.tasks.values() if not (each.finished or each.added.early_release)]
-        if tasks and rng.random() < 0.2:
+        if tasks and rng.random() < 0.3:
             task = rng.choice(tasks)
-            num_known = len(task.added.units.spreads)
-            more = range(num_known, rng.randint(num_known, MOST_DEVICES))
-            world.know_spreads(task, [random_spread(rng, k, task.added.units.training) for k in more])
+            world.know_spreads(task, random_spreads(rng, task.added.units.training, MOST_DEVICES))
         elif others and rng.random() < 0.5:
             world.remove_device(rng.choice(others))
         elif len(world.running) < MOST_DEVICES:
@@ -836,9 +859,17 @@ def test_walks_with_changes_reach_what_they_are_for():
         seen["undone"] += any(isinstance(each, Finish) and not each.is_settled for each in story)
         index = Counter(each.device for each in story if isinstance(each, DeviceAdded))
         seen["back again"] += max(index.values()) > 1
+        num_known = {}
+        for each in story:
+            if isinstance(each, (TaskAdded, SpreadsKnown)):
+                number = len(each.units.spreads if isinstance(each, TaskAdded) else each.spreads)
+                seen["fewer"] += number < num_known.get(each.task, 1)
+                seen["more"] += number > num_known.get(each.task, MOST_DEVICES)
+                num_known[each.task] = number
+        seen["told"] += any(isinstance(each, Read) and each.num_devices > 1 for each in story)
     names = (DeviceRemoved, Release, UnitLost, SpreadsKnown, TaskStopped, Lend, DidNotFit, Capture)
     assert all(seen[name.__name__] > 0 for name in names), seen
-    assert all(seen[name] > 0 for name in ("twice", "run again", "undone", "back again")), seen
+    assert all(seen[name] > 0 for name in ("twice", "run again", "undone", "back again", "fewer", "more", "told")), seen
 
 
 def test_walks_reach_what_they_are_for():
@@ -852,7 +883,7 @@ def test_walks_reach_what_they_are_for():
 
 
 def test_walks_spread_steps():
-    begun = [each for seed in range(50, 150) for each in walk(seed).story if isinstance(each, Begin)]
+    begun = [each for seed in range(150, 250) for each in walk(seed).story if isinstance(each, Begin)]
     assert {each.num_parts for each in begun} == {1, 2, 3, 4}
 
 
@@ -1461,7 +1492,7 @@ class TestDevicesThatComeAndGo:
 
         world.add_device(1)
         step()
-        world.know_spreads(task, [Spread(2.0), Spread(3.0)])
+        world.know_spreads(task, [Spread(), Spread(2.0), Spread(3.0)])
         world.add_device(2)
         step()
         world.remove_device(1)
@@ -1469,6 +1500,120 @@ class TestDevicesThatComeAndGo:
         world.remove_device(0)
         step()
         assert num_parts == [1, 1, 3, 2, 1]
+
+
+class TestSpreadsThatChange:
+    """Tasks of one shard, a unit a step, of eight micro-batches each, on four devices."""
+
+    def world(self, num_tasks=1, num_devices=4, **options):
+        world = World(**options)
+        for device in range(num_devices):
+            world.add_device(device)
+        for k in range(num_tasks):
+            world.add_task(task_added(str(k), 1, num_steps=9, spreads=self.spreads(4), adapts=True), [TRAIN] * 9, 8)
+        return world
+
+    def spreads(self, most, *, in_sums=True, ordered=()):
+        return [Spread(float(k + 1), frozenset(ordered), in_sums) for k in range(most)]
+
+    def step(self, world, task):
+        """Go through the task's step in progress; what was said."""
+        said = []
+        for device in [device for device, unit in world.running.items() if unit and unit.task == task.name]:
+            said += world.compute(device)
+        for part in task.parts:
+            while part.storing:
+                said += world.store(task, part=part.index)
+        return said
+
+    def next_step(self, world, task):
+        """Commit a step that is through; in how many parts the next one begins, and what its `Read` tells."""
+        if task.reading:
+            world.read(task)
+        said = [*world.commit(task), *world.update(task, 0)]
+        [begin] = [each for each in said if isinstance(each, Begin)]
+        return begin, [each.num_devices for each in said if isinstance(each, Read)]
+
+    def test_fewer_spreads_than_the_step_in_progress_has_parts(self):
+        world = self.world()
+        task = world.tasks["0"]
+        world.read(task)
+        assert len(task.parts) == 4
+        world.know_spreads(task, self.spreads(2, in_sums=False, ordered=[("fb", 0)]))
+        assert len([unit for unit in world.running.values() if unit]) == 4
+        assert Commit("0", TRAIN) in self.step(world, task)
+        begin, told = self.next_step(world, task)
+        assert begin == Begin("0", 1, 2, in_sums=False)
+        assert told == [2]
+        assert len([unit for unit in world.running.values() if unit]) == 1  # its parts run one after the other
+
+    def test_units_that_are_ordered_from_now_on_go_side_by_side_in_the_step_in_progress(self):
+        world = World()
+        world.add_device(0)
+        spreads = self.spreads(2)
+        world.add_task(task_added("0", 2, spreads=spreads), [TRAIN], 2)
+        world.add_device(1)
+        task = world.tasks["0"]
+        world.read(task)
+        assert [str(unit) for unit in world.running.values()] == ["0.f0@0", "0.f0@0+1"]
+        world.know_spreads(task, self.spreads(2, ordered=[("fb", 1)]))
+        assert Run(1, Unit("0", "fb", 1, 0, 1)) in world.compute(1)  # before the first part's
+
+    def test_spreads_that_come_again_and_again(self):
+        world = self.world()
+        task = world.tasks["0"]
+        world.read(task)
+        found = []
+        for most in (1, 3, 2, 4, 4, 1, 2):
+            world.know_spreads(task, self.spreads(4))
+            world.know_spreads(task, self.spreads(most))
+            self.step(world, task)
+            begin, told = self.next_step(world, task)
+            found.append((begin.num_parts, *told))
+        assert found == [(most, most) for most in (1, 3, 2, 4, 4, 1, 2)]
+
+    def test_a_read_tells_how_many_devices_there_are_for_the_task_that_adapts(self):
+        world = self.world(num_tasks=3)
+        # As they come: one has all devices, two have half of them each, of three one has what two leave.
+        assert [each for each in world.story if isinstance(each, Read)] == [Read("0", 4), Read("1", 2), Read("2", 2)]
+        told = [each for name in "012" for each in world.read(world.tasks[name]) if isinstance(each, (Begin, Read))]
+        begun = [Begin("0", 0, 1), Begin("1", 0, 1), Begin("2", 0, 2)]
+        assert told == [said for begin in begun for said in (begin, Read(begin.task, begin.num_parts))]
+
+    def test_a_read_tells_1_of_a_task_that_does_not_adapt_or_where_no_device_is_in(self):
+        world = World()
+        assert world.add_task(task_added("a", 1, spreads=self.spreads(4), adapts=True), [TRAIN]) == [Read("a", 1)]
+        world.add_device(0)
+        world.add_device(1)
+        world.add_device(2)
+        assert world.add_task(task_added("b", 1, spreads=self.spreads(4)), [TRAIN]) == [Read("b", 1)]
+        assert world.add_task(task_added("c", 1, adapts=True), [TRAIN]) == [Read("c", 1)]
+
+    def test_a_step_of_fewer_micro_batches_than_devices_has_as_many_parts(self):
+        world = self.world()
+        task = world.tasks["0"]
+        task.num_micro_batches = 3
+        assert Begin("0", 0, 3) in world.read(task)
+        task.num_micro_batches = 4
+        self.step(world, task)
+        assert self.next_step(world, task) == (Begin("0", 1, 4), [4])
+
+    @pytest.mark.parametrize(("fairness", "expected"), [(None, {"a": 1, "b": 3}), (1, {"a": 3, "b": 1})])
+    def test_fairness_shares_out_devices(self, fairness, expected):
+        """Task a is short and spreads well; b is long, and gains little."""
+        world = World(fairness=fairness)
+        known = {"a": self.spreads(3), "b": [Spread(1.0 + 0.1 * k) for k in range(3)]}
+        for name, num_steps in (("a", 1), ("b", 9)):
+            added = task_added(name, 1, num_steps=num_steps, spreads=known[name], adapts=True)
+            world.add_task(added, [TRAIN] * num_steps, 8)
+        for device in range(4):
+            world.add_device(device)
+        begun = [each for name in "ab" for each in world.read(world.tasks[name]) if isinstance(each, Begin)]
+        assert {each.task: each.num_parts for each in begun} == expected
+
+    def test_fairness_that_is_no_number_is_refused(self):
+        with pytest.raises(TypeError, match="fairness: 'equal' is a str, not a number"):
+            World(fairness="equal")
 
 
 def test_fair_share_gives_time_by_weight():

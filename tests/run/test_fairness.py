@@ -1,0 +1,58 @@
+"""`ModelOrchestrator(fairness=)`: devices are shared out by speedups, bits stay, and no other value is taken."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.schedule import Spread
+
+
+def task(name, num_steps):
+    """A task of four micro-batches a step."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(num_steps)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        batches = [(torch.randn(8, 8), torch.randint(3, (8,))) for _ in range(num_steps)]
+    return ModelTask(model, F.cross_entropy, batches, 0.1, name=name, accumulation_steps=4), model
+
+
+def trained(fairness):
+    """Train a long task and a short one on three devices; parts by task and step, and all parameters."""
+    tasks, models = zip(*[task(name, num_steps) for name, num_steps in (("long", 12), ("short", 6))], strict=True)
+    devices = [EmulatedDevice("8MiB")] * 3
+    spreads = (Spread(), Spread(1.5, in_sums=False), Spread(2.0, in_sums=False))
+    with mock.patch("hydra_engine.planning.planner.predict_spreads", return_value=spreads):
+        orchestra = ModelOrchestrator(tasks, devices=devices, fairness=fairness)
+        orchestra.verbose = 0
+        report = orchestra.train_models()
+    parts = {}
+    for placed in report.schedule:
+        parts.setdefault((placed.unit.task, placed.unit.step), set()).add(placed.unit.part)
+    parameters = [each.detach().clone() for model in models for each in model.parameters()]
+    return {key: len(each) for key, each in parts.items()}, parameters
+
+
+def test_devices_go_by_speedups_and_bits_stay():
+    """Equal speedups: the task that came later has the device that is left, however little it has to do."""
+    usual, expected = trained(None)
+    fair, found = trained(-1)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert fair["short", 1] == 2
+    assert fair["long", 11] == usual["long", 11] == 3  # alone
+
+
+@pytest.mark.parametrize("fairness", [math.inf, -math.inf, math.nan])
+def test_fairness_that_is_not_finite_is_refused_before_any_work(fairness):
+    with pytest.raises(ValueError, match=r"fairness: (-?inf|nan), limit: a finite number; give None, or a number"):
+        ModelOrchestrator([], fairness=fairness)
+
+
+@pytest.mark.parametrize("fairness", ["harmonic", True, [1.0]])
+def test_fairness_that_is_no_number_is_refused_before_any_work(fairness):
+    with pytest.raises(TypeError, match=r"fairness: .* not a number; give None, or a number"):
+        ModelOrchestrator([], fairness=fairness)
