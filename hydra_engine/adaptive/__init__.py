@@ -21,6 +21,7 @@ from hydra_engine.adaptive.rules import (
     SqrtScale,
     rule_for,
 )
+from hydra_engine.adaptive.step_times import StepTimes
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "StepChoice",
     "StepMeasures",
     "StepTime",
+    "StepTimes",
     "ThroughputModel",
     "ThroughputParameters",
     "choices_from_state",

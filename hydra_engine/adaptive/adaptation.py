@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +15,15 @@ from hydra_engine.adaptive.goodput import Choice, Goodput
 from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
 from hydra_engine.adaptive.noise import GradientNoiseScale
 from hydra_engine.adaptive.rules import ScalingRule
-from hydra_engine.adaptive.throughput import StepTime, ThroughputModel
+from hydra_engine.adaptive.step_times import StepTimes
+from hydra_engine.adaptive.throughput import ThroughputModel
 
 # One micro-batch alone says nothing of the gradient's noise.
 LEAST_MICRO_BATCHES = 2
-# The share that older measurements of a configuration keep as one more comes.
-OBSERVATION_KEPT = 0.9
-# Configurations that are remembered; the ones not measured for longest are forgotten.
-MOST_OBSERVATIONS = 64
 # A choice is made anew after so many steps, or as devices come and go. Noise is averaged over a thousand steps.
 STEPS_BETWEEN = 8
 # The share of its size that a micro-batch keeps after a device ran out of memory.
 KEPT_OUT_OF_MEMORY = 0.9
-# The share of a step from which on transfers decide how long it takes.
-LINK_BOUND = 0.75
 # Progress is a sum of gains: an epoch must not last a step longer for a rounding error.
 ROUNDING = 1e-6
 
@@ -48,6 +43,7 @@ class StepChoice:
         progress: sum of the gains before this step.
         goodput: predicted, in samples of the initial batch per second; None: not known yet.
         factors: of the learning rate, by parameter group; empty until the step begins.
+        seconds: measured, of the step; None: it is not over. link_s: in which its loads crossed the link.
     """
 
     step: int
@@ -60,6 +56,8 @@ class StepChoice:
     progress: float = 0.0
     goodput: float | None = None
     factors: tuple[float, ...] = ()
+    seconds: float | None = field(default=None, compare=False)
+    link_s: float | None = field(default=None, compare=False)
 
     @property
     def micro_batch(self) -> int:
@@ -107,13 +105,14 @@ def choices_from_state(saved: Mapping[str, Tensor]) -> list[StepChoice]:
     for k, factors in enumerate(saved["factors"].tolist()):
         row = {name: values[k] for name, values in columns.items()}
         row = {name: int(value) if name in _WHOLE else value for name, value in row.items()}
-        row |= {name: None for name in ("noise", "goodput") if math.isnan(row[name])}
+        row |= {name: None for name in _MAY_BE_NONE if math.isnan(row[name])}
         found.append(StepChoice(**row, factors=tuple(factors)))
     return found
 
 
 _WHOLE = ("step", "batch_size", "micro_batches", "devices", "desired_devices")
-_COLUMNS = (*_WHOLE, "noise", "gain", "progress", "goodput")
+_MAY_BE_NONE = ("noise", "goodput", "seconds", "link_s")
+_COLUMNS = (*_WHOLE, *_MAY_BE_NONE, "gain", "progress")
 
 
 class StepMeasures(NamedTuple):
@@ -134,33 +133,6 @@ class _Held(NamedTuple):
     step: int  # for which it was made
     devices: int
     choice: Choice
-
-
-class _Seconds(NamedTuple):
-    """Seconds of steps of one configuration: a sum in which older ones count less, and their number, likewise."""
-
-    total: float = 0.0
-    link: float = 0.0
-    weight: float = 0.0
-    num: int = 0
-
-    def plus(self, seconds: float, link_s: float) -> _Seconds:
-        # The first step of a configuration may be metered, or compile: it counts until there is another.
-        kept = 0.0 if self.num == 1 else OBSERVATION_KEPT
-        return _Seconds(
-            kept * self.total + seconds, kept * self.link + link_s, kept * self.weight + 1, min(self.num + 1, 2)
-        )
-
-    @property
-    def mean_s(self) -> float:
-        return self.total / self.weight
-
-    @property
-    def link_s(self) -> float:
-        return self.link / self.weight
-
-
-_Configuration = tuple[int, int, int]  # devices, micro-batch, rounds of micro-batches
 
 
 class Adaptation:
@@ -195,10 +167,9 @@ class Adaptation:
         self._rule: ScalingRule | None = None
         low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
         self._low, self._high = low, high  # of a micro-batch
-        self._seconds: dict[_Configuration, _Seconds] = {}
+        self._times = StepTimes()
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
-        self._most_devices = 1  # that a step was measured on
 
     @classmethod
     def of(cls, loader: AdaptiveDataLoader, replay: Sequence[StepChoice] = ()) -> Adaptation:
@@ -374,10 +345,10 @@ class Adaptation:
 
     def _goodput(self) -> Goodput | None:
         """The goodput as far as it is known; None: no step was measured."""
-        if not self._noise.is_known or not self._seconds:
+        if not self._noise.is_known or not self._times:
             return None
         if self._model is None:
-            self._model = self._fitted()
+            self._model = self._times.fitted()
         return Goodput(self._model, self._noise)
 
     def speedups(self, max_devices: int) -> tuple[float, ...]:
@@ -390,7 +361,7 @@ class Adaptation:
             if goodput is None:
                 return ()
             found = []
-            for devices in range(1, min(max_devices, 2 * self._most_devices) + 1):
+            for devices in range(1, min(max_devices, 2 * self._times.most_devices) + 1):
                 best = self._optimized(goodput, devices)
                 if best is None:
                     break
@@ -425,73 +396,25 @@ class Adaptation:
             return self._noise.update_from_pair(batch_size, now, before, mean)
 
     def timed(self, choice: StepChoice, seconds: float, link_s: float = 0.0, devices: int | None = None) -> None:
-        """Take in the seconds of a step; `link_s`: in which its loads crossed the link."""
-        if not (0 < seconds < math.inf):
+        """Take in the seconds of a step; `link_s`: in which its loads crossed the link; devices: that it was on."""
+        if not 0 < seconds < math.inf:
             return
         devices = choice.devices if devices is None else devices
-        key = devices, choice.micro_batch, -(-choice.micro_batches // devices)
         with self._lock:
-            found = self._seconds.pop(key, _Seconds())
-            self._seconds[key] = found.plus(seconds, link_s)  # the last to be forgotten
-            if len(self._seconds) > MOST_OBSERVATIONS:
-                del self._seconds[next(iter(self._seconds))]
-            self._most_devices = max(self._most_devices, devices)
-            if found.num == 0 or choice.step % STEPS_BETWEEN == 0:
+            is_new = self._times.add(devices, choice.micro_batch, -(-choice.micro_batches // devices), seconds, link_s)
+            if is_new or choice.step % STEPS_BETWEEN == 0:
                 self._model = None
-
-    def _fitted(self) -> ThroughputModel:
-        times = [
-            StepTime(devices=k, micro_batch=m, accumulation_steps=s - 1, seconds=each.mean_s, weight=each.weight)
-            for (k, m, s), each in self._seconds.items()
-        ]
-        load_s, sample_s = self._link()
-        return ThroughputModel.fit(times, load_s=load_s, sample_s=sample_s)
-
-    def _link(self) -> tuple[float, float]:
-        """Seconds of transfers, of a step and of each sample of a device.
-
-        Loads are traced. Where they are most of a step, they wait for one another as well: the step itself counts then.
-        """
-        points = [(m * s, each.link_s, each.mean_s) for (_, m, s), each in self._seconds.items()]
-        bound = [(samples, seconds) for samples, link_s, seconds in points if link_s >= LINK_BOUND * seconds]
-        if len({samples for samples, _ in bound}) > 1:
-            return _line(bound)
-        load_s, sample_s = _line([(samples, link_s) for samples, link_s, _ in points])
-        if not bound:
-            return load_s, sample_s
-        samples, seconds = bound[0]
-        longer = seconds / (load_s + sample_s * samples)
-        return longer * load_s, longer * sample_s
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return all measurements, as plain values."""
         with self._lock:
-            seconds = [[list(key), list(each)] for key, each in self._seconds.items()]
-            return {
-                "noise": self._noise.state_dict(),
-                "seconds": seconds,
-                "high": self._high,
-                "most_devices": self._most_devices,
-            }
+            return {"noise": self._noise.state_dict(), "times": self._times.state_dict(), "high": self._high}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; after `begin`."""
         with self._lock:
             self._noise.load_state_dict(saved["noise"])
-            self._seconds = {tuple(key): _Seconds(*each) for key, each in saved["seconds"]}
-            self._most_devices = saved["most_devices"]
+            self._times.load_state_dict(saved["times"])
             self._model = self._held = None
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Least squares of seconds = a + b * samples, neither below 0."""
-    if not points:
-        return 0.0, 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    slope = min(max(0.0, slope), mean_y / mean_x)
-    return max(0.0, mean_y - slope * mean_x), slope

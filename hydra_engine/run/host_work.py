@@ -6,11 +6,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from hydra_engine.adaptive import StepMeasures
+from hydra_engine.adaptive import StepChoice, StepMeasures
 from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
@@ -344,8 +345,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
         return TaskStopped(report.name, uncommitted=True)
     state.loss_scale = optimizer.loss_scale
-    _report_step(task, record)
-    _learn(task, None if record.is_skipped else measures, put)
+    _report_step(task, record, _learned(task, None if record.is_skipped else measures, put))
     _take_buffers(state)
     if not state.task.read_ahead:  # whose loader may look at the user's modules
         state.layout.put_buffers(state.pool.buffers)
@@ -378,15 +378,15 @@ def _take_buffers(state: TaskState) -> None:
         state.pool.buffers[index] = value
 
 
-def _report_step(task: RunningTask, record: StepRecord) -> None:
+def _report_step(task: RunningTask, record: StepRecord, choice: StepChoice | None) -> None:
     report = task.report
     if record.loss_scale is not None:
         report.loss_scales.append(record.loss_scale)
     if record.is_skipped:
         report.skipped_steps.append(report.steps)
     report.losses.append(task.loss)
-    if task.batch.choice is not None:
-        report.adaptive.append(task.batch.choice)
+    if choice is not None:
+        report.adaptive.append(choice)
     report.steps += 1
 
 
@@ -406,11 +406,14 @@ def _measures(task: RunningTask) -> StepMeasures | None:
     )
 
 
-def _learn(task: RunningTask, measures: StepMeasures | None, put: Callable[[Event], None]) -> None:
-    """Take a committed step into what the next choices follow from, and tell how devices would speed it up now."""
+def _learned(task: RunningTask, measures: StepMeasures | None, put: Callable[[Event], None]) -> StepChoice | None:
+    """Take a committed step into what the next choices follow from, and tell how devices would speed it up now.
+
+    Return the step's own choice with its seconds, of an adaptive task.
+    """
     adaptation, choice, planned, clock = task.planned.adaptation, task.batch.choice, task.planned, task.clock
     if adaptation is None or choice is None or clock is None:
-        return
+        return None
     parts = task.state.staging.parts
     num_devices = 1 if parts is None else len(parts.ranges)
     if measures is not None:
@@ -421,6 +424,7 @@ def _learn(task: RunningTask, measures: StepMeasures | None, put: Callable[[Even
     if most > 1 and (speedups := adaptation.speedups(most)) != planned.speedups:
         planned.speedups = speedups
         put(SpreadsKnown(task.name, planned.spreads))
+    return replace(choice, seconds=seconds.step_s, link_s=seconds.link_s)
 
 
 def _not_finite(task: RunningTask, nonfinite: str) -> Event:
@@ -434,9 +438,9 @@ def _not_finite(task: RunningTask, nonfinite: str) -> Event:
         return TaskStopped(name, uncommitted=True)
     assert task.optimizer is not None
     task.record = task.optimizer.skipped()
-    _report_step(task, task.record)
     if task.clock is not None:
         task.clock.end()
+    _report_step(task, task.record, task.batch.choice)
     task.note_commit()
     return StepCommitted(name, training=True)
 

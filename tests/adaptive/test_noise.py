@@ -203,7 +203,7 @@ def test_a_state_that_does_not_fit_is_refused():
         (lambda: GradientNoiseScale(1, smoothing=1), ValueError, "smoothing: 1, limit: from 0 to below 1"),
         (lambda: known().update([4], [[1.0]], [1.0]), ValueError, "1 micro-batches, limit: at least 2; use"),
         (lambda: known().update([4, 4], [[1.0]], [1.0]), ValueError, "of 1 micro-batches, limit: 2, as in batch_sizes"),
-        (lambda: known().update([4, 0], [[1.0]] * 2, [1.0]), ValueError, "batch_sizes: 0, limit: at least 1"),
+        (lambda: known().update([4, 0], [[1.0]] * 2, [1.0]), ValueError, "batch_sizes: 0, limit: more than 0"),
         (lambda: known().update([4, 4], [[1.0]] * 2, []), ValueError, "total_square_norms: 0 squared norms, limit: 1"),
         (
             lambda: known().update([4, 4], [[-1.0]] * 2, [1.0]),
