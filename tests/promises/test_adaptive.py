@@ -1,0 +1,224 @@
+"""Batches that adapt: the record of a run says all that it did, and the plain loop that does the same has its bits."""
+
+import math
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader
+from partitioners import Presharded
+from tests import exact, reference, zoo
+from tests.adaptive_changes import Noise, plain, record
+from tests.promises.test_spread import spread
+
+SEED = 11
+# (batch, micro-batches) over and over: even and uneven ones, one alone, and as many as there are samples.
+SIZES = ((5, 2), (12, 3), (7, 1), (27, 4), (16, 2), (9, 5))
+INITIAL, MOST = 5, 64
+
+
+def adaptive(loader, initial=INITIAL, most=MOST, *, generator=None, **limits):
+    """The samples of a loader, in batches that adapt."""
+    found = AdaptiveDataLoader(loader.dataset, initial, shuffle=True, generator=generator)
+    found.autoscale_batch_size(most, **limits)
+    return found
+
+
+@contextmanager
+def measured_by_engine():
+    """What the engine measured of each step, in order."""
+    found, original = [], Adaptation.measured
+
+    def measured(self, measures):
+        found.append(measures)
+        return original(self, measures)
+
+    with mock.patch.object(Adaptation, "measured", measured):
+        yield found
+
+
+def assert_measured(found, expected, *, rel=1e-4):
+    """All norms are those taken by hand in float64."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.sizes == pytest.approx(theirs.sizes, rel=1e-9)
+        least = 1e-9 * max(theirs.total)
+        for row, other in zip((*ours.micro, ours.total), (*theirs.micro, theirs.total), strict=True):
+            assert row == pytest.approx(other, rel=rel, abs=least)
+
+
+def assert_factors(choices, measured, *, initial=INITIAL, power=1.0, rel=1e-3):
+    """Each step's factors follow from the gradients of all steps before it."""
+    noise = Noise(initial, len(choices[0].factors))
+    for choice, each in zip(choices, measured, strict=True):
+        expected = [gain**power for gain in noise.gains(choice.batch_size)]
+        assert choice.factors == pytest.approx(expected, rel=rel)
+        noise.add(each)
+    assert any(choice.factors != choices[0].factors for choice in choices)
+
+
+ENGINE_ONLY = ("partitioner", "early_release", "optimizer_device", "optimizer_scope", "read_ahead", "scaling_rule")
+
+
+def both(
+    build=zoo.mlp,
+    *,
+    choices=None,
+    sizes=SIZES,
+    epochs=2,
+    num_devices=1,
+    memory=exact.MEMORY,
+    partition="each",
+    chaos=5,
+    company=(),
+    double_buffer=True,
+    is_measured=True,
+    validation=False,
+    **options,
+):
+    """Train by a record with the engine, and by what it reports with the plain loop; returns report and result."""
+    options = {"lr": 0.05, "seed": SEED, "epochs": epochs, **options}
+    model, loss_fn, loader = build()
+    num_samples = len(loader.dataset)
+    if choices is None:
+        choices = record(sizes, initial=INITIAL, num_samples=num_samples, epochs=epochs)
+    task = ModelTask(
+        model,
+        loss_fn,
+        adaptive(loader),
+        name="task",
+        replay=choices,
+        partitioner=Presharded(exact.ends(partition, len(model))) if partition else None,
+        validation=DataLoader(loader.dataset, 8) if validation else None,
+        **options,
+    )
+    orchestra = exact.orchestrator(
+        [task, *company], num_devices=num_devices, memory=memory, chaos=chaos, double_buffer=double_buffer
+    )
+    with measured_by_engine() if not company else nullcontext([]) as found:
+        report = orchestra.train_models()
+    exact.assert_within_budget(report, num_devices)
+    report.raise_failures()
+    chosen = report.tasks["task"].adaptive
+    alone, loss_fn, loader = build()
+    for name in ENGINE_ONLY:
+        options.pop(name, None)
+    if options.get("grad_scaler") is not None:
+        options["grad_scaler"] = fresh_scaler()
+    result = plain(
+        alone,
+        loss_fn,
+        adaptive(loader),
+        chosen,
+        validation=DataLoader(loader.dataset, 8) if validation else None,
+        **options,
+    )
+    exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
+    assert report.tasks["task"].validation_losses == result.validation_losses
+    assert [(c.step, c.batch_size, c.micro_batches, c.gain, c.progress) for c in chosen] == [
+        (c.step, c.batch_size, c.micro_batches, c.gain, c.progress) for c in choices
+    ]
+    if is_measured and not company and options.get("precision", "float32") == "float32":
+        # One micro-batch alone tells nothing.
+        assert_measured([m for m in found if len(m.sizes) > 1], [m for m in result.measured if len(m.sizes) > 1])
+    return report, result
+
+
+def fresh_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=3)
+
+
+# -- the plain loop
+
+
+OPTIONS = {
+    "sgd": {},
+    "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9, nesterov=True)},
+    "adamw": {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1), "lr": 0.01},
+    "adagrad": {"optimizer": torch.optim.Adagrad},
+    "groups": {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {"weight_decay": 0.01}},
+    "clipped": {"max_grad_norm": 0.3},
+    "early": {"early_release": True, "optimizer": torch.optim.Adam, "lr": 0.01},
+    "device": {"optimizer_device": "device", "optimizer": torch.optim.AdamW, "lr": 0.01},
+    "task": {"optimizer_scope": "task", "max_grad_norm": 0.5, "optimizer": torch.optim.AdamW, "lr": 0.01},
+    "step schedule": {"lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)},
+    "epoch schedule": {
+        "lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+        "lr_scheduler_interval": "epoch",
+        "early_release": True,
+    },
+    "validated": {"validation": True},
+    "mid-epoch": {"validation": True, "validation_interval": 4},
+    "late reads": {"read_ahead": False, "max_grad_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_record_means_the_plain_loop(name):
+    report, result = both(**OPTIONS[name])
+    chosen = report.tasks["task"].adaptive
+    power = 0.5 if "adam" in repr(OPTIONS[name].get("optimizer", "")).lower() else 1.0
+    assert_factors(chosen, result.measured, power=power)
+    assert len(chosen[0].factors) == (2 if name == "groups" else 1)
+
+
+@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+def test_every_kind_of_layer(name):
+    both(zoo.MODELS[name], optimizer=torch.optim.AdamW, lr=0.01, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("name", ["tied", "dropout", "cnn", "frozen"])
+@pytest.mark.parametrize("in_sums", [True, False], ids=["sums", "pieces"])
+def test_steps_over_several_devices(name, in_sums):
+    sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
+    with spread(3, in_sums=in_sums):
+        report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3)
+    assert {placed.unit.part for placed in report.schedule} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("options", [{"double_buffer": False}, {"partition": "one"}, {"chaos": None}], ids=str)
+def test_other_ways_through_the_engine(options):
+    both(zoo.dropout, **options)
+
+
+def sum_loss():
+    model, _, loader = zoo.mlp()
+    return model, partial(F.cross_entropy, reduction="sum"), loader
+
+
+def counted_loss():
+    """The classes 0 and 1 do not count; a micro-batch may have nothing else."""
+
+    def mean_of_counted(output, target):
+        losses = F.cross_entropy(output, target, reduction="none") * (target > 1)
+        return losses.sum() / (target > 1).sum().clamp(min=1)
+
+    model, _, loader = zoo.mlp()
+    return model, mean_of_counted, loader
+
+
+def test_a_loss_that_is_a_sum():
+    both(sum_loss, loss_reduction="sum", lr=0.005, validation=True)
+
+
+def test_a_loss_whose_weights_are_the_users_own():
+    sizes = ((5, 5), (12, 3), (7, 7), (27, 4))  # micro-batches of one sample, some without weight
+    report, result = both(counted_loss, sizes=sizes, loss_reduction=lambda target: (target > 1).sum().item())
+    assert any(len(each.sizes) < c.micro_batches for each, c in zip(result.measured, report.tasks["task"].adaptive))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "tied"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_narrow_precisions(name, precision):
+    scaler = {"grad_scaler": fresh_scaler()} if precision == "float16" else {}
+    report, result = both(zoo.MODELS[name], precision=precision, **scaler)
+    if scaler:
+        assert report.tasks["task"].loss_scales == result.loss_scales
+        assert len(set(result.loss_scales)) > 1
