@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader
+from hydra_engine.schedule.events import Spread
+from hydra_engine.schedule.units import BACKWARD, FUSED
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.adaptive_changes import Noise, plain, record
-from tests.promises.test_spread import spread
 
 SEED = 11
 # (batch, micro-batches) over and over: even and uneven ones, one alone, and as many as there are samples.
@@ -62,6 +63,25 @@ def assert_factors(choices, measured, *, initial=INITIAL, power=1.0, rel=1e-3):
         assert choice.factors == pytest.approx(expected, rel=rel)
         noise.add(each)
     assert any(choice.factors != choices[0].factors for choice in choices)
+
+
+@contextmanager
+def spread(*, in_sums):
+    """Spread every step over all devices, but for a task's first one, whatever is predicted and measured."""
+
+    def predict(task, devices, *, host=None):
+        backward = {node for node in task.chain if node[0] in (FUSED, BACKWARD)}
+        ordered = frozenset(task.ordered | backward if in_sums else task.ordered)
+        return (Spread(), *(Spread(1.0 + k, ordered, in_sums) for k in range(1, len(devices))))
+
+    def speedups(adaptation, most):
+        return tuple(1.0 + k for k in range(most))
+
+    with (
+        mock.patch("hydra_engine.planning.planner.predict_spreads", predict),
+        mock.patch.object(Adaptation, "speedups", speedups),
+    ):
+        yield
 
 
 ENGINE_ONLY = ("partitioner", "early_release", "optimizer_device", "optimizer_scope", "read_ahead", "scaling_rule")
@@ -178,7 +198,7 @@ def test_every_kind_of_layer(name):
 @pytest.mark.parametrize("in_sums", [True, False], ids=["sums", "pieces"])
 def test_steps_over_several_devices(name, in_sums):
     sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
-    with spread(3, in_sums=in_sums):
+    with spread(in_sums=in_sums):
         report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3)
     assert {placed.unit.part for placed in report.schedule} == {0, 1, 2}
 
