@@ -242,3 +242,204 @@ def test_narrow_precisions(name, precision):
     if scaler:
         assert report.tasks["task"].loss_scales == result.loss_scales
         assert len(set(result.loss_scales)) > 1
+
+
+# -- chosen batches
+
+
+@contextmanager
+def timed_by(cost):
+    """Have steps take the seconds that `cost` gives for a choice: what is chosen then depends on no clock."""
+    original = Adaptation.timed
+
+    def timed(self, choice, seconds, link_s=0.0, devices=None):
+        return original(self, choice, cost(choice), 0.0, devices)
+
+    with mock.patch.object(Adaptation, "timed", timed):
+        yield
+
+
+def mostly_transfers(choice):
+    return 1.0 + 0.002 * choice.batch_size
+
+
+def chosen(
+    build=zoo.mlp,
+    *,
+    cost=mostly_transfers,
+    replay=(),
+    num_devices=1,
+    memory=exact.MEMORY,
+    partition="each",
+    company=(),
+    limits=None,
+    loader=None,
+    **options,
+):
+    """Train with choices of the engine's own; returns model, loader and report."""
+    options = {"lr": 0.02, "seed": SEED, "epochs": 3, **options}
+    model, loss_fn, samples = build()
+    loader = adaptive(samples, **(limits or {})) if loader is None else loader
+    shards = Presharded(exact.ends(partition, len(model))) if partition else None
+    task = ModelTask(model, loss_fn, loader, name="task", replay=replay, partitioner=shards, **options)
+    orchestra = exact.orchestrator([task, *company], num_devices=num_devices, memory=memory, chaos=3)
+    with timed_by(cost) if cost is not None else nullcontext():
+        report = orchestra.train_models()
+    exact.assert_within_budget(report, num_devices)
+    report.raise_failures()
+    return model, loader, report
+
+
+def assert_plain(build, model, report, **options):
+    """What the engine has chosen and done is what the plain loop does by its record."""
+    options = {"lr": 0.02, "seed": SEED, "epochs": 3, **options}
+    alone, loss_fn, samples = build()
+    result = plain(alone, loss_fn, adaptive(samples), report.tasks["task"].adaptive, **options)
+    exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
+    return result
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("name", ["mlp", "dropout", "tied", "cnn"])
+def test_chosen_batches_are_those_of_the_plain_loop(name, num_devices):
+    build = zoo.MODELS[name]
+    model, _, report = chosen(build, num_devices=num_devices, max_grad_norm=1.0)
+    found = report.tasks["task"].adaptive
+    assert max(each.batch_size for each in found) > INITIAL, "nothing was adapted"
+    result = assert_plain(build, model, report, max_grad_norm=1.0)
+    assert_factors(found, result.measured)
+
+
+def test_with_times_as_they_are_and_others_beside():
+    company = [exact.task_of(name, epochs=1)[0] for name in ("cnn", "gpt")]
+    model, _, report = chosen(zoo.dropout, cost=None, num_devices=2, company=company)
+    assert_plain(zoo.dropout, model, report)
+
+
+ELSEWHERE = {
+    "one shard": {"partition": "one"},
+    "three devices": {"num_devices": 3},
+    "little memory": {"partition": None, "memory": "40KiB"},
+    "beside others": {"company": ("cnn", "gpt"), "num_devices": 2},
+    "no times": {"cost": lambda choice: 1e9 * choice.batch_size**3},
+    "late reads": {"read_ahead": False},
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_replay_has_the_bits_anywhere(elsewhere):
+    options = {"optimizer": torch.optim.AdamW, "validation": DataLoader(zoo.mlp()[2].dataset, 8)}
+    where = dict(ELSEWHERE[elsewhere])
+    where["company"] = [exact.task_of(name, epochs=1)[0] for name in where.get("company", ())]
+    model, _, first = chosen(zoo.dropout, num_devices=2, **options)
+    again, _, second = chosen(zoo.dropout, replay=first.tasks["task"].adaptive, **options, **where)
+    ours, theirs = second.tasks["task"], first.tasks["task"]
+    assert ours.adaptive == theirs.adaptive
+    assert (ours.losses, ours.validation_losses) == (theirs.losses, theirs.validation_losses)
+    exact.assert_same_state(zoo.state(again), zoo.state(model))
+
+
+@pytest.mark.parametrize("in_sums", [True, False], ids=["sums", "pieces"])
+def test_replay_of_steps_that_were_spread(in_sums):
+    """In bfloat16, which adds the gradients of parts in float32."""
+    with spread(in_sums=in_sums):
+        model, _, first = chosen(zoo.gpt, num_devices=3, precision="bfloat16")
+    assert {placed.unit.part for placed in first.schedule} == {0, 1, 2}
+    again, _, second = chosen(zoo.gpt, replay=first.tasks["task"].adaptive, precision="bfloat16", partition="three")
+    assert second.tasks["task"].losses == first.tasks["task"].losses
+    exact.assert_same_state(zoo.state(again), zoo.state(model))
+
+
+def test_a_record_that_ends_early_is_gone_on_from():
+    model, _, first = chosen()
+    record_ = first.tasks["task"].adaptive
+    again, _, second = chosen(replay=record_[:4])
+    assert second.tasks["task"].adaptive[:4] == record_[:4]
+    assert_plain(zoo.mlp, again, second)
+
+
+# -- epochs and samples
+
+
+def numbered(num_samples=50):
+    """Samples that are told apart by their first number."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        samples = torch.randn(num_samples, 6)
+        samples[:, 0] = torch.arange(num_samples)
+        model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        data = TensorDataset(samples, torch.randint(3, (num_samples,)))
+    return model, F.cross_entropy, DataLoader(data, 5)
+
+
+class Flow(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter([self.dataset[k] for k in range(len(self.dataset))])
+
+
+class Seen:
+    """Notes the samples of each batch that is split."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, inputs, target, number):
+        from hydra_engine import split
+
+        if not self.batches or self.batches[-1] != inputs[:, 0].tolist():
+            self.batches.append(inputs[:, 0].tolist())
+        return split(inputs, target, number)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_sample_comes_once_in_a_pass_whatever_the_batch_does(drop_last):
+    seen, epochs = Seen(), 4
+    _, _, samples = numbered(53)
+    loader = AdaptiveDataLoader(samples.dataset, INITIAL, shuffle=True, drop_last=drop_last)
+    loader.autoscale_batch_size(20)
+    _, _, report = chosen(numbered, loader=loader, split=seen, epochs=epochs)
+    found = report.tasks["task"].adaptive
+    assert [len(each) for each in seen.batches] == [each.batch_size for each in found]
+    passes, now = [], []
+    for batch in seen.batches:
+        if set(batch) & set(now):
+            passes.append(now)
+            now = []
+        now = now + batch
+        assert len(set(now)) == len(now), "a sample came twice in a pass"
+    for each in passes:
+        assert len(each) == 53 if not drop_last else len(each) > 53 - INITIAL
+    worth = epochs * (53 // INITIAL if drop_last else 53 / INITIAL)
+    last = found[-1]
+    assert last.progress < worth <= last.progress + last.gain + 1e-6
+    progress = 0.0
+    for each in found:
+        assert each.progress == pytest.approx(progress)
+        progress += each.gain
+        assert 0 < each.gain <= max(1.0, each.batch_size / INITIAL) + 1e-9
+    assert all(each.gain == pytest.approx(each.batch_size / INITIAL) for each in found if each.batch_size < INITIAL)
+
+
+def test_data_without_a_length_is_read_once_in_an_epoch():
+    seen = Seen()
+    loader = AdaptiveDataLoader(Flow(numbered()[2].dataset), INITIAL)
+    loader.autoscale_batch_size(20)
+    chosen(numbered, loader=loader, split=seen, epochs=2)
+    assert [int(x) for batch in seen.batches for x in batch] == 2 * list(range(50))
+
+
+def test_validation_comes_at_the_end_of_an_epoch_by_progress():
+    _, _, report = chosen(numbered, validation=DataLoader(numbered()[2].dataset, 7))
+    task = report.tasks["task"]
+    per_epoch = 50 / INITIAL
+    ends = [
+        next(k + 1 for k, c in enumerate(task.adaptive) if c.progress + c.gain >= epoch * per_epoch - 1e-6)
+        for epoch in (1, 2, 3)
+    ]
+    assert task.validation_steps == ends
+    assert len(task.validation_losses) == 3
