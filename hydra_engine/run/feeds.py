@@ -20,10 +20,9 @@ from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask, StepClock
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
-from hydra_engine.run.step_time import StepClock
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
