@@ -156,7 +156,7 @@ def workload(epochs=25, target=0.45):
         max_batch_size=512,
         lr=0.02,
         optimizer=partial(torch.optim.SGD, momentum=0.9),
-        memory="1MiB",
+        memory="1536KiB",
         bandwidth="64MiB",
         target=target,
         epochs=epochs,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from hydra_engine.adaptive import Adaptation, rule_for
+from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
@@ -542,7 +542,9 @@ class Joining:
                 f"one in each, which batches that adapt scale; choose another optimizer, or leave autoscale_batch_size "
                 f"out"
             )
-        adaptation.begin(planned.task.scaling_rule or rule_for(optimizer.optimizer), len(groups))
+        usual = rule_for(optimizer.optimizer)
+        grows = planned.task.loss_reduction == "sum" and isinstance(usual, AdaScale)
+        adaptation.begin(planned.task.scaling_rule or usual, len(groups), gradients_grow=grows)
         if planned.saved is not None:
             planned.saved.put_adaptation(adaptation)
         state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())

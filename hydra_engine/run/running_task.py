@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hydra_engine.adaptive import LaneSeconds
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.devices import COMPUTE, LOAD
@@ -279,13 +280,6 @@ class Work(NamedTuple):
         return max(self)
 
 
-class StepSeconds(NamedTuple):
-    """Seconds of a step, and of its loads."""
-
-    step_s: float
-    link_s: float
-
-
 def charged_s(own: Work, of_all: Work, elapsed_s: float) -> float:
     """Return the seconds that a step costs.
 
@@ -313,14 +307,15 @@ class StepClock:
         if self._last is None:
             self._last = self._now()
 
-    def end(self, *, num_devices: int = 1) -> StepSeconds:
-        """Return the seconds since the batch before was through; `num_devices`: that this one was spread over."""
+    def end(self, *, num_devices: int = 1) -> LaneSeconds:
+        """Return the seconds since the batch before was through, of one of its devices; `num_devices`: of all."""
         now = self._now()
         (then_s, own_then, all_then), (now_s, own_now, all_now) = self._last or now, now
         self._last = now
         own, of_all, elapsed_s = own_now - own_then, all_now - all_then, now_s - then_s
         step_s = charged_s(own, of_all, elapsed_s)
-        return StepSeconds(step_s if step_s == elapsed_s else step_s / num_devices, own.load_s / num_devices)
+        step_s = step_s if step_s == elapsed_s else step_s / num_devices
+        return LaneSeconds(step_s, own.compute_s / num_devices, own.load_s / num_devices)
 
     def _now(self) -> tuple[float, Work, Work]:
         trace = self._trace
