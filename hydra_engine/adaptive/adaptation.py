@@ -58,6 +58,15 @@ class StepChoice:
     factors: tuple[float, ...] = ()
     seconds: LaneSeconds | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        numbers = (self.gain, self.progress, *self.factors)
+        is_split = 1 <= self.micro_batches <= self.batch_size
+        if not is_split or self.gain <= 0 or self.progress < 0 or not all(map(math.isfinite, numbers)):
+            raise ValueError(
+                f"StepChoice: {self}, limit: at least one sample in each micro-batch, a gain above 0, finite progress "
+                f"and factors; give a choice as TaskReport.adaptive has it"
+            )
+
     @property
     def micro_batch(self) -> int:
         """Samples of the largest micro-batch."""
@@ -215,7 +224,13 @@ class Adaptation:
                 )
         with self._lock:
             self._rule, self._gradients_grow = rule, gradients_grow
-            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            if not self._num_measured:
+                self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            elif self._noise.num_groups != num_groups:
+                raise ValueError(
+                    f"optimizer: {num_groups} parameter groups, limit: {self._noise.num_groups}, whose noise was "
+                    f"measured before; resume with the groups that were saved"
+                )
 
     # -- limits
 
@@ -226,15 +241,17 @@ class Adaptation:
             return self._low, self._high
 
     @property
-    def has_bounds(self) -> bool:
-        """True if the user gave bounds of a micro-batch."""
-        return self._settings.local_bsz_bounds is not None
+    def most(self) -> int:
+        """The most samples of a micro-batch that the user allows."""
+        bounds = self._settings.local_bsz_bounds
+        return self._settings.max_batch_size if bounds is None else min(bounds[1], self._settings.max_batch_size)
 
     def limit(self, micro_batch: int) -> None:
-        """Make no micro-batch larger than this from now on: a device has no room for it."""
+        """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
+        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
         with self._lock:
-            self._high = max(1, min(self._high, micro_batch))
-            self._low = min(self._low, self._high)
+            self._high = max(1, min(high, micro_batch))
+            self._low = min(low, self._high)
             self._held = None
 
     def smaller(self, choice: StepChoice) -> StepChoice:
@@ -426,12 +443,16 @@ class Adaptation:
             return {
                 "noise": self._noise.state_dict(),
                 "num_measured": self._num_measured,
+                "high": self._high,
                 "times": self._times.state_dict(),
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; after `begin`."""
+        """Go on from what `state_dict` gave."""
+        self.limit(saved["high"])
         with self._lock:
+            num_groups = len(saved["noise"]["read"]["sqr"])
+            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
             self._num_measured = saved["num_measured"]
             self._times.load_state_dict(saved["times"])
