@@ -21,7 +21,7 @@ from hydra_engine.adaptive.rules import (
     SqrtScale,
     rule_for,
 )
-from hydra_engine.adaptive.step_times import StepTimes
+from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Goodput",
     "GradientNoiseScale",
     "LEGWScale",
+    "LaneSeconds",
     "LinearScale",
     "NoiseLevel",
     "ScalingRule",

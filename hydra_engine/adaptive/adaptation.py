@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from hydra_engine.adaptive.goodput import Choice, Goodput
 from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
 from hydra_engine.adaptive.noise import GradientNoiseScale
 from hydra_engine.adaptive.rules import ScalingRule
-from hydra_engine.adaptive.step_times import StepTimes
+from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
 from hydra_engine.adaptive.throughput import ThroughputModel
 
 # One micro-batch alone says nothing of the gradient's noise.
@@ -43,7 +43,7 @@ class StepChoice:
         progress: sum of the gains before this step.
         goodput: predicted, in samples of the initial batch per second; None: not known yet.
         factors: of the learning rate, by parameter group; empty until the step begins.
-        seconds: measured, of the step; None: it is not over. link_s: in which its loads crossed the link.
+        seconds: of the step, as measured, with those of its devices' lanes; None: it is not over.
     """
 
     step: int
@@ -56,8 +56,16 @@ class StepChoice:
     progress: float = 0.0
     goodput: float | None = None
     factors: tuple[float, ...] = ()
-    seconds: float | None = field(default=None, compare=False)
-    link_s: float | None = field(default=None, compare=False)
+    seconds: LaneSeconds | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = (self.gain, self.progress, *self.factors)
+        is_split = 1 <= self.micro_batches <= self.batch_size
+        if not is_split or self.gain <= 0 or self.progress < 0 or not all(map(math.isfinite, numbers)):
+            raise ValueError(
+                f"StepChoice: {self}, limit: at least one sample in each micro-batch, a gain above 0, finite progress "
+                f"and factors; give a choice as TaskReport.adaptive has it"
+            )
 
     @property
     def micro_batch(self) -> int:
@@ -81,37 +89,42 @@ class StepChoice:
 
     def to_state(self) -> dict[str, Any]:
         """Return it as plain values, which JSON and a checkpoint take."""
-        return {**asdict(self), "factors": list(self.factors)}
+        seconds = None if self.seconds is None else list(self.seconds)
+        return {**vars(self), "factors": list(self.factors), "seconds": seconds}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> StepChoice:
         """Return what `to_state` was called on."""
-        return cls(**{**saved, "factors": tuple(saved["factors"])})
+        seconds = None if saved["seconds"] is None else LaneSeconds(*saved["seconds"])
+        return cls(**{**saved, "factors": tuple(saved["factors"]), "seconds": seconds})
 
 
 def choices_to_state(choices: Sequence[StepChoice]) -> dict[str, Tensor]:
     """Return choices as columns in float64, which hold every figure as it is: a run of days has millions of steps."""
-    columns = {
+    columns: dict[str, list[Any]] = {
         name: [math.nan if (value := getattr(each, name)) is None else value for each in choices] for name in _COLUMNS
     }
-    factors = torch.tensor([each.factors for each in choices], dtype=torch.float64)
-    return {**{name: torch.tensor(each, dtype=torch.float64) for name, each in columns.items()}, "factors": factors}
+    factors = [each.factors for each in choices]
+    columns |= {"factors": factors, "seconds": [each.seconds or [math.nan] * 3 for each in choices]}
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in columns.items()}
 
 
 def choices_from_state(saved: Mapping[str, Tensor]) -> list[StepChoice]:
     """Return what `choices_to_state` was given."""
     columns = {name: saved[name].tolist() for name in _COLUMNS}
     found = []
-    for k, factors in enumerate(saved["factors"].tolist()):
+    rows = zip(saved["factors"].tolist(), saved["seconds"].tolist(), strict=True)
+    for k, (factors, seconds) in enumerate(rows):
         row = {name: values[k] for name, values in columns.items()}
         row = {name: int(value) if name in _WHOLE else value for name, value in row.items()}
         row |= {name: None for name in _MAY_BE_NONE if math.isnan(row[name])}
-        found.append(StepChoice(**row, factors=tuple(factors)))
+        lanes = None if math.isnan(seconds[0]) else LaneSeconds(*seconds)
+        found.append(StepChoice(**row, factors=tuple(factors), seconds=lanes))
     return found
 
 
 _WHOLE = ("step", "batch_size", "micro_batches", "devices", "desired_devices")
-_MAY_BE_NONE = ("noise", "goodput", "seconds", "link_s")
+_MAY_BE_NONE = ("noise", "goodput")
 _COLUMNS = (*_WHOLE, *_MAY_BE_NONE, "gain", "progress")
 
 
@@ -165,9 +178,11 @@ class Adaptation:
         self._lock = threading.RLock()
         self._noise = GradientNoiseScale(initial_batch_size)
         self._rule: ScalingRule | None = None
+        self._gradients_grow = False
         low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
         self._low, self._high = low, high  # of a micro-batch
         self._times = StepTimes()
+        self._num_measured = 0  # steps whose norms were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
 
@@ -194,8 +209,10 @@ class Adaptation:
                 f"maximum to the one of the run that was recorded"
             )
 
-    def begin(self, rule: ScalingRule, num_groups: int) -> None:
+    def begin(self, rule: ScalingRule, num_groups: int, *, gradients_grow: bool = False) -> None:
         """Scale the learning rates of so many parameter groups from now on.
+
+        gradients_grow: a step grows with its batch by itself, as SGD's does with a loss that is a sum over samples.
 
         Raises ValueError where a record to be replayed has another number of groups.
         """
@@ -206,8 +223,14 @@ class Adaptation:
                     f"optimizer's {num_groups}; give the record of a run with the same groups"
                 )
         with self._lock:
-            self._rule = rule
-            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            self._rule, self._gradients_grow = rule, gradients_grow
+            if not self._num_measured:
+                self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            elif self._noise.num_groups != num_groups:
+                raise ValueError(
+                    f"optimizer: {num_groups} parameter groups, limit: {self._noise.num_groups}, whose noise was "
+                    f"measured before; resume with the groups that were saved"
+                )
 
     # -- limits
 
@@ -218,15 +241,17 @@ class Adaptation:
             return self._low, self._high
 
     @property
-    def has_bounds(self) -> bool:
-        """True if the user gave bounds of a micro-batch."""
-        return self._settings.local_bsz_bounds is not None
+    def most(self) -> int:
+        """The most samples of a micro-batch that the user allows."""
+        bounds = self._settings.local_bsz_bounds
+        return self._settings.max_batch_size if bounds is None else min(bounds[1], self._settings.max_batch_size)
 
     def limit(self, micro_batch: int) -> None:
-        """Make no micro-batch larger than this from now on: a device has no room for it."""
+        """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
+        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
         with self._lock:
-            self._high = max(1, min(self._high, micro_batch))
-            self._low = min(self._low, self._high)
+            self._high = max(1, min(high, micro_batch))
+            self._low = min(low, self._high)
             self._held = None
 
     def smaller(self, choice: StepChoice) -> StepChoice:
@@ -288,7 +313,8 @@ class Adaptation:
         with self._lock:
             assert self._rule is not None, "begin() comes first"
             factors = self._rule.factors(self._noise, choice.batch_size, choice.progress)
-            return replace(choice, factors=tuple(map(float, factors)))
+            grown = choice.batch_size / self._initial if self._gradients_grow else 1.0
+            return replace(choice, factors=tuple(float(each) / grown for each in factors))
 
     def _worth(self, choice: StepChoice) -> StepChoice:
         """A choice with its gain. Less than the initial batch is worth its samples."""
@@ -344,8 +370,8 @@ class Adaptation:
     # -- devices
 
     def _goodput(self) -> Goodput | None:
-        """The goodput as far as it is known; None: no step was measured."""
-        if not self._noise.is_known or not self._times:
+        """The goodput as far as it is known; None: fewer steps were measured than tell noise from the gradient."""
+        if self._num_measured < STEPS_BETWEEN or not self._times:
             return None
         if self._model is None:
             self._model = self._times.fitted()
@@ -386,22 +412,26 @@ class Adaptation:
         if len(measures.sizes) < LEAST_MICRO_BATCHES:
             return False
         with self._lock:
-            return self._noise.update(measures.sizes, measures.micro, measures.total)
+            is_taken = self._noise.update(measures.sizes, measures.micro, measures.total)
+            self._num_measured += is_taken
+            return is_taken
 
     def measured_alone(
         self, batch_size: int, now: Sequence[float], before: Sequence[float], mean: Sequence[float]
     ) -> bool:
         """Take in a step of one micro-batch: the gradient of the step before stands in for a second one."""
         with self._lock:
-            return self._noise.update_from_pair(batch_size, now, before, mean)
+            is_taken = self._noise.update_from_pair(batch_size, now, before, mean)
+            self._num_measured += is_taken
+            return is_taken
 
-    def timed(self, choice: StepChoice, seconds: float, link_s: float = 0.0, devices: int | None = None) -> None:
-        """Take in the seconds of a step; `link_s`: in which its loads crossed the link; devices: that it was on."""
-        if not 0 < seconds < math.inf:
+    def timed(self, choice: StepChoice, seconds: LaneSeconds, devices: int | None = None) -> None:
+        """Take in the seconds of a step on one of its devices; `devices`: that it was on."""
+        if not (0 < seconds.step_s < math.inf and 0 < seconds.compute_s < math.inf):
             return
         devices = choice.devices if devices is None else devices
         with self._lock:
-            is_new = self._times.add(devices, choice.micro_batch, -(-choice.micro_batches // devices), seconds, link_s)
+            is_new = self._times.add(devices, choice.micro_batch, -(-choice.micro_batches // devices), seconds)
             if is_new or choice.step % STEPS_BETWEEN == 0:
                 self._model = None
 
@@ -410,11 +440,20 @@ class Adaptation:
     def state_dict(self) -> dict[str, Any]:
         """Return all measurements, as plain values."""
         with self._lock:
-            return {"noise": self._noise.state_dict(), "times": self._times.state_dict(), "high": self._high}
+            return {
+                "noise": self._noise.state_dict(),
+                "num_measured": self._num_measured,
+                "high": self._high,
+                "times": self._times.state_dict(),
+            }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; after `begin`."""
+        """Go on from what `state_dict` gave."""
+        self.limit(saved["high"])
         with self._lock:
+            num_groups = len(saved["noise"]["read"]["sqr"])
+            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
+            self._num_measured = saved["num_measured"]
             self._times.load_state_dict(saved["times"])
             self._model = self._held = None

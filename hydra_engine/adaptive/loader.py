@@ -186,6 +186,7 @@ class AdaptiveDataLoader:
 
         A batch is smaller at the end of a pass, where `drop_last` leaves it out if it would be smaller than the initial
         size too. The next batch then begins another pass; an epoch may end within a pass, and the next goes on with it.
+        With an iterable data set it is asked once more where a pass turns out to be over.
         """
         self._begin()
         return self._pinned(self._batches(next_size, one_pass=False))
@@ -250,9 +251,12 @@ class AdaptiveDataLoader:
     def _batches(self, next_size: Callable[[], int | None], *, one_pass: bool) -> Iterator[Any]:
         while (size := next_size()) is not None:
             _check_int("next_size()", size)
+            begins = self._given == 0
             batch = self._next_batch(size)
             if batch is _END and one_pass:
                 break
+            if batch is _END and self._indices is None and not begins:
+                continue  # that the pass is over shows only now, and the epoch may be, too
             if batch is _END and (batch := self._next_batch(size)) is _END:
                 raise ValueError(
                     f"a whole pass over the data gave no batch, batch_size: {self.batch_size}, drop_last: "

@@ -3,81 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from hydra_engine.adaptive.throughput import StepTime, ThroughputModel
+from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 # The share that older measurements of a configuration keep as one more comes.
 OLDER_KEPT = 0.9
 # Configurations that are remembered; those not measured for longest are forgotten.
 MOST_KNOWN = 64
-# The share of a step from which on transfers decide how long it takes.
-LINK_BOUND = 0.75
+# Of the longer one of computing and transfers: a shorter one says nothing of how far they overlap.
+LEAST_SHARE = 0.02
 
 # Devices, samples of a micro-batch, micro-batches of a device.
 Configuration: TypeAlias = "tuple[int, int, int]"
 
 
-class _Seconds(NamedTuple):
+class LaneSeconds(NamedTuple):
+    """Seconds of one step, or of one step on the average: all in all, and how long lanes of its devices worked."""
+
+    step_s: float
+    compute_s: float
+    link_s: float = 0.0
+
+
+class _Sums(NamedTuple):
     """Sums over the steps of one configuration, in which older ones count less."""
 
     step_s: float = 0.0
+    compute_s: float = 0.0
     link_s: float = 0.0
     weight: float = 0.0
     is_first: bool = True  # of one step alone, which may have been metered, or compiled
 
-    def plus(self, step_s: float, link_s: float) -> _Seconds:
+    def plus(self, seconds: LaneSeconds) -> _Sums:
         kept = 0.0 if self.is_first else OLDER_KEPT
-        is_first = self.weight == 0
-        return _Seconds(kept * self.step_s + step_s, kept * self.link_s + link_s, kept * self.weight + 1, is_first)
+        return _Sums(
+            kept * self.step_s + seconds.step_s,
+            kept * self.compute_s + seconds.compute_s,
+            kept * self.link_s + seconds.link_s,
+            kept * self.weight + 1,
+            self.weight == 0,
+        )
+
+    @property
+    def mean(self) -> LaneSeconds:
+        return LaneSeconds(self.step_s / self.weight, self.compute_s / self.weight, self.link_s / self.weight)
 
 
 class StepTimes:
     """Means of step times. The first step of a configuration counts until there is another."""
 
     def __init__(self) -> None:
-        self._known: dict[Configuration, _Seconds] = {}
+        self._known: dict[Configuration, _Sums] = {}
         self.most_devices = 1  # that a step was measured on
 
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def add(self, devices: int, micro_batch: int, rounds: int, step_s: float, link_s: float) -> bool:
-        """Add a step; `link_s`: seconds of its loads. Return True if it is the first of its configuration."""
+    def add(self, devices: int, micro_batch: int, rounds: int, seconds: LaneSeconds) -> bool:
+        """Add a step, with the seconds of one of its devices. Return True if it is the first of its configuration."""
         key = devices, micro_batch, rounds
-        found = self._known.pop(key, _Seconds())
-        self._known[key] = found.plus(step_s, link_s)  # the last to be forgotten
+        found = self._known.pop(key, _Sums())
+        self._known[key] = found.plus(seconds)  # the last to be forgotten
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         self.most_devices = max(self.most_devices, devices)
         return found.weight == 0
 
     def fitted(self) -> ThroughputModel:
-        """Return the model that is nearest to what was measured; there is at least one step."""
-        times = [
-            StepTime(devices=k, micro_batch=m, accumulation_steps=n - 1, seconds=each.step_s / each.weight)
-            for (k, m, n), each in self._known.items()
-        ]
-        load_s, sample_s = self._link()
-        return ThroughputModel.fit(times, load_s=load_s, sample_s=sample_s)
+        """Return the model that is nearest to what was measured; there is at least one step.
 
-    def _link(self) -> tuple[float, float]:
-        """Seconds of transfers, of a step and of each sample of a device.
-
-        Loads are traced. Where they are most of a step, they wait for one another as well: the step itself counts then.
+        Lanes tell computing and transfers apart, which a step's seconds alone do not: passes are fitted to the compute
+        lane, transfers to the load lane. What they overlap, and what comes beside them, follows from whole steps.
         """
-        points = [
-            (m * n, each.link_s / each.weight, each.step_s / each.weight) for (_, m, n), each in self._known.items()
+        means = {key: each.mean for key, each in self._known.items()}
+        passes = [
+            StepTime(devices=1, micro_batch=m, accumulation_steps=n - 1, seconds=each.compute_s)
+            for (_, m, n), each in means.items()
         ]
-        bound = [(samples, step_s) for samples, link_s, step_s in points if link_s >= LINK_BOUND * step_s]
-        if len({samples for samples, _ in bound}) > 1:
-            return _line(bound)
-        load_s, sample_s = _line([(samples, link_s) for samples, link_s, _ in points])
-        if not bound:
-            return load_s, sample_s
-        samples, step_s = bound[0]
-        longer = step_s / (load_s + sample_s * samples)
-        return longer * load_s, longer * sample_s
+        load_s, sample_s = _line([(m * n, each.link_s) for (_, m, n), each in means.items()])
+        found = replace(ThroughputModel.fit(passes).parameters, load_s=load_s, sample_s=sample_s)
+        found = _with_overlap(found, {key: each for key, each in means.items() if key[0] == 1} or means)
+        return ThroughputModel(_with_exchange(found, means))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums, as plain values."""
@@ -85,8 +94,38 @@ class StepTimes:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self._known = {(key[0], key[1], key[2]): _Seconds(*each) for key, each in saved["known"]}
+        self._known = {(key[0], key[1], key[2]): _Sums(*each) for key, each in saved["known"]}
         self.most_devices = saved["most"]
+
+
+def _with_overlap(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:
+    """Parameters with what is not hidden of the shorter one of computing and transfers, and what comes beside both."""
+    shares = []
+    for each in means.values():
+        longer, shorter = max(each.compute_s, each.link_s), min(each.compute_s, each.link_s)
+        shares.append(min(1.0, max(0.0, (each.step_s - longer) / shorter)) if shorter > LEAST_SHARE * longer else 0.0)
+    exposed = median(shares)
+    rest = [
+        each.step_s - max(each.compute_s, each.link_s) - exposed * min(each.compute_s, each.link_s)
+        for each in means.values()
+    ]
+    return replace(found, exposed=exposed, other_s=max(0.0, median(rest)))
+
+
+def _with_exchange(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:
+    """Parameters with the seconds that steps on several devices take beyond what they would without an exchange."""
+    model = ThroughputModel(found)
+    excess = [
+        (k - 2, each.step_s - model.seconds(devices=k, micro_batch=m, accumulation_steps=n - 1))
+        for (k, m, n), each in means.items()
+        if k > 1
+    ]
+    if not excess:
+        return found
+    if len({others for others, _ in excess}) == 1:
+        return replace(found, a_r=max(0.0, median(each for _, each in excess)))
+    a_r, b_r = _line([(others + 1, each) for others, each in excess])
+    return replace(found, a_r=a_r + b_r, b_r=b_r)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -95,5 +134,5 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    slope = min(max(0.0, slope), mean_y / mean_x)
+    slope = min(max(0.0, slope), max(0.0, mean_y) / mean_x)
     return max(0.0, mean_y - slope * mean_x), slope

@@ -30,8 +30,10 @@ class ThroughputParameters:
     load_s: seconds in which a device loads the whole model twice, once for the forward and once for the backward of all
         micro-batches of a step. It is 0 for a model that stays on the device.
     sample_s: seconds in which a device moves the boundaries of one sample between DRAM and the device.
+    exposed: the share of the shorter one of computing and transfers that the longer one does not hide, from 0 to 1.
+    other_s: seconds of a step beside both, such as the last update of its optimizer.
 
-    The last two follow from the plan: bytes divided by bandwidth. The others are fitted.
+    The last four are measured or follow from the plan. The others are fitted.
     """
 
     a_c: float
@@ -43,12 +45,16 @@ class ThroughputParameters:
     gamma: float
     load_s: float = 0.0
     sample_s: float = 0.0
+    exposed: float = 0.0
+    other_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             finite_number(name, value)
         if self.gamma < 1:
             raise ValueError(f"gamma: {self.gamma}, limit: at least 1; give 1 for no overlap")
+        if self.exposed > 1:
+            raise ValueError(f"exposed: {self.exposed}, limit: from 0 to 1; give 1 where nothing is hidden")
         if self.a_c + self.b_c == 0:
             raise ValueError(f"a_c, b_c: {self.a_c}, {self.b_c}, limit: one above 0; give the seconds of a pass")
 
@@ -86,10 +92,10 @@ class ThroughputModel:
     exchange = 0 for one device, else a_r + b_r max(k - 2, 0), with a_n and b_n for several nodes
     compute  = s pass + (pass^gamma + exchange^gamma)^(1 / gamma)
     link     = load_s + sample_s m (s + 1)
-    seconds  = max(compute, link)
+    seconds  = max(compute, link) + exposed min(compute, link) + other_s
 
-    Shards are loaded once for all micro-batches of a step, while others compute, so the longer of the two counts. A
-    link that is the longer one is why accumulation pays: more passes do not load more shards.
+    Shards are loaded once for all micro-batches of a step, while others compute, so the longer of the two counts, and
+    as much of the shorter one as is not hidden. That is why accumulation pays: more passes do not load more shards.
     """
 
     def __init__(self, parameters: ThroughputParameters) -> None:
@@ -120,7 +126,8 @@ class ThroughputModel:
         powers = math.pow(pass_s / longer, p.gamma) + math.pow(exchange_s / longer, p.gamma)
         last_s = longer * math.pow(powers, 1 / p.gamma)
         compute_s = accumulation_steps * pass_s + last_s
-        return max(compute_s, self.link_s(micro_batch * (accumulation_steps + 1)))
+        link_s = self.link_s(micro_batch * (accumulation_steps + 1))
+        return max(compute_s, link_s) + p.exposed * min(compute_s, link_s) + p.other_s
 
     def throughput(self, *, devices: int, micro_batch: int, accumulation_steps: int = 0, nodes: int = 1) -> float:
         """Return samples per second of a step whose micro-batches all have `micro_batch` samples."""

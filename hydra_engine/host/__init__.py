@@ -7,7 +7,6 @@ from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
 from hydra_engine.host.measured import Measured, UnitBytes
-from hydra_engine.host.norms import NormGroups, step_measures
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceUpdate,
@@ -20,5 +19,5 @@ from hydra_engine.host.optimizer import (
     with_averages,
 )
 from hydra_engine.host.pool import BestWeights, BorrowedPool, HostPool
-from hydra_engine.host.staging import WHOLE, BuffersChanged, StepParts
+from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
 from hydra_engine.host.state import Observed, Region, TaskState, layout_of

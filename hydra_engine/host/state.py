@@ -17,10 +17,9 @@ from hydra_engine.host.cut import Cut, UnitProgress
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
-from hydra_engine.host.norms import NormGroups
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import GradientRoom, HostPool
-from hydra_engine.host.staging import StepStaging
+from hydra_engine.host.staging import NormGroups, StepStaging
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from hydra_engine.adaptive import Adaptation, rule_for
+from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
 from hydra_engine.data import Batch, CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
@@ -20,10 +20,9 @@ from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask, StepClock
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Deadlines, Overdue
-from hydra_engine.run.step_time import StepClock
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -543,15 +542,17 @@ class Joining:
                 f"one in each, which batches that adapt scale; choose another optimizer, or leave autoscale_batch_size "
                 f"out"
             )
-        adaptation.begin(planned.task.scaling_rule or rule_for(optimizer.optimizer), len(groups))
-        if planned.saved is not None:
-            planned.saved.put_adaptation(adaptation)
+        usual = rule_for(optimizer.optimizer)
+        grows = planned.task.loss_reduction == "sum" and isinstance(usual, AdaScale)
+        try:
+            adaptation.begin(planned.task.scaling_rule or usual, len(groups), gradients_grow=grows)
+        except ValueError as error:
+            raise ValueError(f"{task.name}: {error}") from error
         state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
         task.clock = StepClock(self._common.trace, task.name)
         if not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
-            _, most = adaptation.bounds
-            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, most))
+            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, adaptation.most))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()

@@ -419,12 +419,12 @@ def _learned(task: RunningTask, measures: StepMeasures | None, put: Callable[[Ev
     if measures is not None:
         adaptation.measured(measures)
     seconds = clock.end(num_devices=num_devices)
-    adaptation.timed(choice, seconds.step_s, seconds.link_s, num_devices)
+    adaptation.timed(choice, seconds, num_devices)
     most = len(planned.spreading.spreads)
     if most > 1 and (speedups := adaptation.speedups(most)) != planned.speedups:
         planned.speedups = speedups
         put(SpreadsKnown(task.name, planned.spreads))
-    return replace(choice, seconds=seconds.step_s, link_s=seconds.link_s)
+    return replace(choice, seconds=seconds)
 
 
 def _not_finite(task: RunningTask, nonfinite: str) -> Event:

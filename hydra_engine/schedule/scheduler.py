@@ -102,7 +102,7 @@ class Scheduler:
         self._numbers: dict[ScheduledTask, int] | None = {}  # devices by task; None: to be solved anew
         self._groups: dict[str | None, Group] | None = {} if has_groups else None
         self._members: dict[Group, dict[ScheduledTask, None]] = {}  # unfinished tasks
-        self._num_wanted = 0  # devices, by all tasks in groups
+        self._num_wanted = 0  # devices, by all tasks
         self._waiting: dict[ScheduledTask, None] = {}  # for more devices
         self._handlers: dict[type, Callable[..., None]] = {
             TaskAdded: self._task_added,
@@ -162,7 +162,7 @@ class Scheduler:
             group = self._groups.setdefault(event.group, Group(event.quota or Quota(0)))
             task.standing = group.preemptible if event.preemptible else group.firm
             self._members.setdefault(group, {})[task] = None
-            self._want(task, len(task.speedups))
+        self._want(task, len(task.speedups))
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
@@ -422,12 +422,12 @@ class Scheduler:
         if self._numbers is None:
             self._numbers = {}
             num_devices = self._dispatch.num_devices
-            if self._groups is None:
-                if self._num_unfinished < num_devices:
-                    tasks = [each for each in self._tasks.values() if each.phase is not Phase.FINISHED]
-                    self._share_out(tasks, num_devices)
-            else:
+            may_be_spread = self._num_wanted > self._num_unfinished  # else each has one device
+            if may_be_spread and self._groups is not None:
                 self._share_out_groups(num_devices)
+            elif may_be_spread and self._num_unfinished < num_devices:
+                tasks = [each for each in self._tasks.values() if each.phase is not Phase.FINISHED]
+                self._share_out(tasks, num_devices)
         least = min(task.added.min_devices, len(task.units.spreads))
         return max(least, self._numbers.get(task, 1))
 
@@ -440,15 +440,14 @@ class Scheduler:
 
     def _want(self, task: ScheduledTask, num_devices: int) -> None:
         """Count the devices that a task's steps may be spread over; it may have finished."""
-        if task.standing is not None and task.phase is not Phase.FINISHED:
-            task.standing.group.num_wanted += num_devices - task.num_wanted
+        if task.phase is not Phase.FINISHED:
+            if task.standing is not None:
+                task.standing.group.num_wanted += num_devices - task.num_wanted
             self._num_wanted += num_devices - task.num_wanted
             task.num_wanted = num_devices
 
     def _share_out_groups(self, num_devices: int) -> None:
         """Give each group its devices, and those to its tasks; a group of more tasks is not searched through."""
-        if self._num_wanted == self._num_unfinished:  # none of them is spread
-            return
         most = {}
         for group in self._members:
             maximum = group.quota.maximum

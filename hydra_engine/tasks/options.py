@@ -244,6 +244,18 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
                 f"its autoscale_batch_size() before the task is made"
             )
         return
+    loader = options["dataloader"]
+    low, _ = loader.autoscale.local_bsz_bounds or (1, None)
+    if low > loader.batch_size // 2:
+        yield (
+            f"dataloader: micro-batches of at least {low} samples, limit: {loader.batch_size // 2}, half of its "
+            f"batch_size, since noise shows in how two micro-batches differ; lower the bound, or raise batch_size"
+        )
+    if options["validation"] is loader:
+        yield (
+            "validation: the loader that is trained on, limit: another, since this one keeps its place in its data; "
+            "give validation a loader of its own"
+        )
     number, most = options["accumulation_steps"], options["max_device_batch"]
     if number != 1:
         yield (
