@@ -11,6 +11,7 @@ from hydra_engine.adaptive import (
     Adaptation,
     AdaScale,
     Autoscale,
+    LaneSeconds,
     LinearScale,
     StepChoice,
     StepMeasures,
@@ -46,7 +47,7 @@ def run(found, num_steps, seconds, *, after=None, devices=1, most_devices=1, **n
         after = found.factored(found.choose(after, devices, most_devices))
         choices.append(after)
         found.measured(measures(after, **noise))
-        found.timed(after, seconds(after), 0.0, devices)
+        found.timed(after, LaneSeconds(seconds(after), seconds(after)), devices)
     return choices
 
 
@@ -144,7 +145,8 @@ def test_no_choice_is_above_its_limits_whatever_is_measured(seed):
         if choice.micro_batches > 1:
             wild = rng.choice([1e-30, 1.0, 1e30])
             found.measured(measures(after, sqr=rng.random() * wild, var=rng.random() * wild))
-        found.timed(after, rng.choice([0.0, -1.0, math.inf, math.nan, 1e-9, rng.random(), 1e9]), 0.0, devices)
+        wild_s = rng.choice([0.0, -1.0, math.inf, math.nan, 1e-9, rng.random(), 1e9])
+        found.timed(after, LaneSeconds(wild_s, wild_s * rng.random(), wild_s * rng.random()), devices)
 
 
 def test_out_of_memory_makes_micro_batches_a_tenth_smaller_for_good():
@@ -197,7 +199,7 @@ def test_devices_are_desired_while_each_is_worth_half_of_the_first():
     assert alike.choose(None, 1, 8).desired_devices == 8
     fast = adaptation(INITIAL)
     run(fast, 20, passes(0.05, 1e-9), sqr=0.0)  # a pass takes as long for one sample
-    assert fast.choose(None, 1, 8).desired_devices <= 2
+    assert fast.choose(None, 1, 8).desired_devices < 8
     assert adaptation().choose(None, 1, 8).desired_devices == 1
 
 
@@ -206,7 +208,7 @@ def test_devices_are_desired_while_each_is_worth_half_of_the_first():
 
 CHOICES = [
     StepChoice(step=0, batch_size=32, micro_batches=2),
-    StepChoice(step=1, batch_size=32, micro_batches=4, noise=math.inf, goodput=1 / 3, factors=(1.0, 0.1), seconds=0.5),
+    StepChoice(step=1, batch_size=32, micro_batches=4, noise=math.inf, goodput=1 / 3, factors=(1.0, 0.1), seconds=LaneSeconds(0.5, 0.25, 1 / 3)),
     StepChoice(
         step=2,
         batch_size=500,
@@ -218,8 +220,7 @@ CHOICES = [
         progress=1e9 + 1 / 3,
         goodput=math.inf,
         factors=(math.pi, 5e-324),
-        seconds=1e-9,
-        link_s=0.0,
+        seconds=LaneSeconds(1e-9, 0.0),
     ),
 ]
 
@@ -228,20 +229,20 @@ def test_a_choice_is_the_same_after_json():
     for choice in CHOICES:
         again = StepChoice.from_state(json.loads(json.dumps(choice.to_state())))
         assert again == choice
-        assert (again.seconds, again.link_s) == (choice.seconds, choice.link_s)
+        assert again.seconds == choice.seconds
 
 
 def test_choices_are_the_same_after_a_checkpoint():
     begun = [replace(CHOICES[0], factors=(1.0, 1.0)), *CHOICES[1:]]
     again = choices_from_state(choices_to_state(begun))
     assert again == begun
-    assert [(each.seconds, each.link_s) for each in again] == [(each.seconds, each.link_s) for each in begun]
+    assert [each.seconds for each in again] == [each.seconds for each in begun]
     assert all(type(each.step) is int and type(each.devices) is int for each in again)
     assert choices_from_state(choices_to_state([])) == []
 
 
 def test_what_took_how_long_makes_no_other_choice():
-    assert replace(CHOICES[1], seconds=9.0, link_s=3.0) == CHOICES[1]
+    assert replace(CHOICES[1], seconds=LaneSeconds(9.0, 3.0)) == CHOICES[1]
     assert replace(CHOICES[1], noise=2.0) != CHOICES[1]
 
 
@@ -265,7 +266,7 @@ def test_a_record_is_made_again_whatever_is_measured():
         after = again.factored(again.choose(after, 7, 8))
         assert after == choice
         again.measured(measures(after, sqr=0.0))
-        again.timed(after, 1e9)
+        again.timed(after, LaneSeconds(1e9, 1e9))
     assert again.choose(after).step == 30
 
 
@@ -279,16 +280,34 @@ def test_a_record_is_made_again_whatever_is_measured():
             lambda c: [*c[:2], replace(c[2], batch_size=1025)],
             "replay: it has a batch of 1025, limit: max_batch_size 1024",
         ),
-        (lambda c: [*c[:2], replace(c[2], micro_batches=0)], "replay: .*micro"),
-        (lambda c: [*c[:2], replace(c[2], batch_size=0)], "replay: .*batch"),
-        (lambda c: [*c[:2], replace(c[2], gain=math.nan)], "replay: .*gain"),
-        (lambda c: [*c[:2], replace(c[2], factors=(math.nan,))], "replay: .*factor"),
     ],
 )
 def test_a_record_of_something_else_is_refused(change, why):
     choices = [StepChoice(step=k, batch_size=32 + k, micro_batches=2, progress=float(k)) for k in range(3)]
     with pytest.raises(ValueError, match=f"^{why}"):
         adaptation(replay=change(choices))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batches": 0},
+        {"micro_batches": 33},
+        {"batch_size": 0},
+        {"batch_size": -1},
+        {"gain": 0.0},
+        {"gain": math.nan},
+        {"gain": math.inf},
+        {"progress": -1.0},
+        {"progress": math.nan},
+        {"factors": (1.0, math.nan)},
+        {"factors": (math.inf,)},
+    ],
+    ids=str,
+)
+def test_a_choice_that_makes_no_sense_is_refused(change):
+    with pytest.raises(ValueError, match=r"^StepChoice: .* give a choice as TaskReport\.adaptive has it$"):
+        replace(CHOICES[0], **change)
 
 
 def test_a_record_of_other_groups_is_refused():

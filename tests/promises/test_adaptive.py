@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader
+from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, LaneSeconds
 from hydra_engine.schedule.events import Spread
 from hydra_engine.schedule.units import BACKWARD, FUSED
 from partitioners import Presharded
@@ -252,15 +252,16 @@ def timed_by(cost):
     """Have steps take the seconds that `cost` gives for a choice: what is chosen then depends on no clock."""
     original = Adaptation.timed
 
-    def timed(self, choice, seconds, link_s=0.0, devices=None):
-        return original(self, choice, cost(choice), 0.0, devices)
+    def timed(self, choice, seconds, devices=None):
+        return original(self, choice, cost(choice), devices)
 
     with mock.patch.object(Adaptation, "timed", timed):
         yield
 
 
 def mostly_transfers(choice):
-    return 1.0 + 0.002 * choice.batch_size
+    compute_s = 0.01 * choice.micro_batches + 0.002 * choice.batch_size
+    return LaneSeconds(1.0 + compute_s, compute_s, 1.0)
 
 
 def chosen(
@@ -321,7 +322,7 @@ ELSEWHERE = {
     "three devices": {"num_devices": 3},
     "little memory": {"partition": None, "memory": "40KiB"},
     "beside others": {"company": ("cnn", "gpt"), "num_devices": 2},
-    "no times": {"cost": lambda choice: 1e9 * choice.batch_size**3},
+    "no times": {"cost": lambda choice: LaneSeconds(1e9, choice.batch_size**3)},
     "late reads": {"read_ahead": False},
 }
 

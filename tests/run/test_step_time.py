@@ -3,7 +3,7 @@
 import pytest
 
 from hydra_engine.devices import COMPUTE, LOAD
-from hydra_engine.run.step_time import ALONE, LEAST_CHARGE, StepClock, Work, charged_s
+from hydra_engine.run.running_task import ALONE, LEAST_CHARGE, StepClock, Work, charged_s
 from hydra_engine.trace import Trace
 
 
@@ -14,7 +14,7 @@ def both(own, others):
 @pytest.mark.parametrize("own", [(0.0, 0.0), (1.0, 0.2), (0.1, 2.0), (5.0, 5.0)])
 def test_alone_a_step_costs_what_elapsed(own):
     """Also what its lanes did not work in: commits and loaders are part of it."""
-    for others in ((0.0, 0.0), (ALONE * 7.0, 0.0), (0.5 * ALONE * 7.0, ALONE * 7.0)):
+    for others in ((0.0, 0.0), (0.9 * ALONE * 7.0, 0.0), (0.5 * ALONE * 7.0, 0.9 * ALONE * 7.0)):
         assert charged_s(*both(own, others), 7.0) == 7.0
 
 
@@ -72,9 +72,9 @@ def test_a_clock_times_from_batch_to_batch(monkeypatch):
     clock.work("a", COMPUTE, 2.0)
     steps.begin()  # of the batch that was read meanwhile: it does not count anew
     clock.time_s += 0.5  # its commit
-    assert steps.end() == (3.5, 1.0)
+    assert steps.end() == (3.5, 2.0, 1.0)
     clock.work("a", LOAD, 0.25)
-    assert steps.end() == (0.25, 0.25)
+    assert steps.end() == (0.25, 0.0, 0.25)
 
 
 def test_a_clock_takes_no_other_task_for_its_own(monkeypatch):
@@ -85,7 +85,8 @@ def test_a_clock_takes_no_other_task_for_its_own(monkeypatch):
     clock.work("a", LOAD, 1.0)
     clock.work("a.b", LOAD, 2.0)
     clock.work("ab", LOAD, 4.0)
-    assert steps.end() == (1.0, 1.0)
+    step_s, _, link_s = steps.end()
+    assert (step_s, link_s) == (1.0, 1.0)
 
 
 def test_loads_of_two_tasks_on_one_link_are_charged_to_each_its_own(monkeypatch):
@@ -107,9 +108,9 @@ def test_a_step_over_several_devices_is_charged_by_the_device(monkeypatch):
     clock.work("a", COMPUTE, 2.0, takes=False)
     clock.work("a", LOAD, 1.0, takes=False, device="emulated:1")
     clock.work("a", COMPUTE, 2.0, device="emulated:1")
-    assert alone.end(num_devices=2) == (2.0, 0.5)
+    assert alone.end(num_devices=2) == (2.0, 2.0, 0.5)
     clock.work("b", COMPUTE, 1.0, takes=False)
     clock.work("b", COMPUTE, 1.0, takes=False, device="emulated:1")
     clock.work("a", COMPUTE, 2.0, takes=False)
     clock.work("a", COMPUTE, 2.0, device="emulated:1")
-    assert alone.end(num_devices=2) == (2.0, 0.0)
+    assert alone.end(num_devices=2) == (2.0, 2.0, 0.0)
