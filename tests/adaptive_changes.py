@@ -365,9 +365,9 @@ class Begun(Callback):
         time.sleep(self.pause_s)
 
 
-def _train(folder, seed, epochs, num_devices, pause_s):
+def _train(folder, seed, epochs, num_devices, pause_s, num_threads):
     """The body of a process that is killed: goes on from what is saved, and leaves its record at the end."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     task = adaptive_task(seed, epochs, callbacks=[Begun(folder / "begun", pause_s)])
     orchestra = silent([task], num_devices, checkpoint_dir=folder / "saved", checkpoint_every=2)
@@ -392,7 +392,8 @@ def run_kills(num_kills, seed, *, epochs=3, most_kills=8):
                 is_last = not left or kills == most_kills
                 (folder / "begun").unlink(missing_ok=True)
                 # On another number of devices each time, and in a hurry where nobody kills.
-                arguments = (folder, seed + num_runs, epochs, rng.randint(1, 3), 0.0 if is_last else 0.02)
+                pause_s, num_threads = 0.0 if is_last else 0.02, torch.get_num_threads()
+                arguments = (folder, seed + num_runs, epochs, rng.randint(1, 3), pause_s, num_threads)
                 process = context.Process(target=_train, args=arguments)
                 process.start()
                 is_killed = not is_last and _killed(process, folder, rng)
