@@ -22,6 +22,8 @@ from hydra_engine.adaptive.throughput import ThroughputModel
 LEAST_MICRO_BATCHES = 2
 # A choice is made anew after so many steps, or as devices come and go. Noise is averaged over a thousand steps.
 STEPS_BETWEEN = 8
+# A batch that is this many times as large or small as the best one is left for a goodput that is 1 % higher.
+FAR, WORTH_GOING = 1.25, 1.01
 # The share of its size that a micro-batch keeps after a device ran out of memory.
 KEPT_OUT_OF_MEMORY = 0.9
 # Progress is a sum of gains: an epoch must not last a step longer for a rounding error.
@@ -328,22 +330,28 @@ class Adaptation:
         if not self._settings.gradient_accumulation:
             rounds = 1
         number = max(LEAST_MICRO_BATCHES, devices * rounds)
-        return max(1, min(batch, number, batch // self._low if batch >= self._low else 1))
+        number = min(number, max(LEAST_MICRO_BATCHES, batch // self._low))
+        return min(batch, max(number, -(-batch // self._high)))  # what fits the memory wins
 
     def _chosen(self, step: int, devices: int) -> Choice:
         goodput, held = self._goodput(), self._held
         if goodput is None:
-            return self._first(devices)
+            return self._first(devices, step)
         is_due = held is None or not held.step <= step < held.step + STEPS_BETWEEN
         if held is None or is_due or held.devices != devices:
             current = held.choice if held is not None and held.devices == devices else None
-            found = self._optimized(goodput, devices, current) or self._first(devices)
+            found = self._optimized(goodput, devices, current) or self._first(devices, 0)
             held = self._held = _Held(step, devices, found)
         return held.choice
 
-    def _first(self, devices: int) -> Choice:
-        """The choice while nothing was measured, or where bounds leave no other: the fewest micro-batches."""
+    def _first(self, devices: int, step: int) -> Choice:
+        """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
+
+        Half of the first steps have twice as many, which tells the time of a pass from that of its samples.
+        """
         number = max(LEAST_MICRO_BATCHES, devices)
+        if step >= STEPS_BETWEEN // 2 and self._settings.gradient_accumulation:
+            number *= 2
         micro = max(1, min(self._high, max(self._low, -(-self._initial // number))))
         return Choice(batch_size=self._initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
 
@@ -363,9 +371,15 @@ class Adaptation:
     def _optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
         """The best choice on so many devices; None: no batch keeps to the bounds there."""
         try:
-            return goodput.optimize(devices, **self._limits(devices), current=current)
+            best = goodput.optimize(devices, **self._limits(devices))
+            if current is None:
+                return best
+            kept = goodput.optimize(devices, **self._limits(devices), current=current)
         except ValueError:
             return None
+        # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
+        ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
+        return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
 
     # -- devices
 
