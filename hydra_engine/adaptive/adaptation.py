@@ -304,6 +304,11 @@ class Adaptation:
         """Return the choice as a batch of this size makes it: at the end of the data there may be less."""
         if batch_size == choice.batch_size:
             return choice
+        if choice.step < len(self._replay):
+            raise ValueError(
+                f"replay: step {choice.step} has a batch of {choice.batch_size} samples, limit: the {batch_size} that "
+                f"the data has left; give the record of a run over the same data"
+            )
         with self._lock:
             number = self._number(batch_size, choice.micro_batch, choice.devices)
             return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
