@@ -22,6 +22,8 @@ from hydra_engine.adaptive.throughput import ThroughputModel
 LEAST_MICRO_BATCHES = 2
 # A choice is made anew after so many steps, or as devices come and go. Noise is averaged over a thousand steps.
 STEPS_BETWEEN = 8
+# A batch that is this many times as large or small as the best one is left for a goodput that is 1 % higher.
+FAR, WORTH_GOING = 1.25, 1.01
 # The share of its size that a micro-batch keeps after a device ran out of memory.
 KEPT_OUT_OF_MEMORY = 0.9
 # Progress is a sum of gains: an epoch must not last a step longer for a rounding error.
@@ -57,6 +59,15 @@ class StepChoice:
     goodput: float | None = None
     factors: tuple[float, ...] = ()
     seconds: LaneSeconds | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = (self.gain, self.progress, *self.factors)
+        is_split = 1 <= self.micro_batches <= self.batch_size
+        if not is_split or self.gain <= 0 or self.progress < 0 or not all(map(math.isfinite, numbers)):
+            raise ValueError(
+                f"StepChoice: {self}, limit: at least one sample in each micro-batch, a gain above 0, finite progress "
+                f"and factors; give a choice as TaskReport.adaptive has it"
+            )
 
     @property
     def micro_batch(self) -> int:
@@ -215,7 +226,13 @@ class Adaptation:
                 )
         with self._lock:
             self._rule, self._gradients_grow = rule, gradients_grow
-            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            if not self._num_measured:
+                self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
+            elif self._noise.num_groups != num_groups:
+                raise ValueError(
+                    f"optimizer: {num_groups} parameter groups, limit: {self._noise.num_groups}, whose noise was "
+                    f"measured before; resume with the groups that were saved"
+                )
 
     # -- limits
 
@@ -226,15 +243,17 @@ class Adaptation:
             return self._low, self._high
 
     @property
-    def has_bounds(self) -> bool:
-        """True if the user gave bounds of a micro-batch."""
-        return self._settings.local_bsz_bounds is not None
+    def most(self) -> int:
+        """The most samples of a micro-batch that the user allows."""
+        bounds = self._settings.local_bsz_bounds
+        return self._settings.max_batch_size if bounds is None else min(bounds[1], self._settings.max_batch_size)
 
     def limit(self, micro_batch: int) -> None:
-        """Make no micro-batch larger than this from now on: a device has no room for it."""
+        """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
+        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
         with self._lock:
-            self._high = max(1, min(self._high, micro_batch))
-            self._low = min(self._low, self._high)
+            self._high = max(1, min(high, micro_batch))
+            self._low = min(low, self._high)
             self._held = None
 
     def smaller(self, choice: StepChoice) -> StepChoice:
@@ -310,22 +329,28 @@ class Adaptation:
         if not self._settings.gradient_accumulation:
             rounds = 1
         number = max(LEAST_MICRO_BATCHES, devices * rounds)
-        return max(1, min(batch, number, batch // self._low if batch >= self._low else 1))
+        number = min(number, max(LEAST_MICRO_BATCHES, batch // self._low))
+        return min(batch, max(number, -(-batch // self._high)))  # what fits the memory wins
 
     def _chosen(self, step: int, devices: int) -> Choice:
         goodput, held = self._goodput(), self._held
         if goodput is None:
-            return self._first(devices)
+            return self._first(devices, step)
         is_due = held is None or not held.step <= step < held.step + STEPS_BETWEEN
         if held is None or is_due or held.devices != devices:
             current = held.choice if held is not None and held.devices == devices else None
-            found = self._optimized(goodput, devices, current) or self._first(devices)
+            found = self._optimized(goodput, devices, current) or self._first(devices, 0)
             held = self._held = _Held(step, devices, found)
         return held.choice
 
-    def _first(self, devices: int) -> Choice:
-        """The choice while nothing was measured, or where bounds leave no other: the fewest micro-batches."""
+    def _first(self, devices: int, step: int) -> Choice:
+        """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
+
+        Half of the first steps have twice as many, which tells the time of a pass from that of its samples.
+        """
         number = max(LEAST_MICRO_BATCHES, devices)
+        if step >= STEPS_BETWEEN // 2 and self._settings.gradient_accumulation:
+            number *= 2
         micro = max(1, min(self._high, max(self._low, -(-self._initial // number))))
         return Choice(batch_size=self._initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
 
@@ -345,9 +370,15 @@ class Adaptation:
     def _optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
         """The best choice on so many devices; None: no batch keeps to the bounds there."""
         try:
-            return goodput.optimize(devices, **self._limits(devices), current=current)
+            best = goodput.optimize(devices, **self._limits(devices))
+            if current is None:
+                return best
+            kept = goodput.optimize(devices, **self._limits(devices), current=current)
         except ValueError:
             return None
+        # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
+        ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
+        return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
 
     # -- devices
 
@@ -431,12 +462,16 @@ class Adaptation:
             return {
                 "noise": self._noise.state_dict(),
                 "num_measured": self._num_measured,
+                "high": self._high,
                 "times": self._times.state_dict(),
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; after `begin`."""
+        """Go on from what `state_dict` gave."""
+        self.limit(saved["high"])
         with self._lock:
+            num_groups = len(saved["noise"]["read"]["sqr"])
+            self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
             self._num_measured = saved["num_measured"]
             self._times.load_state_dict(saved["times"])

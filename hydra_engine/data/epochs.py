@@ -86,6 +86,7 @@ class Epochs:
         self._choice = None if start is None else start.choice  # of the last batch of an adaptive task
         self._asked: StepChoice | None = None  # the choice for the batch that is read
         self._epoch = 0 if start is None else start.epoch  # that is read
+        self._passes_before = 0  # over the loader, when the epoch began
         self._name = name
         self._calls = calls
         self._keeps_positions = keeps
@@ -114,6 +115,8 @@ class Epochs:
         stream = Stream(self.stream.state)
         loader = self._training.loader
         put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, AdaptiveDataLoader) else None
+        if place is not None:
+            loader.load_state_dict({**place, "order": None, "given": 0})  # from a pass's beginning
         try:
             yield from self._training.pairs(self._training.opened(stream), stream)
         finally:
@@ -195,6 +198,8 @@ class Epochs:
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and the states that it was opened with."""
+        if self._adaptation is not None:
+            self._passes_before = self._task.adaptive_loader.num_passes
         began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
         with self._led():
@@ -207,6 +212,8 @@ class Epochs:
         self._calls.begin()
         with self._led():
             iterator, message = restore(self._training.loader, self.stream, start.loader)
+            if self._adaptation is not None:
+                self._passes_before = start.loader.own["passes"]
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [] if message is None else [f"{self._name}: {message}"]
         return start.loader.start, iterator
@@ -247,7 +254,7 @@ class Epochs:
         assert self._adaptation is not None
         is_over = self._adaptation.is_over(self._choice, self._epoch)
         if is_over is None:  # the loader has no length: an epoch is a pass
-            is_over = self._task.adaptive_loader.num_passes > self._epoch
+            is_over = self._task.adaptive_loader.num_passes > self._passes_before
         self._asked = None if is_over else self._next_choice()
         return None if self._asked is None else self._asked.batch_size
 

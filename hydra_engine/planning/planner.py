@@ -40,7 +40,7 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import dram
-from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs
+from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -326,8 +326,15 @@ class PlannedTask:
         if task.adapts:
             try:
                 self.adaptation = Adaptation.of(task.adaptive_loader, task.replay)
+                if saved is not None:
+                    saved.put_adaptation(self.adaptation)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
+        if task.purpose is Purpose.TRAIN and task.adapts != is_adaptive(task.dataloader):
+            raise ValueError(
+                f"{name}: autoscale_batch_size() was called once the task was made, which fixed its plan; call it "
+                f"before ModelTask(...)"
+            )
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
         self.reader = Reader(
             task,

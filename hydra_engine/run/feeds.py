@@ -544,15 +544,16 @@ class Joining:
             )
         usual = rule_for(optimizer.optimizer)
         grows = planned.task.loss_reduction == "sum" and isinstance(usual, AdaScale)
-        adaptation.begin(planned.task.scaling_rule or usual, len(groups), gradients_grow=grows)
-        if planned.saved is not None:
-            planned.saved.put_adaptation(adaptation)
+        try:
+            adaptation.begin(planned.task.scaling_rule or usual, len(groups), gradients_grow=grows)
+        except ValueError as error:
+            raise ValueError(f"{task.name}: {error}") from error
         state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
-        task.clock = StepClock(self._common.trace, task.name)
+        rate = min(spec.ceilings().both_up_bytes_per_s for spec in self._workers.spreading())
+        task.clock = StepClock(self._common.trace, task.name, rate)
         if not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
-            _, most = adaptation.bounds
-            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, most))
+            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, adaptation.most))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()

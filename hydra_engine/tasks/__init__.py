@@ -5,7 +5,7 @@ from hydra_engine.tasks.callback import Callback, begin_epochs
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined
 from hydra_engine.tasks.model import Model
 from hydra_engine.tasks.model_watch import ModelWatch
-from hydra_engine.tasks.options import check_optimizer_needs_no_closure
+from hydra_engine.tasks.options import check_optimizer_needs_no_closure, is_adaptive
 from hydra_engine.tasks.report import (
     AGAIN,
     FAILED,

@@ -251,6 +251,11 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
             f"dataloader: micro-batches of at least {low} samples, limit: {loader.batch_size // 2}, half of its "
             f"batch_size, since noise shows in how two micro-batches differ; lower the bound, or raise batch_size"
         )
+    if options["validation"] is loader:
+        yield (
+            "validation: the loader that is trained on, limit: another, since this one keeps its place in its data; "
+            "give validation a loader of its own"
+        )
     number, most = options["accumulation_steps"], options["max_device_batch"]
     if number != 1:
         yield (

@@ -298,7 +298,7 @@ def test_a_rest_below_the_initial_size_is_dropped_and_not_loaded():
     loader = adaptive(Numbers(25), drop_last=True)
     assert list(loader) == span(0, 10, 20)
     assert loader.dataset.loaded == list(range(20))
-    assert batches(loader, 12, 30, 6, 6) == [*span(0, 12, 25), list(range(6))]
+    assert batches(loader, 12, 30, 6) == [*span(0, 12, 25), list(range(6))]
 
 
 def test_a_batch_that_is_asked_for_is_given_below_the_initial_size_too():
