@@ -284,7 +284,6 @@ class Adaptation:
             return self._replay[step]
         with self._lock:
             found = self._chosen(step, max(1, devices))
-            noise = self._noise.noise_scale if self._noise.is_known else None
             goodput = self._goodput()
             batch = min(found.batch_size, self._settings.max_batch_size)
             return self._worth(
@@ -294,7 +293,7 @@ class Adaptation:
                     micro_batches=self._number(batch, found.micro_batch, devices),
                     devices=devices,
                     desired_devices=self._desired(max(devices, max_devices)),
-                    noise=noise,
+                    noise=self.noise_scale,
                     progress=self._progress(after),
                     goodput=None if goodput is None else found.goodput,
                 )
@@ -425,6 +424,12 @@ class Adaptation:
         return 1
 
     # -- measurements
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None: not known yet."""
+        with self._lock:
+            return self._noise.noise_scale if self._noise.is_known else None
 
     def measured(self, measures: StepMeasures) -> bool:
         """Take in the norms of a committed step. Return False where they say nothing: not finite, or one alone."""
