@@ -254,3 +254,15 @@ def test_adaptdl_port_goes_on_from_its_checkpoint(run, tmp_path):
     assert [line.split(":")[0] for line in lines[1:]] == ["epoch 1", "the last step"]
     assert float(lines[1].split()[-1].removesuffix("%")) > 30
     assert "batches of " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "batch"),
+    [("adaptive_digits.py", ["--epochs", "1"], 32), ("adaptive_text.py", ["--epochs", "1", "--windows", "160"], 4)],
+)
+def test_batches_that_adapt_are_compared_with_fixed_ones(run, name, options, batch):
+    pytest.importorskip("sklearn")
+    fixed, adaptive, sizes = run(name, *options, "--target", "0").splitlines()
+    assert fixed.startswith(f"batches of {batch}: validation loss ")
+    assert adaptive.startswith("batches that adapt: validation loss ")
+    assert sizes.startswith("batches from ")
