@@ -196,6 +196,12 @@ class AdaptiveDataParallel(nn.Module):
             if (each is None) != (saved[name] is None):
                 here, there = ("not given", "saved") if each is None else ("given", "not saved")
                 raise ValueError(f"{name}: {here}, limit: {there}; give what the training that was saved had")
+        num_groups = len(saved["optimizer"]["param_groups"])
+        if num_groups != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"optimizer: {len(self.optimizer.param_groups)} parameter groups, limit: {num_groups}, those of the "
+                f"one that was saved; give one with the same groups"
+            )
         steps = choices_from_state(saved["steps"])
         self._loop.adaptation.load_state_dict(saved["adaptation"])
         self.module.load_state_dict(saved["model"])

@@ -617,12 +617,12 @@ def through_a_file(saved):
     return torch.load(file)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 11, 40])
+@pytest.mark.parametrize("num_steps", [1, 7, 12, 20])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_an_interrupted_run_goes_on_exactly(optimizer, num_steps):
     whole = Training(optimizer=optimizer).train()
-    assert len(whole.model.steps) > 40
-    assert len({each.batch_size for each in whole.model.steps}) > 3
+    assert len(whole.model.steps) > 20
+    assert len({each.batch_size for each in whole.model.steps}) > 1
     begun = Training(whole.model.steps, optimizer=optimizer).train(num_steps)
     resumed = Training(whole.model.steps, optimizer=optimizer)
     resumed.model.restore(through_a_file(begun.model.checkpoint()))
@@ -685,6 +685,9 @@ def test_a_checkpoint_of_something_else_is_refused():
         model.restore(saved)
     with pytest.raises(ValueError, match=r"saved: keys .*limit: .*adaptation"):
         model.restore({"model": {}})
+    groups = {**saved["optimizer"], "param_groups": saved["optimizer"]["param_groups"] * 2}
+    with pytest.raises(ValueError, match="optimizer: 1 parameter groups, limit: 2, those of the one that was saved"):
+        model.restore({**saved, "lr_scheduler": None, "optimizer": groups})
     noise = {**saved["adaptation"]["noise"], "initial_batch_size": 4}
     with pytest.raises(ValueError, match="initial_batch_size: 8, saved: 4"):
         model.restore({**saved, "lr_scheduler": None, "adaptation": {**saved["adaptation"], "noise": noise}})
