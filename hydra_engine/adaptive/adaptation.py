@@ -183,6 +183,7 @@ class Adaptation:
         self._gradients_grow = False
         low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
         self._low, self._high = low, high  # of a micro-batch
+        self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
         self._times = StepTimes()
         self._num_measured = 0  # steps whose norms were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
@@ -250,17 +251,23 @@ class Adaptation:
 
     def limit(self, micro_batch: int) -> None:
         """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
-        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
         with self._lock:
-            self._high = max(1, min(high, micro_batch))
-            self._low = min(low, self._high)
-            self._held = None
+            self._room = micro_batch
+            self._bound()
+
+    def _bound(self) -> None:
+        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
+        self._high = max(1, min(high, self._room, self._taught))
+        self._low = min(low, self._high)
+        self._held = None
 
     def smaller(self, choice: StepChoice) -> StepChoice:
         """Return a choice in smaller micro-batches, and make none larger from now on: a device had no room."""
-        size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
-        self.limit(size)
-        return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
+        with self._lock:
+            size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
+            self._taught = size = min(self._taught, size)
+            self._bound()
+            return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
 
     # -- choices
 
@@ -467,14 +474,16 @@ class Adaptation:
             return {
                 "noise": self._noise.state_dict(),
                 "num_measured": self._num_measured,
-                "high": self._high,
+                "room": self._room,
+                "taught": self._taught,
                 "times": self._times.state_dict(),
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.limit(saved["high"])
         with self._lock:
+            self._room, self._taught = saved["room"], saved["taught"]
+            self._bound()
             num_groups = len(saved["noise"]["read"]["sqr"])
             self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
