@@ -53,6 +53,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/imports/main.py
 	$(BIN)/python benchmarks/sweep/main.py
 	$(BIN)/python benchmarks/elasticity/main.py
+	$(BIN)/python benchmarks/adaptive/main.py
 	$(BIN)/python benchmarks/durability/main.py
 	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 

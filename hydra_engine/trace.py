@@ -39,7 +39,9 @@ class Trace:
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
-        self._task_s: dict[tuple[str | None, str], float] = defaultdict(float)  # by task, None for all, and lane
+        # By task, None for all:
+        self._computed_s: dict[str | None, float] = defaultdict(float)
+        self._loaded_bytes: dict[str | None, int] = defaultdict(int)
 
     def now_s(self) -> float:
         return time.perf_counter() - self._origin_s
@@ -59,8 +61,6 @@ class Trace:
         with self._lock:
             self._spans.append(Span(device, lane, label, start_s, end_s))
             self._busy_s[device, lane] += end_s - start_s
-            self._task_s[label.rpartition(".")[0], lane] += end_s - start_s  # a unit's begins with its task
-            self._task_s[None, lane] += end_s - start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
         with self._lock:
@@ -70,10 +70,17 @@ class Trace:
         with self._lock:
             return self._busy_s[device, lane]
 
-    def task_s(self, task: str | None, lane: str) -> float:
-        """Return the seconds that lanes of all devices have worked for a task's units; None: for all."""
+    def count_work(self, task: str, *, computed_s: float = 0.0, loaded_bytes: int = 0) -> None:
+        """Count what devices do for a task."""
         with self._lock:
-            return self._task_s[task, lane]
+            for each in (task, None):
+                self._computed_s[each] += computed_s
+                self._loaded_bytes[each] += loaded_bytes
+
+    def work(self, task: str | None) -> tuple[float, int]:
+        """Return seconds that devices have computed for a task, and bytes that they have loaded; None: for all."""
+        with self._lock:
+            return self._computed_s[task], self._loaded_bytes[task]
 
     def bytes_moved(self, device: str, lane: str) -> int:
         with self._lock:

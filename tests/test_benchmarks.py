@@ -366,3 +366,39 @@ def test_elasticity_counts_steps_that_are_committed_again(elasticity):
         {"s": 6.0, "rank": 0},
     ]
     assert elasticity.main.Found.of(lines, 2.5) == (2, 6.0, 1.0, "0")
+
+
+@pytest.fixture
+def adaptive(monkeypatch):
+    """The benchmark's module."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    spec = importlib.util.spec_from_file_location("benchmarks_adaptive", main_of("adaptive"))
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_adaptive_predicts_steps_of_other_splits(adaptive, monkeypatch, capsys):
+    workload = adaptive.WORKLOADS["GPT, no link"]
+    small = workload._replace(
+        layers=lambda: adaptive.gpt(16, 1, 2, 8), samples=adaptive.texts(64, 8), measured=((4, 2),), predicted=((8, 2),)
+    )
+    monkeypatch.setattr(adaptive, "WORKLOADS", {"small": small})
+    adaptive.predict(SimpleNamespace(rounds=1, steps=5))
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:-1]] == [["small", "8", "2"]]
+
+
+def test_adaptive_tells_what_norms_cost(adaptive, monkeypatch, capsys):
+    small = (
+        lambda: adaptive.gpt(16, 1, 2, 8),
+        adaptive.text_loss,
+        lambda: adaptive.texts(64, 8),
+        (8, 2),
+        {"memory": "8MiB"},
+    )
+    monkeypatch.setattr(adaptive, "COSTS", {"small": small})
+    adaptive.cost(SimpleNamespace(rounds=1, steps=2))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("small")
+    assert lines[2].startswith("norms cost at most ")

@@ -241,3 +241,28 @@ def test_elastic_text_trains_as_with_whole_batches(run, gpus, most, steps):
     printed = run("elastic_text.py", "--steps", "3", "--gpus", gpus, "--max-gpu-batch-size", most)
     assert f"BatchSplit(steps={steps}, " in printed
     assert printed.rstrip().endswith("within 0.001: True")
+
+
+def test_adaptdl_port_goes_on_from_its_checkpoint(run, tmp_path):
+    pytest.importorskip("sklearn")
+    path = str(tmp_path / "port.pt")
+    first, second = (run("adaptdl_port.py", "--epochs", epochs, "--checkpoint", path) for epochs in ("1", "2"))
+    assert [line.split(":")[0] for line in first.splitlines()] == ["epoch 0", "the last step"]
+    steps = int(first.split()[2])
+    lines = second.splitlines()
+    assert lines[0] == f"goes on with epoch 1, step {steps}"
+    assert [line.split(":")[0] for line in lines[1:]] == ["epoch 1", "the last step"]
+    assert float(lines[1].split()[-1].removesuffix("%")) > 30
+    assert "batches of " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "batch"),
+    [("adaptive_digits.py", ["--epochs", "1"], 32), ("adaptive_text.py", ["--epochs", "1", "--windows", "160"], 4)],
+)
+def test_batches_that_adapt_are_compared_with_fixed_ones(run, name, options, batch):
+    pytest.importorskip("sklearn")
+    fixed, adaptive, sizes = run(name, *options, "--target", "0").splitlines()
+    assert fixed.startswith(f"batches of {batch}: validation loss ")
+    assert adaptive.startswith("batches that adapt: validation loss ")
+    assert sizes.startswith("batches from ")

@@ -12,6 +12,7 @@ from hydra_engine.adaptive.goodput import Choice, Goodput
 from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale, remaining_epochs_until
 from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel
 from hydra_engine.adaptive.norms import square_norms
+from hydra_engine.adaptive.parallel import AdaptiveDataParallel
 from hydra_engine.adaptive.rules import (
     AdamScale,
     AdaScale,
@@ -30,6 +31,7 @@ __all__ = [
     "AdamScale",
     "Adaptation",
     "AdaptiveDataLoader",
+    "AdaptiveDataParallel",
     "Autoscale",
     "Choice",
     "Goodput",

@@ -22,6 +22,8 @@ from hydra_engine.adaptive.throughput import ThroughputModel
 LEAST_MICRO_BATCHES = 2
 # A choice is made anew after so many steps, or as devices come and go. Noise is averaged over a thousand steps.
 STEPS_BETWEEN = 8
+# A batch that is this many times as large or small as the best one is left for a goodput that is 1 % higher.
+FAR, WORTH_GOING = 1.25, 1.01
 # The share of its size that a micro-batch keeps after a device ran out of memory.
 KEPT_OUT_OF_MEMORY = 0.9
 # Progress is a sum of gains: an epoch must not last a step longer for a rounding error.
@@ -181,6 +183,7 @@ class Adaptation:
         self._gradients_grow = False
         low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
         self._low, self._high = low, high  # of a micro-batch
+        self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
         self._times = StepTimes()
         self._num_measured = 0  # steps whose norms were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
@@ -248,17 +251,23 @@ class Adaptation:
 
     def limit(self, micro_batch: int) -> None:
         """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
-        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
         with self._lock:
-            self._high = max(1, min(high, micro_batch))
-            self._low = min(low, self._high)
-            self._held = None
+            self._room = micro_batch
+            self._bound()
+
+    def _bound(self) -> None:
+        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
+        self._high = max(1, min(high, self._room, self._taught))
+        self._low = min(low, self._high)
+        self._held = None
 
     def smaller(self, choice: StepChoice) -> StepChoice:
         """Return a choice in smaller micro-batches, and make none larger from now on: a device had no room."""
-        size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
-        self.limit(size)
-        return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
+        with self._lock:
+            size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
+            self._taught = size = min(self._taught, size)
+            self._bound()
+            return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
 
     # -- choices
 
@@ -282,7 +291,6 @@ class Adaptation:
             return self._replay[step]
         with self._lock:
             found = self._chosen(step, max(1, devices))
-            noise = self._noise.noise_scale if self._noise.is_known else None
             goodput = self._goodput()
             batch = min(found.batch_size, self._settings.max_batch_size)
             return self._worth(
@@ -292,7 +300,7 @@ class Adaptation:
                     micro_batches=self._number(batch, found.micro_batch, devices),
                     devices=devices,
                     desired_devices=self._desired(max(devices, max_devices)),
-                    noise=noise,
+                    noise=self.noise_scale,
                     progress=self._progress(after),
                     goodput=None if goodput is None else found.goodput,
                 )
@@ -302,6 +310,11 @@ class Adaptation:
         """Return the choice as a batch of this size makes it: at the end of the data there may be less."""
         if batch_size == choice.batch_size:
             return choice
+        if choice.step < len(self._replay):
+            raise ValueError(
+                f"replay: step {choice.step} has a batch of {choice.batch_size} samples, limit: the {batch_size} that "
+                f"the data has left; give the record of a run over the same data"
+            )
         with self._lock:
             number = self._number(batch_size, choice.micro_batch, choice.devices)
             return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
@@ -328,22 +341,28 @@ class Adaptation:
         if not self._settings.gradient_accumulation:
             rounds = 1
         number = max(LEAST_MICRO_BATCHES, devices * rounds)
-        return max(1, min(batch, number, batch // self._low if batch >= self._low else 1))
+        number = min(number, max(LEAST_MICRO_BATCHES, batch // self._low))
+        return min(batch, max(number, -(-batch // self._high)))  # what fits the memory wins
 
     def _chosen(self, step: int, devices: int) -> Choice:
         goodput, held = self._goodput(), self._held
         if goodput is None:
-            return self._first(devices)
+            return self._first(devices, step)
         is_due = held is None or not held.step <= step < held.step + STEPS_BETWEEN
         if held is None or is_due or held.devices != devices:
             current = held.choice if held is not None and held.devices == devices else None
-            found = self._optimized(goodput, devices, current) or self._first(devices)
+            found = self._optimized(goodput, devices, current) or self._first(devices, 0)
             held = self._held = _Held(step, devices, found)
         return held.choice
 
-    def _first(self, devices: int) -> Choice:
-        """The choice while nothing was measured, or where bounds leave no other: the fewest micro-batches."""
+    def _first(self, devices: int, step: int) -> Choice:
+        """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
+
+        Half of the first steps have twice as many, which tells the time of a pass from that of its samples.
+        """
         number = max(LEAST_MICRO_BATCHES, devices)
+        if step >= STEPS_BETWEEN // 2 and self._settings.gradient_accumulation:
+            number *= 2
         micro = max(1, min(self._high, max(self._low, -(-self._initial // number))))
         return Choice(batch_size=self._initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
 
@@ -363,9 +382,15 @@ class Adaptation:
     def _optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
         """The best choice on so many devices; None: no batch keeps to the bounds there."""
         try:
-            return goodput.optimize(devices, **self._limits(devices), current=current)
+            best = goodput.optimize(devices, **self._limits(devices))
+            if current is None:
+                return best
+            kept = goodput.optimize(devices, **self._limits(devices), current=current)
         except ValueError:
             return None
+        # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
+        ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
+        return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
 
     # -- devices
 
@@ -407,6 +432,12 @@ class Adaptation:
 
     # -- measurements
 
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples; None: not known yet."""
+        with self._lock:
+            return self._noise.noise_scale if self._noise.is_known else None
+
     def measured(self, measures: StepMeasures) -> bool:
         """Take in the norms of a committed step. Return False where they say nothing: not finite, or one alone."""
         if len(measures.sizes) < LEAST_MICRO_BATCHES:
@@ -443,14 +474,16 @@ class Adaptation:
             return {
                 "noise": self._noise.state_dict(),
                 "num_measured": self._num_measured,
-                "high": self._high,
+                "room": self._room,
+                "taught": self._taught,
                 "times": self._times.state_dict(),
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
-        self.limit(saved["high"])
         with self._lock:
+            self._room, self._taught = saved["room"], saved["taught"]
+            self._bound()
             num_groups = len(saved["noise"]["read"]["sqr"])
             self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])

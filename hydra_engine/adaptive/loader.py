@@ -92,6 +92,8 @@ class AdaptiveDataLoader:
         self.epoch = 0  # iterations that ran to their end
         self.autoscale: Autoscale | None = None
         self.guide: Callable[[], int | None] | None = None  # asked for the size of each batch by `iter()`
+        # Asked how a batch of so many samples is given: in micro-batches of these sizes, in samples. None: whole.
+        self.cut: Callable[[int], Iterator[int]] | None = None
 
     @property
     def dataset(self) -> Any:
@@ -252,21 +254,35 @@ class AdaptiveDataLoader:
         while (size := next_size()) is not None:
             _check_int("next_size()", size)
             begins = self._given == 0
-            batch = self._next_batch(size)
-            if batch is _END and one_pass:
+            samples = self._next_samples(size)
+            if samples is _END and one_pass:
                 break
-            if batch is _END and self._indices is None and not begins:
+            if samples is _END and self._indices is None and not begins:
                 continue  # that the pass is over shows only now, and the epoch may be, too
-            if batch is _END and (batch := self._next_batch(size)) is _END:
+            if samples is _END and (samples := self._next_samples(size)) is _END:
                 raise ValueError(
                     f"a whole pass over the data gave no batch, batch_size: {self.batch_size}, drop_last: "
                     f"{self.drop_last}; give data with at least {self.batch_size if self.drop_last else 1} samples"
                 )
-            yield batch
+            yield from self._collated(samples)
         self.epoch += 1
 
-    def _next_batch(self, size: int) -> Any:
-        """Return the next batch of the pass in progress, or _END, which closes the pass."""
+    def _collated(self, samples: list[Any]) -> Iterator[Any]:
+        """Give the samples of a batch, in one or as `cut` says. They count as given with the last of them.
+
+        Until then there is no flow, which is past them: an iteration that is left within a batch reads it again.
+        """
+        flow, self._flow = self._flow, None
+        end = 0
+        for size in (len(samples),) if self.cut is None else self.cut(len(samples)):
+            begin, end = end, end + size
+            batch = self.collate_fn(samples[begin:end])
+            if end == len(samples):
+                self._flow, self._given = flow, self._given + end
+            yield batch
+
+    def _next_samples(self, size: int) -> Any:
+        """Return the samples of the next batch of the pass in progress, or _END, which closes the pass."""
         self._begin()
         assert self._flow is not None
         if self._indices is not None:
@@ -281,12 +297,10 @@ class AdaptiveDataLoader:
             if self._is_over(len(samples), size):
                 self._end_pass()
                 return _END
-            batch = self.collate_fn(samples)
         except BaseException:
             self._flow = None  # it is past samples that were not given
             raise
-        self._given += len(samples)
-        return batch
+        return samples
 
     def _is_over(self, number: int, size: int) -> bool:
         """Return True if a pass has no batch any more where `size` samples were asked for and `number` are there."""

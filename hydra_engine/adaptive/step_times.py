@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
@@ -13,8 +13,6 @@ from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, Throughp
 OLDER_KEPT = 0.9
 # Configurations that are remembered; those not measured for longest are forgotten.
 MOST_KNOWN = 64
-# Of the longer one of computing and transfers: a shorter one says nothing of how far they overlap.
-LEAST_SHARE = 0.02
 
 # Devices, samples of a micro-batch, micro-batches of a device.
 Configuration: TypeAlias = "tuple[int, int, int]"
@@ -99,17 +97,19 @@ class StepTimes:
 
 
 def _with_overlap(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:
-    """Parameters with what is not hidden of the shorter one of computing and transfers, and what comes beside both."""
-    shares = []
-    for each in means.values():
-        longer, shorter = max(each.compute_s, each.link_s), min(each.compute_s, each.link_s)
-        shares.append(min(1.0, max(0.0, (each.step_s - longer) / shorter)) if shorter > LEAST_SHARE * longer else 0.0)
-    exposed = median(shares)
-    rest = [
-        each.step_s - max(each.compute_s, each.link_s) - exposed * min(each.compute_s, each.link_s)
-        for each in means.values()
-    ]
-    return replace(found, exposed=exposed, other_s=max(0.0, median(rest)))
+    """Parameters with what is not hidden of the shorter one of computing and transfers, and what comes beside both.
+
+    What one configuration leaves open comes beside both: then a larger batch looks better, and is tried.
+    """
+    shorter = [min(each.compute_s, each.link_s) for each in means.values()]
+    rest = [each.step_s - max(each.compute_s, each.link_s) for each in means.values()]
+    mean_shorter, mean_rest = fmean(shorter), max(0.0, fmean(rest))
+    spread = sum((x - mean_shorter) ** 2 for x in shorter)
+    slope = 0.0
+    if spread > 0:
+        slope = sum((x - mean_shorter) * y for x, y in zip(shorter, rest, strict=True)) / spread
+        slope = min(max(0.0, slope), 1.0, mean_rest / mean_shorter)
+    return replace(found, exposed=slope, other_s=mean_rest - slope * mean_shorter)
 
 
 def _with_exchange(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:

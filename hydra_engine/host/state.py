@@ -20,7 +20,7 @@ from hydra_engine.host.measured import Count, Measured, UnitBytes
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.staging import NormGroups, StepStaging
-from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
@@ -168,10 +168,6 @@ class TaskState:
         slots = self.pool.owned(shard)
         return sum(self.layout.aligned(slot.link_bytes * max(1, 4 // slot.link_dtype.itemsize)) for slot in slots)
 
-    def apart_bytes(self, shard: Shard) -> int:
-        """Bytes of one micro-batch's gradients beside the sums, while they are measured."""
-        return self.sum_bytes(shard) if self.task.adapts else 0
-
     def changes_buffers(self, shard: Shard) -> bool:
         """Return True if a shard's forward changes buffers, as far as is known."""
         return bool(shard.buffers) and (
@@ -256,11 +252,7 @@ class TaskState:
     def _count(self, kind: str, shard: Shard) -> Count | None:
         if self.steps_on_device and kind in (FUSED, BACKWARD):
             return None  # with what the optimizer creates there
-        if kind == FORWARD and shard.index not in self.cut.keep_saved:
-            return forward_unit_bytes
-        if kind == EVALUATE or not self.task.adapts:
-            return unit_bytes
-        return lambda *counted: unit_bytes(*counted) + self.apart_bytes(shard)
+        return forward_unit_bytes if kind == FORWARD and shard.index not in self.cut.keep_saved else unit_bytes
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""

@@ -121,7 +121,7 @@ def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: i
     """The shards for which devices have no room."""
 
     def needed_bytes(shard: Shard) -> int:
-        grown = state.buffer_bytes(shard) - shard.buffer_bytes + state.apart_bytes(shard)
+        grown = state.buffer_bytes(shard) - shard.buffer_bytes
         return shard_bytes(costs, shard.first, shard.last, num_micro_batches) - shard.slab_bytes + grown
 
     return [shard for shard in state.cut.shards if not room.can_hold(needed_bytes(shard), shard.slab_bytes)]

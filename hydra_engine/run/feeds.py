@@ -549,7 +549,8 @@ class Joining:
         except ValueError as error:
             raise ValueError(f"{task.name}: {error}") from error
         state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
-        task.clock = StepClock(self._common.trace, task.name)
+        rate = min(spec.ceilings().both_up_bytes_per_s for spec in self._workers.spreading())
+        task.clock = StepClock(self._common.trace, task.name, rate)
         if not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
             adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, adaptation.most))

@@ -17,7 +17,6 @@ from torch import Tensor
 from hydra_engine.adaptive import LaneSeconds
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
-from hydra_engine.devices import COMPUTE, LOAD
 from hydra_engine.display import TaskProgress
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
@@ -298,8 +297,8 @@ def charged_s(own: Work, of_all: Work, elapsed_s: float) -> float:
 class StepClock:
     """Times the steps of one task; touched by whoever commits them, one after the other."""
 
-    def __init__(self, trace: Trace, task: str) -> None:
-        self._trace, self._task = trace, task
+    def __init__(self, trace: Trace, task: str, load_bytes_per_s: float) -> None:
+        self._trace, self._task, self._load_bytes_per_s = trace, task, load_bytes_per_s
         self._last: tuple[float, Work, Work] | None = None  # when a batch was through, and the work until then
 
     def begin(self) -> None:
@@ -318,9 +317,12 @@ class StepClock:
         return LaneSeconds(step_s, own.compute_s / num_devices, own.load_s / num_devices)
 
     def _now(self) -> tuple[float, Work, Work]:
-        trace = self._trace
-        own = Work(trace.task_s(self._task, COMPUTE), trace.task_s(self._task, LOAD))
-        return trace.now_s(), own, Work(trace.task_s(None, COMPUTE), trace.task_s(None, LOAD))
+        return self._trace.now_s(), self._work(self._task), self._work(None)
+
+    def _work(self, task: str | None) -> Work:
+        # By the link's rate: lanes that share it wait for one another, which no lane can tell from its own copies.
+        computed_s, loaded_bytes = self._trace.work(task)
+        return Work(computed_s, loaded_bytes / self._load_bytes_per_s)
 
 
 # More than 15 attributes: it joins what others own of a task in its run, and the rest changes at events of its own.

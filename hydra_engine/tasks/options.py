@@ -251,6 +251,11 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
             f"dataloader: micro-batches of at least {low} samples, limit: {loader.batch_size // 2}, half of its "
             f"batch_size, since noise shows in how two micro-batches differ; lower the bound, or raise batch_size"
         )
+    if loader.cut is not None:
+        yield (
+            "dataloader: an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches itself; give "
+            "the task a loader of its own, or call close() of the other first"
+        )
     if options["validation"] is loader:
         yield (
             "validation: the loader that is trained on, limit: another, since this one keeps its place in its data; "

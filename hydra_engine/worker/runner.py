@@ -104,6 +104,7 @@ class Runner:
             run.buffers = {}
         if executing and not isinstance(claim.error, DeviceGone):  # then it counts where it is computed again
             self._trace.add(device.name, COMPUTE, claim.label, start_s)
+            self._trace.count_work(claim.unit.task, computed_s=self._trace.now_s() - start_s - run.waited_s)
         executor.current = ""
         self._kept_graphs.settle(run)
         run.output, output = output, None
@@ -243,7 +244,15 @@ class Runner:
 
     def _take_input(self, run: UnitRun, m: int) -> MicroInput:
         micro, run.first_input = run.first_input, None
-        return run.inputs.pop(m).result() if micro is None else micro
+        return self._awaited(run, run.inputs.pop(m)) if micro is None else micro
+
+    def _awaited(self, run: UnitRun, promise: Promise[T]) -> T:
+        """Wait for a copy, which is not computing."""
+        start_s = self._trace.now_s()
+        try:
+            return promise.result()
+        finally:
+            run.waited_s += self._trace.now_s() - start_s
 
     # -- what a unit leaves
 
@@ -264,7 +273,7 @@ class Runner:
         """Have a micro-batch's output stored, or return it: the last one goes with what the unit itself leaves."""
         claim = run.claim
         if run.stores:
-            run.stores[-1].result()  # one on its way at most: the ledger holds no more
+            self._awaited(run, run.stores[-1])  # one on its way at most: the ledger holds no more
         run.account.output_bytes = max(run.account.output_bytes, out.num_bytes)
         if m == run.micro_batches.stop - 1:
             return out

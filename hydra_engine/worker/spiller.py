@@ -61,13 +61,17 @@ class Spiller:
                     if piece.trainable == region.trainable
                     for start, source in state.pool.sources(piece)
                 ]
-                self._device.copy(LOAD, pairs)
+                self._load(state, pairs)
             finally:
                 self._device.finish()
         except BaseException:
             self._device.give_slab_back(slab)
             raise
         return slab
+
+    def _load(self, state: TaskState, pairs: Pairs, *, urgent: bool = False) -> None:
+        self._device.trace.count_work(state.name, loaded_bytes=sum(source.nbytes for _, source in pairs))
+        self._device.copy(LOAD, pairs, urgent=urgent)
 
     def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
         """A shard's parameters, by slot, in its slabs by whether they are trainable."""
@@ -174,7 +178,7 @@ class Spiller:
             check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
         micro, copies = arriving
         if copies.loads:
-            self._device.copy(LOAD, copies.loads, urgent=True)
+            self._load(state, copies.loads, urgent=True)
         for place, source in copies.on_device:
             place.copy_(source)
         if copies.on_device:

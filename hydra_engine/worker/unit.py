@@ -266,6 +266,7 @@ class UnitRun:
         buffers, so_far, update: come with the first input.
         first_input: brought by the lane that computes; `inputs`: the others on their way, by micro-batch.
         stores: outputs on their way to DRAM, but for the last.
+        waited_s: seconds in which the compute lane waited for copies of micro-batches.
     """
 
     def __init__(self, claim: Claim, ledger: Ledger, after: Passage | None) -> None:
@@ -302,6 +303,7 @@ class UnitRun:
         self.inputs: dict[int, Promise[MicroInput]] = {}
         self.stores: list[Promise[None]] = []
         self.output: UnitOutput | None = None
+        self.waited_s = 0.0
 
     def take_update(self) -> UpdateOnDevice | None:
         """Return what updates the shard on the device; None: the host does. It is no longer kept here."""
