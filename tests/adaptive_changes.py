@@ -106,7 +106,8 @@ def plain(
                 before = choices[step - 1] if step else None
                 progress = 0.0 if before is None else before.progress + before.gain
                 is_over = progress >= (epoch + 1) * loader.steps_per_pass - ROUNDING
-            return None if is_over else choices[step].batch_size
+            # Of a stream the end shows only where another batch is asked for.
+            return None if is_over else choices[step].batch_size if step < len(choices) else 1
 
         for inputs, target in loader.iterate(next_size):
             step = len(result.losses)
