@@ -185,7 +185,7 @@ class Adaptation:
         self._low, self._high = low, high  # of a micro-batch
         self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
         self._times = StepTimes()
-        self._num_measured = 0  # steps whose norms were taken in
+        self._num_timed = self._num_measured = 0  # steps whose seconds, and norms, were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
 
@@ -227,7 +227,7 @@ class Adaptation:
                 )
         with self._lock:
             self._rule, self._gradients_grow = rule, gradients_grow
-            if not self._num_measured:
+            if not self._noise.is_known:
                 self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             elif self._noise.num_groups != num_groups:
                 raise ValueError(
@@ -396,7 +396,7 @@ class Adaptation:
 
     def _goodput(self) -> Goodput | None:
         """The goodput as far as it is known; None: fewer steps were measured than tell noise from the gradient."""
-        if self._num_measured < STEPS_BETWEEN or not self._times:
+        if self._num_timed < STEPS_BETWEEN or not self._noise.is_known:
             return None
         if self._model is None:
             self._model = self._times.fitted()
@@ -462,6 +462,7 @@ class Adaptation:
             return
         devices = choice.devices if devices is None else devices
         with self._lock:
+            self._num_timed += 1
             is_new = self._times.add(devices, choice.micro_batch, -(-choice.micro_batches // devices), seconds)
             if is_new or choice.step % STEPS_BETWEEN == 0:
                 self._model = None
@@ -473,6 +474,7 @@ class Adaptation:
         with self._lock:
             return {
                 "noise": self._noise.state_dict(),
+                "num_timed": self._num_timed,
                 "num_measured": self._num_measured,
                 "room": self._room,
                 "taught": self._taught,
@@ -487,6 +489,6 @@ class Adaptation:
             num_groups = len(saved["noise"]["read"]["sqr"])
             self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
-            self._num_measured = saved["num_measured"]
+            self._num_timed, self._num_measured = saved["num_timed"], saved["num_measured"]
             self._times.load_state_dict(saved["times"])
             self._model = self._held = None

@@ -166,12 +166,17 @@ def test_a_limit_never_goes_up_nor_below_one_sample():
     found.limit(200)
     assert found.bounds == (4, 100)
     found.limit(50)
-    found.limit(70)
     assert found.bounds == (4, 50)
+    choice = StepChoice(step=3, batch_size=100, micro_batches=2)
+    assert found.smaller(choice).micro_batches == 3
+    assert found.bounds == (4, 45)
+    found.limit(70)  # what is counted may change, what did not fit stays
+    assert found.bounds == (4, 45)
+    assert found.smaller(choice).micro_batches == 3  # another one, read before
+    assert found.bounds == (4, 45)
     found.limit(0)
     assert found.bounds == (1, 1)
-    choice = found.choose(None)
-    assert choice.micro_batch == 1
+    assert found.choose(None).micro_batch == 1
 
 
 # -- devices
