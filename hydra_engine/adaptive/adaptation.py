@@ -181,7 +181,9 @@ class Adaptation:
         self._noise = GradientNoiseScale(initial_batch_size)
         self._rule: ScalingRule | None = None
         self._gradients_grow = False
-        low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
+        # Of one sample alone, BatchNorm has no statistics.
+        self._bounds = settings.local_bsz_bounds or (max(1, min(2, initial_batch_size // 2)), settings.max_batch_size)
+        low, high = self._bounds
         self._low, self._high = low, high  # of a micro-batch
         self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
         self._times = StepTimes()
@@ -246,8 +248,7 @@ class Adaptation:
     @property
     def most(self) -> int:
         """The most samples of a micro-batch that the user allows."""
-        bounds = self._settings.local_bsz_bounds
-        return self._settings.max_batch_size if bounds is None else min(bounds[1], self._settings.max_batch_size)
+        return min(self._bounds[1], self._settings.max_batch_size)
 
     def limit(self, micro_batch: int) -> None:
         """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
@@ -256,7 +257,7 @@ class Adaptation:
             self._bound()
 
     def _bound(self) -> None:
-        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
+        low, high = self._bounds
         self._high = max(1, min(high, self._room, self._taught))
         self._low = min(low, self._high)
         self._held = None
