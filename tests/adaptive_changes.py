@@ -275,3 +275,215 @@ def record(sizes, *, initial, num_samples, epochs=1, factors=(), gain=None):
         )
         progress, left, k = progress + worth, (left - batch) or num_samples, k + 1
     return choices
+
+
+# -- runs that are disturbed
+
+
+def network(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            *(nn.Linear(12, 24), nn.Dropout(0.2), nn.BatchNorm1d(24), nn.Tanh()),
+            *(nn.Linear(24, 24), nn.Dropout(0.1), nn.ReLU(), nn.Linear(24, 3)),
+        )
+
+
+def samples_of(seed, num_samples=120):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_samples, 12, generator=generator)
+    noise = torch.randn(num_samples, 3, generator=generator)
+    return TensorDataset(inputs, (inputs[:, :3] + noise).argmax(1))
+
+
+INITIAL, MOST = 6, 48
+OPTIONS = (
+    {"optimizer": partial(torch.optim.SGD, momentum=0.9), "lr": 0.02, "max_grad_norm": 1.0},
+    {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1), "lr": 0.005},
+    {"optimizer": torch.optim.Adam, "lr": 0.005, "early_release": True},
+)
+
+
+def adaptive_task(seed, epochs, *, replay=(), **options):
+    """A task that adapts; one seed has the same bits everywhere. `options`: that make no other bits."""
+    # BatchNorm takes no micro-batch of one sample.
+    loader = AdaptiveDataLoader(samples_of(seed), INITIAL, shuffle=True, drop_last=True)
+    loader.autoscale_batch_size(MOST, local_bsz_bounds=(2, MOST))
+    settings = {**OPTIONS[seed % len(OPTIONS)], **options}
+    return ModelTask(
+        network(seed), F.cross_entropy, loader, epochs=epochs, seed=seed, name="adaptive", replay=replay, **settings
+    )
+
+
+def plain_task(seed, num_steps, **options):
+    generator = torch.Generator().manual_seed(seed)
+    batches = [
+        (torch.randn(8, 12, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(num_steps)
+    ]
+    settings = {"optimizer": torch.optim.Adam, "lr": 0.01, "accumulation_steps": 2}
+    return ModelTask(network(seed), F.cross_entropy, batches, seed=seed, name="plain", **settings, **options)
+
+
+def silent(tasks, num_devices=1, **options):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(MEMORY) for _ in range(num_devices)], **options)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def check_replayed(seed, epochs, choices, losses, state):
+    """On one device of this process, the record leaves the same bits, and so does the plain loop."""
+    assert [each.step for each in choices] == list(range(len(losses))), "a step is missing in the record, or there twice"
+    task = adaptive_task(seed, epochs, replay=choices)
+    report = silent([task]).train_models()
+    report.raise_failures()
+    again = report.tasks["adaptive"]
+    assert again.adaptive == choices, "another record"
+    assert again.losses == losses, "other losses"
+    _check_state(task.model, state, "replayed")
+    alone, loader = network(seed), adaptive_task(seed, epochs).dataloader
+    options = {name: value for name, value in OPTIONS[seed % len(OPTIONS)].items() if name != "early_release"}
+    result = plain(alone, F.cross_entropy, loader, choices, seed=seed, epochs=epochs, **options)
+    assert result.losses == losses, "other losses than the plain loop's"
+    _check_state(alone, state, "in the plain loop")
+    worth, last = epochs * len(loader.dataset) / INITIAL, choices[-1]
+    assert last.progress < worth <= last.progress + last.gain + ROUNDING, "the run did not end by its progress"
+
+
+def _check_state(model, state, where):
+    different = [name for name, value in model.state_dict().items() if not torch.equal(value, state[name])]
+    assert not different, f"other bits {where}: {different}"
+
+
+class Begun(Callback):
+    """Tells by a file that this process has trained a step, and gives a run the time to be killed in."""
+
+    def __init__(self, path, pause_s):
+        self.path, self.pause_s = path, pause_s
+
+    def on_step(self, report):
+        self.path.touch()
+        time.sleep(self.pause_s)
+
+
+def _train(folder, seed, epochs, num_devices, pause_s, num_threads):
+    """The body of a process that is killed: goes on from what is saved, and leaves its record at the end."""
+    torch.set_num_threads(num_threads)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    task = adaptive_task(seed, epochs, callbacks=[Begun(folder / "begun", pause_s)])
+    orchestra = silent([task], num_devices, checkpoint_dir=folder / "saved", checkpoint_every=2)
+    report = orchestra.train_models(resume=True)
+    report.raise_failures()
+    found = report.tasks["adaptive"]
+    result = {"choices": [each.to_state() for each in found.adaptive], "losses": found.losses}
+    torch.save({**result, "state": task.model.state_dict()}, folder / "new")
+    os.replace(folder / "new", folder / "result")
+
+
+def run_kills(num_kills, seed, *, epochs=3, most_kills=8):
+    """Runs that are killed so many times in all, each of them a few times; returns how many runs it took."""
+    rng, left, num_runs = random.Random(seed), num_kills, 0
+    # A process of this context is a fork of one that has imported the engine and computed nothing.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hydra_engine", "tests.reference"])
+    while left:
+        with tempfile.TemporaryDirectory() as directory:
+            folder, kills = Path(directory), 0
+            while not (folder / "result").exists():
+                is_last = not left or kills == most_kills
+                (folder / "begun").unlink(missing_ok=True)
+                # On another number of devices each time, and in a hurry where nobody kills.
+                pause_s, num_threads = 0.0 if is_last else 0.02, torch.get_num_threads()
+                arguments = (folder, seed + num_runs, epochs, rng.randint(1, 3), pause_s, num_threads)
+                process = context.Process(target=_train, args=arguments)
+                process.start()
+                is_killed = not is_last and _killed(process, folder, rng)
+                process.join()
+                left, kills = left - is_killed, kills + is_killed
+                assert is_killed or process.exitcode == 0, f"a run ended with {process.exitcode}"
+            found = torch.load(folder / "result", weights_only=False)
+        choices = [StepChoice.from_state(each) for each in found["choices"]]
+        check_replayed(seed + num_runs, epochs, choices, found["losses"], found["state"])
+        num_runs += 1
+    return num_runs
+
+
+def _killed(process, folder, rng):
+    """Kill a process at a random moment: while it sets up, or some time after its first step. False: it was over."""
+    if rng.random() < 0.8:
+        while process.is_alive() and not (folder / "begun").exists():
+            time.sleep(0.002)
+    process.join(rng.uniform(0.0, 0.4))
+    if process.exitcode is not None:
+        return False
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+class Changes(Callback):
+    """Adds and removes devices at random, from the tasks' callbacks."""
+
+    def __init__(self, rng, most):
+        self.rng, self.most, self.num_changes = rng, most, 0
+        self.orchestra = None
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_step(self, report):
+        if report.name == "adaptive" and self.num_changes < self.most and self.rng.random() < 0.7:
+            self.change()
+
+    def change(self):
+        places = self.orchestra.devices
+        here = [name for name, place in places.items() if place == "in"]
+        away = [name for name, place in places.items() if place == "out"]
+        if len(here) > 1 and (len(here) == MOST_DEVICES or self.rng.random() < 0.5):
+            self.orchestra.remove_device(self.rng.choice(here), grace_s=self.rng.choice((None, None, 0)))
+        elif len(places) < MOST_DEVICES:
+            self.orchestra.add_device(EmulatedDevice(MEMORY, chaos=self.rng.choice((None, 1))))
+        elif away:
+            self.orchestra.add_device(self.rng.choice(away))
+        else:
+            return  # one is on its way out
+        self.num_changes += 1
+
+
+def run_changes(num_changes, seed, *, epochs=3):
+    """Runs in which devices come and go so many times in all; returns how many runs it took."""
+    rng, num_runs = random.Random(seed), 0
+    while num_changes > 0:
+        own_seed = seed + num_runs
+        changes = Changes(rng, num_changes)
+        tasks = [adaptive_task(own_seed, epochs, callbacks=[changes]), plain_task(own_seed, 20 * epochs)]
+        changes.orchestra = orchestra = silent(tasks)
+        report = orchestra.train_models()
+        report.raise_failures()
+        assert all(device.peak_bytes <= device.memory_bytes for device in report.devices)
+        found = report.tasks["adaptive"]
+        check_replayed(own_seed, epochs, found.adaptive, found.losses, tasks[0].model.state_dict())
+        alone, beside = network(own_seed), plain_task(own_seed, 20 * epochs)
+        options = {"optimizer": torch.optim.Adam, "lr": 0.01, "accumulation_steps": 2}
+        result = reference.train(alone, F.cross_entropy, beside.dataloader, seed=own_seed, **options)
+        assert report.tasks["plain"].losses == result.losses, "other losses of the plain task"
+        _check_state(alone, tasks[1].model.state_dict(), "of the plain task")
+        assert changes.num_changes, "no device came or went"
+        num_changes, num_runs = num_changes - changes.num_changes, num_runs + 1
+    return num_runs
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.adaptive_changes", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="of runs in processes of their own")
+    parser.add_argument("--changes", type=int, default=50, help="of the devices, while a task trains")
+    parser.add_argument("--seed", type=int, default=0)
+    parsed = parser.parse_args(args)
+    torch.set_num_threads(1)
+    run_kills(parsed.kills, parsed.seed)
+    run_changes(parsed.changes, parsed.seed)
+    print(f"{parsed.kills} kills, {parsed.changes} changes: every run has the bits of its record replayed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

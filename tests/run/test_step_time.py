@@ -2,7 +2,6 @@
 
 import pytest
 
-from hydra_engine.devices import COMPUTE, LOAD
 from hydra_engine.run.running_task import ALONE, LEAST_CHARGE, StepClock, Work, charged_s
 from hydra_engine.trace import Trace
 
@@ -48,6 +47,10 @@ def test_more_of_its_own_work_never_costs_less(own):
     assert costs[0] > 0
 
 
+COMPUTE, LOAD = "compute", "load"
+RATE = 1000.0  # of the link, in bytes per second
+
+
 class Clock:
     """A trace whose time is set."""
 
@@ -55,18 +58,21 @@ class Clock:
         self.trace, self.time_s = Trace(), 0.0
         monkeypatch.setattr(self.trace, "now_s", lambda: self.time_s)
 
-    def work(self, task, lane, seconds, *, takes=True, device="emulated:0"):
-        start_s = self.time_s
-        self.time_s += seconds
-        self.trace.add(device, lane, f"{task}.0", start_s)
-        if not takes:
-            self.time_s = start_s
+    def work(self, task, lane, seconds, *, takes=True):
+        self.time_s += seconds if takes else 0.0
+        if lane == COMPUTE:
+            self.trace.count_work(task, computed_s=seconds)
+        else:
+            self.trace.count_work(task, loaded_bytes=round(RATE * seconds))
+
+    def of(self, task):
+        return StepClock(self.trace, task, RATE)
 
 
 def test_a_clock_times_from_batch_to_batch(monkeypatch):
     clock = Clock(monkeypatch)
     clock.work("a", COMPUTE, 5.0)  # before the first batch
-    steps = StepClock(clock.trace, "a")
+    steps = clock.of("a")
     steps.begin()
     clock.work("a", LOAD, 1.0)
     clock.work("a", COMPUTE, 2.0)
@@ -80,7 +86,7 @@ def test_a_clock_times_from_batch_to_batch(monkeypatch):
 def test_a_clock_takes_no_other_task_for_its_own(monkeypatch):
     """Names that begin alike, and names with dots."""
     clock = Clock(monkeypatch)
-    steps = StepClock(clock.trace, "a")
+    steps = clock.of("a")
     steps.begin()
     clock.work("a", LOAD, 1.0)
     clock.work("a.b", LOAD, 2.0)
@@ -91,7 +97,7 @@ def test_a_clock_takes_no_other_task_for_its_own(monkeypatch):
 
 def test_loads_of_two_tasks_on_one_link_are_charged_to_each_its_own(monkeypatch):
     clock = Clock(monkeypatch)
-    clocks = {name: StepClock(clock.trace, name) for name in ("a", "b")}
+    clocks = {name: clock.of(name) for name in ("a", "b")}
     for each in clocks.values():
         each.begin()
     for name, load_s in (("a", 3.0), ("b", 1.0)):
@@ -103,14 +109,14 @@ def test_loads_of_two_tasks_on_one_link_are_charged_to_each_its_own(monkeypatch)
 def test_a_step_over_several_devices_is_charged_by_the_device(monkeypatch):
     """Lanes of two devices worked at the same time."""
     clock = Clock(monkeypatch)
-    alone = StepClock(clock.trace, "a")
+    alone = clock.of("a")
     alone.begin()
     clock.work("a", COMPUTE, 2.0, takes=False)
-    clock.work("a", LOAD, 1.0, takes=False, device="emulated:1")
-    clock.work("a", COMPUTE, 2.0, device="emulated:1")
+    clock.work("a", LOAD, 1.0, takes=False)
+    clock.work("a", COMPUTE, 2.0)
     assert alone.end(num_devices=2) == (2.0, 2.0, 0.5)
     clock.work("b", COMPUTE, 1.0, takes=False)
-    clock.work("b", COMPUTE, 1.0, takes=False, device="emulated:1")
+    clock.work("b", COMPUTE, 1.0, takes=False)
     clock.work("a", COMPUTE, 2.0, takes=False)
-    clock.work("a", COMPUTE, 2.0, device="emulated:1")
+    clock.work("a", COMPUTE, 2.0)
     assert alone.end(num_devices=2) == (2.0, 2.0, 0.0)
