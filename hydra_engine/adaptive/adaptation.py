@@ -181,11 +181,13 @@ class Adaptation:
         self._noise = GradientNoiseScale(initial_batch_size)
         self._rule: ScalingRule | None = None
         self._gradients_grow = False
-        low, high = settings.local_bsz_bounds or (1, settings.max_batch_size)
+        # Of one sample alone, BatchNorm has no statistics.
+        self._bounds = settings.local_bsz_bounds or (max(1, min(2, initial_batch_size // 2)), settings.max_batch_size)
+        low, high = self._bounds
         self._low, self._high = low, high  # of a micro-batch
         self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
         self._times = StepTimes()
-        self._num_measured = 0  # steps whose norms were taken in
+        self._num_timed = self._num_measured = 0  # steps whose seconds, and norms, were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
 
@@ -227,7 +229,7 @@ class Adaptation:
                 )
         with self._lock:
             self._rule, self._gradients_grow = rule, gradients_grow
-            if not self._num_measured:
+            if not self._noise.is_known:
                 self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             elif self._noise.num_groups != num_groups:
                 raise ValueError(
@@ -246,8 +248,7 @@ class Adaptation:
     @property
     def most(self) -> int:
         """The most samples of a micro-batch that the user allows."""
-        bounds = self._settings.local_bsz_bounds
-        return self._settings.max_batch_size if bounds is None else min(bounds[1], self._settings.max_batch_size)
+        return min(self._bounds[1], self._settings.max_batch_size)
 
     def limit(self, micro_batch: int) -> None:
         """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
@@ -256,7 +257,7 @@ class Adaptation:
             self._bound()
 
     def _bound(self) -> None:
-        low, high = self._settings.local_bsz_bounds or (1, self._settings.max_batch_size)
+        low, high = self._bounds
         self._high = max(1, min(high, self._room, self._taught))
         self._low = min(low, self._high)
         self._held = None
@@ -396,7 +397,7 @@ class Adaptation:
 
     def _goodput(self) -> Goodput | None:
         """The goodput as far as it is known; None: fewer steps were measured than tell noise from the gradient."""
-        if self._num_measured < STEPS_BETWEEN or not self._times:
+        if self._num_timed < STEPS_BETWEEN or not self._noise.is_known:
             return None
         if self._model is None:
             self._model = self._times.fitted()
@@ -462,6 +463,7 @@ class Adaptation:
             return
         devices = choice.devices if devices is None else devices
         with self._lock:
+            self._num_timed += 1
             is_new = self._times.add(devices, choice.micro_batch, -(-choice.micro_batches // devices), seconds)
             if is_new or choice.step % STEPS_BETWEEN == 0:
                 self._model = None
@@ -473,6 +475,7 @@ class Adaptation:
         with self._lock:
             return {
                 "noise": self._noise.state_dict(),
+                "num_timed": self._num_timed,
                 "num_measured": self._num_measured,
                 "room": self._room,
                 "taught": self._taught,
@@ -487,6 +490,6 @@ class Adaptation:
             num_groups = len(saved["noise"]["read"]["sqr"])
             self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])
-            self._num_measured = saved["num_measured"]
+            self._num_timed, self._num_measured = saved["num_timed"], saved["num_measured"]
             self._times.load_state_dict(saved["times"])
             self._model = self._held = None

@@ -109,7 +109,7 @@ def _with_overlap(found: ThroughputParameters, means: Mapping[Configuration, Lan
     if spread > 0:
         slope = sum((x - mean_shorter) * y for x, y in zip(shorter, rest, strict=True)) / spread
         slope = min(max(0.0, slope), 1.0, mean_rest / mean_shorter)
-    return replace(found, exposed=slope, other_s=mean_rest - slope * mean_shorter)
+    return replace(found, exposed=slope, other_s=max(0.0, mean_rest - slope * mean_shorter))
 
 
 def _with_exchange(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:

@@ -253,7 +253,7 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
         )
     if loader.cut is not None:
         yield (
-            "dataloader: an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches itself; give "
+            "dataloader: an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches; give "
             "the task a loader of its own, or call close() of the other first"
         )
     if options["validation"] is loader:

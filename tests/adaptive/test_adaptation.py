@@ -162,7 +162,7 @@ def test_out_of_memory_makes_micro_batches_a_tenth_smaller_for_good():
     smaller = found.smaller(choice)
     assert smaller.micro_batch <= 180
     assert smaller.batch_size == 400
-    assert found.bounds == (1, 180)
+    assert found.bounds == (2, 180)
     assert found.smaller(smaller).micro_batch <= 0.9 * smaller.micro_batch
     later = run(found, 30, passes(1.0, 0.0), sqr=0.0)
     assert max(each.micro_batch for each in later) <= found.bounds[1]
@@ -188,8 +188,7 @@ def test_a_limit_keeps_to_the_users_bounds_and_to_what_out_of_memory_taught():
     assert again.bounds == (4, 30)
     found.limit(0)
     assert found.bounds == (1, 1)
-    choice = found.choose(None)
-    assert choice.micro_batch == 1
+    assert found.choose(None).micro_batch == 1
 
 
 # -- devices

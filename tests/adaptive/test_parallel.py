@@ -478,7 +478,7 @@ def test_a_warm_up_counts_without_autoscaling():
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_the_minimum_of_rosenbrocks_function_is_found(noise):
     """As AdaptDL tests its rules: from (1, 1.5) with a learning rate of 0.001; with momentum."""
-    factors = torch.normal(1.0, noise, (4096, 2), generator=torch.Generator().manual_seed(0))
+    factors = torch.normal(1.0, noise, (4 + 8 * 999, 2), generator=torch.Generator().manual_seed(0))
     point = Vector(1.0, 1.5)
     optimizer = torch.optim.SGD(point.parameters(), lr=0.001, momentum=0.9)
     schedule = schedules.MultiStepLR(optimizer, [1000])
