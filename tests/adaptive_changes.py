@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +29,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, split, stream_seed
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
+from hydra_engine import split as evenly
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
-from partitioners import Presharded
 from tests import reference
 
 ROUNDING = 1e-6  # of a sum of gains
@@ -82,6 +81,7 @@ def plain(
     precision="float32",
     grad_scaler=None,
     nonfinite=None,
+    split=None,
 ):
     """Train `model` in place as a record says: its batches, micro-batches and factors of the learning rates.
 
@@ -93,7 +93,9 @@ def plain(
     optimizer = optimizer(made) if lr is None else optimizer(made, lr=lr)
     group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
     scheduler = lr_scheduler(optimizer) if lr_scheduler else None
-    narrow = reference.Narrow(model, loss_fn, reference.DTYPES[precision], grad_scaler) if precision != "float32" else None
+    narrow = None
+    if precision != "float32":
+        narrow = _Narrow(model, loss_fn, reference.DTYPES[precision], grad_scaler)
     result = Result([], [], [], [], [])
     torch.manual_seed(seed)
     for epoch in range(epochs):
@@ -106,7 +108,8 @@ def plain(
                 before = choices[step - 1] if step else None
                 progress = 0.0 if before is None else before.progress + before.gain
                 is_over = progress >= (epoch + 1) * loader.steps_per_pass - ROUNDING
-            return None if is_over else choices[step].batch_size
+            # Of a stream the end shows only where another batch is asked for.
+            return None if is_over else choices[step].batch_size if step < len(choices) else 1
 
         for inputs, target in loader.iterate(next_size):
             step = len(result.losses)
@@ -117,9 +120,13 @@ def plain(
             result.samples.append(inputs.clone())
             if narrow is not None:
                 loss = narrow.step(inputs, target, choice.micro_batches, loss_reduction, seed, step)
-                result.measured.append(None)
+                scale = 1.0 if grad_scaler is None else grad_scaler.get_scale()
+                result.measured.append(narrow.measured(len(inputs), choice.micro_batches, group_of, scale))
             else:
-                loss, measured = _step(model, loss_fn, inputs, target, choice, loss_reduction, seed, step, group_of)
+                number = choice.micro_batches
+                pieces = split(inputs, target, number) if split else evenly(inputs, target, number, loss_reduction)
+                streams = [stream_seed(seed, step, m) for m in range(len(pieces))]
+                loss, measured = _step(model, loss_fn, pieces, streams, group_of, sums_losses=loss_reduction == "sum")
                 result.measured.append(measured)
             result.losses.append(loss)
             if grad_scaler is not None:
@@ -154,27 +161,56 @@ def _grouped(names, param_groups):
     return [{**options, "params": params} for options, params in groups]
 
 
-def _step(model, loss_fn, inputs, target, choice, loss_reduction, seed, step, group_of):
+def _step(model, loss_fn, pieces, streams, group_of, *, sums_losses):
     """Forward and backward of all micro-batches; leaves gradients, returns the loss and the norms."""
     num_groups, losses, sizes, micro = 1 + max(group_of.values()), [], [], []
     params = [p for p in model.parameters() if p.requires_grad]
-    sums_losses = loss_reduction == "sum"
+    num_samples = sum(len(x) for x, _, _ in pieces)
     before = [None] * len(params)
-    for m, (x, y, weight) in enumerate(split(inputs, target, choice.micro_batches, loss_reduction)):
+    for (x, y, weight), stream in zip(pieces, streams, strict=True):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(stream_seed(seed, step, m))
+            torch.manual_seed(stream)
             loss = loss_fn(model(x), y) * weight
             loss.backward()
         losses.append(loss.item())
         if weight > 0:
             # In float64, from what was added: independent of how the engine measures.
-            own = [None if p.grad is None else p.grad.double() - (0 if b is None else b) for p, b in zip(params, before)]
+            pairs = zip(params, before, strict=True)
+            own = [None if p.grad is None else p.grad.double() - (0 if b is None else b) for p, b in pairs]
             by = len(x) if sums_losses else weight
-            sizes.append(float(len(x)) if sums_losses else weight * len(inputs))
+            sizes.append(float(len(x)) if sums_losses else weight * num_samples)
             micro.append(_norms(params, own, group_of, num_groups, by))
         before = [None if p.grad is None else p.grad.double() for p in params]
-    total = _norms(params, before, group_of, num_groups, len(inputs) if sums_losses else 1.0)
+    total = _norms(params, before, group_of, num_groups, num_samples if sums_losses else 1.0)
     return sum(losses), Measured(tuple(sizes), tuple(micro), total)
+
+
+class _Narrow(reference.Narrow):
+    """Takes the norms of each micro-batch's gradients as autograd leaves them, all with a mean loss."""
+
+    def __init__(self, masters, *others):
+        super().__init__(masters, *others)
+        self._seen = []  # (master, squared norm), parameter by parameter
+        for master, parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._see, master))
+
+    def _see(self, master, parameter):
+        self._seen.append((master, float(parameter.grad.double().square().sum())))
+
+    def measured(self, num_samples, number, group_of, scale):
+        """Norms of the step that was the last; all parameters have received a gradient from each micro-batch."""
+        seen, self._seen = self._seen, []
+        size, more = divmod(num_samples, number)
+        sizes = [float(size + (m < more)) for m in range(number)]
+        num_groups, each = 1 + max(group_of.values()), len(seen) // number
+        micro = [[0.0] * num_groups for _ in sizes]
+        for k, (master, norm) in enumerate(seen):
+            weight = sizes[k // each] / num_samples
+            micro[k // each][group_of[id(master)]] += norm / (weight * scale) ** 2
+        params = [p for p in self.masters.parameters() if p.requires_grad]
+        gradients = [None if p.grad is None else p.grad.double() for p in params]
+        return Measured(tuple(sizes), tuple(map(tuple, micro)), _norms(params, gradients, group_of, num_groups, scale))
 
 
 def _norms(params, gradients, group_of, num_groups, divisor):
@@ -332,7 +368,9 @@ def silent(tasks, num_devices=1, **options):
 
 def check_replayed(seed, epochs, choices, losses, state):
     """On one device of this process, the record leaves the same bits, and so does the plain loop."""
-    assert [each.step for each in choices] == list(range(len(losses))), "a step is missing in the record, or there twice"
+    assert [each.step for each in choices] == list(range(len(losses))), (
+        "a step is missing in the record, or there twice"
+    )
     task = adaptive_task(seed, epochs, replay=choices)
     report = silent([task]).train_models()
     report.raise_failures()

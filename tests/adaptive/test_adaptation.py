@@ -225,7 +225,15 @@ def test_devices_are_desired_while_each_is_worth_half_of_the_first():
 
 CHOICES = [
     StepChoice(step=0, batch_size=32, micro_batches=2),
-    StepChoice(step=1, batch_size=32, micro_batches=4, noise=math.inf, goodput=1 / 3, factors=(1.0, 0.1), seconds=LaneSeconds(0.5, 0.25, 1 / 3)),
+    StepChoice(
+        step=1,
+        batch_size=32,
+        micro_batches=4,
+        noise=math.inf,
+        goodput=1 / 3,
+        factors=(1.0, 0.1),
+        seconds=LaneSeconds(0.5, 0.25, 1 / 3),
+    ),
     StepChoice(
         step=2,
         batch_size=500,
@@ -329,7 +337,9 @@ def test_a_choice_that_makes_no_sense_is_refused(change):
 
 def test_a_record_of_other_groups_is_refused():
     choices = [StepChoice(step=0, batch_size=32, micro_batches=2, factors=(1.0, 2.0))]
-    with pytest.raises(ValueError, match=r"^replay: step 0 has factors for 2 parameter groups, limit: the optimizer's 1"):
+    with pytest.raises(
+        ValueError, match=r"^replay: step 0 has factors for 2 parameter groups, limit: the optimizer's 1"
+    ):
         adaptation(replay=choices)
 
 
