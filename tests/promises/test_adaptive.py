@@ -198,7 +198,7 @@ def test_every_kind_of_layer(name):
     both(zoo.MODELS[name], optimizer=torch.optim.AdamW, lr=0.01, max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize("name", ["tied", "dropout", "cnn", "frozen"])
+@pytest.mark.parametrize("name", ["tied", "cnn", "frozen"])
 @pytest.mark.parametrize("in_sums", [True, False], ids=["sums", "pieces"])
 def test_steps_over_several_devices(name, in_sums):
     sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
@@ -263,7 +263,7 @@ def test_a_loss_whose_weights_are_the_users_own():
     )
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "cnn", "tied"])
+@pytest.mark.parametrize("name", ["gpt", "cnn", "tied"])
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_narrow_precisions(name, precision):
     scaler = {"grad_scaler": fresh_scaler()} if precision == "float16" else {}
@@ -330,7 +330,7 @@ def assert_plain(build, model, report, **options):
 
 
 @pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("name", ["mlp", "dropout", "tied", "cnn"])
+@pytest.mark.parametrize("name", ["dropout", "tied", "cnn"])
 def test_chosen_batches_are_those_of_the_plain_loop(name, num_devices):
     build = zoo.MODELS[name]
     model, _, report = chosen(build, num_devices=num_devices, max_grad_norm=1.0)
@@ -347,12 +347,11 @@ def test_with_times_as_they_are_and_others_beside():
 
 
 ELSEWHERE = {
-    "one shard": {"partition": "one"},
+    "one shard": {"partition": "one", "read_ahead": False},
     "three devices": {"num_devices": 3},
     "little memory": {"partition": None, "memory": "40KiB"},
     "beside others": {"company": ("cnn", "gpt"), "num_devices": 2},
     "no times": {"cost": lambda choice: LaneSeconds(1e9, choice.batch_size**3)},
-    "late reads": {"read_ahead": False},
 }
 
 
@@ -506,10 +505,12 @@ def resumed(directory, at, devices, build=zoo.dropout, *, loader=adaptive, **opt
 RESUMED = {
     "clipped": {"max_grad_norm": 0.4, "optimizer": torch.optim.AdamW},
     "early": {"early_release": True, "optimizer": torch.optim.Adam},
-    "groups": {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {}},
-    "validated": {"validation": DataLoader(zoo.mlp()[2].dataset, 7), "validation_interval": 3},
-    "late reads": {"read_ahead": False},
-    "own generator": {"loader": lambda samples: adaptive(samples, generator=torch.Generator().manual_seed(3))},
+    "groups": {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {}, "read_ahead": False},
+    "validated": {
+        "validation": DataLoader(zoo.mlp()[2].dataset, 7),
+        "validation_interval": 3,
+        "loader": lambda samples: adaptive(samples, generator=torch.Generator().manual_seed(3)),
+    },
 }
 
 
@@ -788,7 +789,7 @@ def test_a_step_that_is_left_out_has_its_choice_in_the_record():
     assert all(each.noise is None or not math.isnan(each.noise) for each in found.adaptive)
 
 
-@pytest.mark.parametrize("fairness", [None, 0.5, -1.0])
+@pytest.mark.parametrize("fairness", [None, 0.5])
 def test_several_adaptive_tasks_share_the_devices_and_none_changes_another(fairness):
     builds, tasks = (zoo.dropout, zoo.tied), []
     for seed, build in enumerate(builds):
@@ -864,4 +865,4 @@ def test_killed_runs_have_the_bits_of_their_record():
 
 
 def test_runs_whose_devices_come_and_go_have_the_bits_of_their_record():
-    adaptive_changes.run_changes(5, seed=2, epochs=2)
+    adaptive_changes.run_changes(5, seed=2, epochs=1)
