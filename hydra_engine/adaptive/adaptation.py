@@ -150,6 +150,7 @@ class _Held(NamedTuple):
     choice: Choice
 
 
+# Past 300 lines: half of them say what its methods promise. Its state is what was measured, and what bounds choices.
 class Adaptation:
     """Chooses a task's batches for goodput, from what was measured of its steps. From any thread.
 
@@ -309,13 +310,17 @@ class Adaptation:
 
     def given(self, choice: StepChoice, batch_size: int) -> StepChoice:
         """Return the choice as a batch of this size makes it: at the end of the data there may be less."""
-        if batch_size == choice.batch_size:
-            return choice
-        if choice.step < len(self._replay):
+        if batch_size != choice.batch_size and choice.step < len(self._replay):
             raise ValueError(
                 f"replay: step {choice.step} has a batch of {choice.batch_size} samples, limit: the {batch_size} that "
                 f"the data has left; give the record of a run over the same data"
             )
+        return self.sized(choice, batch_size)
+
+    def sized(self, choice: StepChoice, batch_size: int) -> StepChoice:
+        """Return the choice for a batch of this size, whatever a record says."""
+        if batch_size == choice.batch_size:
+            return choice
         with self._lock:
             number = self._number(batch_size, choice.micro_batch, choice.devices)
             return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
