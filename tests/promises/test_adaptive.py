@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, split
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, PauseTask, split
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, AdaScale, LaneSeconds, choices_from_state
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.schedule.events import Spread
@@ -786,6 +786,73 @@ def test_a_step_that_is_left_out_has_its_choice_in_the_record():
     exact.assert_same_state(zoo.state(model), zoo.state(alone))
     assert_factors(found.adaptive, result.measured)
     assert all(each.noise is None or not math.isnan(each.noise) for each in found.adaptive)
+
+
+@pytest.mark.parametrize("fairness", [None, 0.5, -1.0])
+def test_several_adaptive_tasks_share_the_devices_and_none_changes_another(fairness):
+    builds, tasks = (zoo.dropout, zoo.tied), []
+    for seed, build in enumerate(builds):
+        model, loss_fn, samples = build()
+        shards = Presharded(exact.ends("each", len(model)))
+        tasks.append(
+            ModelTask(model, loss_fn, adaptive(samples), 0.02, 2, seed=seed, name=str(seed), partitioner=shards)
+        )
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB") for _ in range(3)], fairness=fairness)
+    orchestra.verbose = 0
+    with timed_by(mostly_transfers):
+        report = orchestra.train_models()
+    for seed, build in enumerate(builds):
+        alone, loss_fn, samples = build()
+        result = plain(
+            alone, loss_fn, adaptive(samples), report.tasks[str(seed)].adaptive, seed=seed, lr=0.02, epochs=2
+        )
+        expected = exact.Expected(result.losses, [], zoo.state(alone))
+        exact.assert_as_expected(report, str(seed), tasks[seed].model, expected)
+
+
+class Pauses(Callback):
+    def on_step(self, report):
+        if report.steps == 9:
+            raise PauseTask
+
+
+def test_a_task_that_is_paused_goes_on_and_ends_with_more_epochs(tmp_path):
+    def made(epochs, callbacks=(), **limits):
+        model, loss_fn, samples = zoo.dropout()
+        loader = adaptive(samples, **limits)
+        return ModelTask(model, loss_fn, loader, 0.02, epochs, seed=SEED, name="task", callbacks=list(callbacks))
+
+    with timed_by(mostly_transfers):
+        paused = orchestra_of([made(2, [Pauses()])], tmp_path).train_models().tasks["task"]
+        assert (paused.status, paused.steps) == ("paused", 9)
+        ended = orchestra_of([made(2)], tmp_path, num_devices=2).train_models(resume=True).tasks["task"]
+        task = made(4, most=20)  # of which what is chosen from here on is not above
+        report = orchestra_of([task], tmp_path).train_models(resume=True)
+    found = report.tasks["task"].adaptive
+    assert found[: ended.steps] == ended.adaptive
+    assert ended.adaptive[:9] == paused.adaptive
+    assert max(each.batch_size for each in ended.adaptive) > 20
+    assert all(each.batch_size <= 20 for each in found[ended.steps :])
+    alone, loss_fn, samples = zoo.dropout()
+    result = plain(alone, loss_fn, adaptive(samples), found, lr=0.02, seed=SEED, epochs=4)
+    exact.assert_as_expected(report, "task", task.model, exact.Expected(result.losses, [], zoo.state(alone)))
+
+
+def test_a_record_is_replayed_through_a_resume(tmp_path):
+    """On other devices; what is measured of it would choose otherwise."""
+    model, _, first = chosen(zoo.dropout)
+    record_ = first.tasks["task"].adaptive
+    for number, callbacks in ((1, [FailsAfter(7)]), (2, [])):
+        task = task_of(None, zoo.dropout, lr=0.02, seed=SEED, epochs=3, replay=record_, callbacks=callbacks)
+        orchestra = orchestra_of([task], tmp_path, num_devices=number)
+        if callbacks:
+            with pytest.raises(RuntimeError):
+                orchestra.train_models(resume=True)
+        else:
+            report = orchestra.train_models(resume=True)
+    assert report.tasks["task"].adaptive == record_
+    assert report.tasks["task"].losses == first.tasks["task"].losses
+    exact.assert_same_state(zoo.state(task.model), zoo.state(model))
 
 
 # -- disturbed runs
