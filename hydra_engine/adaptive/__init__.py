@@ -2,6 +2,7 @@
 
 from hydra_engine.adaptive.accumulator import Accumulator
 from hydra_engine.adaptive.adaptation import (
+    STEPS_BETWEEN,
     Adaptation,
     StepChoice,
     StepMeasures,
@@ -26,6 +27,7 @@ from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 __all__ = [
+    "STEPS_BETWEEN",
     "Accumulator",
     "AdaScale",
     "AdamScale",

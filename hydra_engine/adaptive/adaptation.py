@@ -148,8 +148,11 @@ class _Held(NamedTuple):
     step: int  # for which it was made
     devices: int
     choice: Choice
+    is_known: bool = False  # its goodput is
+    desired_devices: int = 1
 
 
+# Past 300 lines: half of them say what its methods promise. Its state is what was measured, and what bounds choices.
 class Adaptation:
     """Chooses a task's batches for goodput, from what was measured of its steps. From any thread.
 
@@ -287,35 +290,38 @@ class Adaptation:
 
         devices: that it is spread over. max_devices: that there may ever be.
         """
-        step = 0 if after is None else after.step + 1
+        step, devices = 0 if after is None else after.step + 1, max(1, devices)
         if step < len(self._replay):
             return self._replay[step]
         with self._lock:
-            found = self._chosen(step, max(1, devices))
-            goodput = self._goodput()
-            batch = min(found.batch_size, self._settings.max_batch_size)
+            held = self._chosen(step, devices, max_devices)
+            batch = min(held.choice.batch_size, self._settings.max_batch_size)
             return self._worth(
                 StepChoice(
                     step=step,
                     batch_size=batch,
-                    micro_batches=self._number(batch, found.micro_batch, devices),
+                    micro_batches=self._number(batch, held.choice.micro_batch, devices),
                     devices=devices,
-                    desired_devices=self._desired(max(devices, max_devices)),
+                    desired_devices=held.desired_devices,
                     noise=self.noise_scale,
                     progress=self._progress(after),
-                    goodput=None if goodput is None else found.goodput,
+                    goodput=held.choice.goodput if held.is_known else None,
                 )
             )
 
     def given(self, choice: StepChoice, batch_size: int) -> StepChoice:
         """Return the choice as a batch of this size makes it: at the end of the data there may be less."""
-        if batch_size == choice.batch_size:
-            return choice
-        if choice.step < len(self._replay):
+        if batch_size != choice.batch_size and choice.step < len(self._replay):
             raise ValueError(
                 f"replay: step {choice.step} has a batch of {choice.batch_size} samples, limit: the {batch_size} that "
                 f"the data has left; give the record of a run over the same data"
             )
+        return self.sized(choice, batch_size)
+
+    def sized(self, choice: StepChoice, batch_size: int) -> StepChoice:
+        """Return the choice for a batch of this size, whatever a record says."""
+        if batch_size == choice.batch_size:
+            return choice
         with self._lock:
             number = self._number(batch_size, choice.micro_batch, choice.devices)
             return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
@@ -345,16 +351,18 @@ class Adaptation:
         number = min(number, max(LEAST_MICRO_BATCHES, batch // self._low))
         return min(batch, max(number, -(-batch // self._high)))  # what fits the memory wins
 
-    def _chosen(self, step: int, devices: int) -> Choice:
-        goodput, held = self._goodput(), self._held
+    def _chosen(self, step: int, devices: int, max_devices: int) -> _Held:
+        """Return the choice that goes on, or make another where it is time for that."""
+        held = self._held
+        if held is not None and held.step <= step < held.step + STEPS_BETWEEN and held.devices == devices:
+            return held
+        goodput = self._goodput()
         if goodput is None:
-            return self._first(devices, step)
-        is_due = held is None or not held.step <= step < held.step + STEPS_BETWEEN
-        if held is None or is_due or held.devices != devices:
-            current = held.choice if held is not None and held.devices == devices else None
-            found = self._optimized(goodput, devices, current) or self._first(devices, 0)
-            held = self._held = _Held(step, devices, found)
-        return held.choice
+            return _Held(step, devices, self._first(devices, step))
+        current = held.choice if held is not None and held.devices == devices else None
+        found = self._optimized(goodput, devices, current) or self._first(devices, 0)
+        self._held = _Held(step, devices, found, True, self._desired(goodput, max(devices, max_devices)))
+        return self._held
 
     def _first(self, devices: int, step: int) -> Choice:
         """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
@@ -420,9 +428,9 @@ class Adaptation:
                 found.append(best.goodput)
             return tuple(each / found[0] for each in found) if found and found[0] > 0 else ()
 
-    def _desired(self, max_devices: int) -> int:
+    def _desired(self, goodput: Goodput, max_devices: int) -> int:
         """The most devices of which each is worth at least half of the first."""
-        if max_devices == 1 or (goodput := self._goodput()) is None:
+        if max_devices == 1:
             return 1
         first = self._optimized(goodput, 1)
         for devices in range(max_devices, 1, -1) if first is not None else ():

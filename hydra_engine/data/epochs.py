@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
@@ -58,6 +58,53 @@ class _Loader:
             yield
 
 
+class Lead:
+    """Leads the loader of a task whose batches adapt: says how large each batch is to be, and when an epoch is over.
+
+    choice: that of the last batch; None: there was none. devices: that the next step is spread over, and the most that
+    there may ever be.
+    """
+
+    def __init__(self, loader: AdaptiveDataLoader, adaptation: Adaptation) -> None:
+        self._loader, self._adaptation = loader, adaptation
+        self.choice: StepChoice | None = None
+        self.devices = (1, 1)
+        self._asked: StepChoice | None = None  # for the batch that is read
+        self._epoch = 0
+        self._passes_before = 0  # over the loader, when the epoch began
+
+    @contextmanager
+    def over(self, epoch: int, passes: int | None = None) -> Iterator[None]:
+        """Have the iterator that the body opens ask here. `passes`: before the epoch began; None: it begins now."""
+        self._epoch, self._passes_before = epoch, self._loader.num_passes if passes is None else passes
+        self._loader.guide = self._next_size
+        try:
+            yield
+        finally:
+            self._loader.guide = None
+
+    def _next_size(self) -> int | None:
+        """Choose the size of the batch that is about to be read; None: the epoch is over."""
+        is_over = self._adaptation.is_over(self.choice, self._epoch)
+        if is_over is None:  # the loader has no length: an epoch is a pass
+            is_over = self._loader.num_passes > self._passes_before
+        self._asked = None if is_over else self._next()
+        return None if self._asked is None else self._asked.batch_size
+
+    def _next(self) -> StepChoice:
+        return self._adaptation.choose(self.choice, *self.devices)
+
+    def given(self, inputs: Any) -> StepChoice:
+        """Return the choice as the batch has come out: at the end of the data it may be smaller."""
+        assert self._asked is not None
+        self.choice = self._adaptation.given(self._asked, batch_size(inputs))
+        return self.choice
+
+    def apart(self, inputs: Any) -> StepChoice:
+        """Return a choice for a batch that was read for a plan."""
+        return self._adaptation.sized(self._next(), batch_size(inputs))
+
+
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 
@@ -81,12 +128,9 @@ class Epochs:
         adaptation: chooses the sizes of batches.
         """
         self._task = task
-        self._adaptation = adaptation
-        self.devices = (1, 1)  # that the next step is spread over, and the most that there may ever be
-        self._choice = None if start is None else start.choice  # of the last batch of an adaptive task
-        self._asked: StepChoice | None = None  # the choice for the batch that is read
-        self._epoch = 0 if start is None else start.epoch  # that is read
-        self._passes_before = 0  # over the loader, when the epoch began
+        self.lead = None if adaptation is None else Lead(task.adaptive_loader, adaptation)
+        if self.lead is not None and start is not None:
+            self.lead.choice = start.choice
         self._name = name
         self._calls = calls
         self._keeps_positions = keeps
@@ -127,7 +171,7 @@ class Epochs:
     def first_apart(self) -> Item:
         with closing(self.apart()) as pairs:
             for inputs, target in pairs:
-                return Item(inputs, target, choice=self._chosen(inputs, self._next_choice()))
+                return Item(inputs, target, choice=None if self.lead is None else self.lead.apart(inputs))
         raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
 
     def restart(self) -> None:
@@ -157,7 +201,8 @@ class Epochs:
     def _go_back(self, goal: _Goal) -> None:
         last, num_given, random = goal
         self._num_evaluations, self._num_evaluated = last.num_evaluations, last.num_evaluated
-        self._choice = last.choice
+        if self.lead is not None:
+            self.lead.choice = last.choice
         self._items.close()
         self._items = self._sequence(last)
         for _ in range(num_given):
@@ -170,7 +215,6 @@ class Epochs:
         interval = self._task.validation_interval
         num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
         for epoch in range(first_epoch, self._task.epochs):
-            self._epoch = epoch
             if epoch > self._begun_epoch:  # not again where a retry goes back
                 self._begun_epoch = epoch
                 yield EpochAhead(self._name, epoch)
@@ -182,7 +226,7 @@ class Epochs:
             start = None
             for inputs, target in self._training.pairs(iterator, self.stream):
                 num_steps, num_batches = num_steps + 1, num_batches + 1
-                choice = self._choice = self._chosen(inputs, self._asked)
+                choice = None if self.lead is None else self.lead.given(inputs)
                 self._note(began, num_batches, epoch, num_steps)
                 yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last, choice)
                 if isinstance(interval, int) and num_steps % interval == 0:
@@ -198,11 +242,9 @@ class Epochs:
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and the states that it was opened with."""
-        if self._adaptation is not None:
-            self._passes_before = self._task.adaptive_loader.num_passes
         began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
-        with self._led():
+        with nullcontext() if self.lead is None else self.lead.over(epoch):
             return began, self._training.opened(self.stream)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
@@ -210,10 +252,8 @@ class Epochs:
         if self._task.validation is not None:
             set_states(self._task.validation, start.validation)
         self._calls.begin()
-        with self._led():
+        with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, message = restore(self._training.loader, self.stream, start.loader)
-            if self._adaptation is not None:
-                self._passes_before = start.loader.own["passes"]
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [] if message is None else [f"{self._name}: {message}"]
         return start.loader.start, iterator
@@ -231,41 +271,8 @@ class Epochs:
             num_evaluations=self._num_evaluations,
             num_evaluated=self._num_evaluated,
             is_evaluated=num_batches == 0,
-            choice=self._choice,
+            choice=None if self.lead is None else self.lead.choice,
         )
-
-    # -- batches that adapt
-
-    @contextmanager
-    def _led(self) -> Iterator[None]:
-        """Have the loader's next iterator ask here for the size of each batch."""
-        if self._adaptation is None:
-            yield
-            return
-        loader = self._task.adaptive_loader
-        loader.guide = self._next_size
-        try:
-            yield
-        finally:
-            loader.guide = None
-
-    def _next_size(self) -> int | None:
-        """Choose the size of the batch that is about to be read; None: the epoch is over."""
-        assert self._adaptation is not None
-        is_over = self._adaptation.is_over(self._choice, self._epoch)
-        if is_over is None:  # the loader has no length: an epoch is a pass
-            is_over = self._task.adaptive_loader.num_passes > self._passes_before
-        self._asked = None if is_over else self._next_choice()
-        return None if self._asked is None else self._asked.batch_size
-
-    def _next_choice(self) -> StepChoice | None:
-        return None if self._adaptation is None else self._adaptation.choose(self._choice, *self.devices)
-
-    def _chosen(self, inputs: Any, asked: StepChoice | None) -> StepChoice | None:
-        """Return the choice as the batch has come out: at the end of the data it may be smaller."""
-        if self._adaptation is None or asked is None:
-            return None
-        return self._adaptation.given(asked, batch_size(inputs))
 
     def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
         """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""

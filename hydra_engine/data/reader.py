@@ -225,7 +225,8 @@ class Reader:
             return
         while (request := self._requests.get()) is not None:
             try:
-                self._epochs.devices = request[1], max(request[1], self._max_devices)
+                if self._epochs.lead is not None:
+                    self._epochs.lead.devices = request[1], max(request[1], self._max_devices)
                 answer, batch = self._next(request[0])
             except BaseException as error:
                 answer, batch = DataFailed(self._name, error, "its loader"), None

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from hydra_engine.adaptive import StepChoice, StepMeasures
+from hydra_engine.adaptive import STEPS_BETWEEN, StepChoice, StepMeasures
 from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
@@ -421,7 +421,8 @@ def _learned(task: RunningTask, measures: StepMeasures | None, put: Callable[[Ev
     seconds = clock.end(num_devices=num_devices)
     adaptation.timed(choice, seconds, num_devices)
     most = len(planned.spreading.spreads)
-    if most > 1 and (speedups := adaptation.speedups(most)) != planned.speedups:
+    is_due = choice.step % STEPS_BETWEEN == 0
+    if most > 1 and is_due and (speedups := adaptation.speedups(most)) != planned.speedups:
         planned.speedups = speedups
         put(SpreadsKnown(task.name, planned.spreads))
     return replace(choice, seconds=seconds)
