@@ -42,6 +42,7 @@ class Trace:
         # By task, None for all:
         self._computed_s: dict[str | None, float] = defaultdict(float)
         self._loaded_bytes: dict[str | None, int] = defaultdict(int)
+        self._stored_bytes: dict[str | None, int] = defaultdict(int)
 
     def now_s(self) -> float:
         return time.perf_counter() - self._origin_s
@@ -70,17 +71,18 @@ class Trace:
         with self._lock:
             return self._busy_s[device, lane]
 
-    def count_work(self, task: str, *, computed_s: float = 0.0, loaded_bytes: int = 0) -> None:
+    def count_work(self, task: str, *, computed_s: float = 0.0, loaded_bytes: int = 0, stored_bytes: int = 0) -> None:
         """Count what devices do for a task."""
         with self._lock:
             for each in (task, None):
                 self._computed_s[each] += computed_s
                 self._loaded_bytes[each] += loaded_bytes
+                self._stored_bytes[each] += stored_bytes
 
-    def work(self, task: str | None) -> tuple[float, int]:
-        """Return seconds that devices have computed for a task, and bytes that they have loaded; None: for all."""
+    def work(self, task: str | None) -> tuple[float, int, int]:
+        """Return seconds that devices have computed for a task, bytes that they loaded, and stored; None: for all."""
         with self._lock:
-            return self._computed_s[task], self._loaded_bytes[task]
+            return self._computed_s[task], self._loaded_bytes[task], self._stored_bytes[task]
 
     def bytes_moved(self, device: str, lane: str) -> int:
         with self._lock:

@@ -549,8 +549,9 @@ class Joining:
         except ValueError as error:
             raise ValueError(f"{task.name}: {error}") from error
         state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
-        rate = min(spec.ceilings().both_up_bytes_per_s for spec in self._workers.spreading())
-        task.clock = StepClock(self._common.trace, task.name, rate)
+        links = [spec.ceilings() for spec in self._workers.spreading()]
+        up, down = min(each.both_up_bytes_per_s for each in links), min(each.both_down_bytes_per_s for each in links)
+        task.clock = StepClock(self._common.trace, task.name, up, down)
         if not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
             adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, adaptation.most))

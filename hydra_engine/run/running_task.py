@@ -269,21 +269,28 @@ class Work(NamedTuple):
 
     compute_s: float = 0.0
     load_s: float = 0.0
+    store_s: float = 0.0
 
     def __sub__(self, other: Work) -> Work:
-        return Work(self.compute_s - other.compute_s, self.load_s - other.load_s)
+        return Work(self.compute_s - other.compute_s, self.load_s - other.load_s, self.store_s - other.store_s)
 
     @property
     def longest_s(self) -> float:
-        """Seconds of the lane that takes longest, while the other works as well."""
+        """Seconds of the lane that takes longest, while the others work as well."""
         return max(self)
+
+    @property
+    def link_s(self) -> float:
+        """Seconds in which the link is busy, in the direction that takes longer."""
+        return max(self.load_s, self.store_s)
 
 
 def charged_s(own: Work, of_all: Work, elapsed_s: float) -> float:
     """Return the seconds that a step costs.
 
     A task alone is charged what elapsed. Beside others, it is charged by how much longer it makes a round of the steps
-    of all: their loads cross one link, and their units are computed one after the other, both at the same time.
+    of all: their loads cross one link, their stores too, and their units are computed one after the other, all of that
+    at the same time.
 
         compute   |##own##|####others####|
         load      |#own#|########others########|       costs what `own` adds to the longer one
@@ -297,8 +304,9 @@ def charged_s(own: Work, of_all: Work, elapsed_s: float) -> float:
 class StepClock:
     """Times the steps of one task; touched by whoever commits them, one after the other."""
 
-    def __init__(self, trace: Trace, task: str, load_bytes_per_s: float) -> None:
-        self._trace, self._task, self._load_bytes_per_s = trace, task, load_bytes_per_s
+    def __init__(self, trace: Trace, task: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        self._trace, self._task = trace, task
+        self._up_bytes_per_s, self._down_bytes_per_s = up_bytes_per_s, down_bytes_per_s
         self._last: tuple[float, Work, Work] | None = None  # when a batch was through, and the work until then
 
     def begin(self) -> None:
@@ -314,15 +322,15 @@ class StepClock:
         own, of_all, elapsed_s = own_now - own_then, all_now - all_then, now_s - then_s
         step_s = charged_s(own, of_all, elapsed_s)
         step_s = step_s if step_s == elapsed_s else step_s / num_devices
-        return LaneSeconds(step_s, own.compute_s / num_devices, own.load_s / num_devices)
+        return LaneSeconds(step_s, own.compute_s / num_devices, own.link_s / num_devices)
 
     def _now(self) -> tuple[float, Work, Work]:
         return self._trace.now_s(), self._work(self._task), self._work(None)
 
     def _work(self, task: str | None) -> Work:
         # By the link's rate: lanes that share it wait for one another, which no lane can tell from its own copies.
-        computed_s, loaded_bytes = self._trace.work(task)
-        return Work(computed_s, loaded_bytes / self._load_bytes_per_s)
+        computed_s, loaded_bytes, stored_bytes = self._trace.work(task)
+        return Work(computed_s, loaded_bytes / self._up_bytes_per_s, stored_bytes / self._down_bytes_per_s)
 
 
 # More than 15 attributes: it joins what others own of a task in its run, and the rest changes at events of its own.

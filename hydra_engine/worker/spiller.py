@@ -45,6 +45,7 @@ class Spiller:
     def __init__(self, device: OpenDevice, residents: Residents) -> None:
         self._device = device
         self._residents = residents
+        self._storing = ""  # the task of which something is stored; one at a time
 
     def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
         """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece.
@@ -112,6 +113,7 @@ class Spiller:
         """Send what an update on the device left: weights, masters of narrow ones, and states."""
         if not stepper.commits:
             return
+        self._storing = state.name
         stepper.secure(shard.owned)
         host = stepper.for_device(shard)
         for slot in state.pool.owned(shard):
@@ -188,6 +190,7 @@ class Spiller:
     def store_micro(self, state: TaskState, kind: str, shard: Shard, m: int, out: MicroOutput) -> None:
         """Send what one micro-batch left to the step's staging."""
         staging, j = state.staging, shard.index
+        self._storing = state.name
         if out.value is not None:
             staging.put_boundary(j + 1, m, out.value, self._send, self._device.place)
         if kind != BACKWARD:
@@ -213,6 +216,7 @@ class Spiller:
     def store_gradients(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
+        self._storing = state.name
         if out.norms is not None:
             staging.norms[shard.index, WHOLE] = out.norms.tolist()
         if out.gradients and staging.parts is not None:
@@ -230,6 +234,7 @@ class Spiller:
         if not out.buffers:
             return
         staging = state.staging
+        self._storing = state.name
         before = staging.buffers_for(shard, unit.part, state.pool.buffers)
         # On the CPU, what did not change is not copied.
         is_here = self._device.torch_device.type == "cpu"
@@ -250,7 +255,7 @@ class Spiller:
 
     def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
-        self._device.copy(STORE, [(place, gradient)])
+        self._store(place, gradient)
 
     def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
         """Keep the input of a shard's forward for its backward, if there is room; is_held: others have its memory."""
@@ -331,7 +336,11 @@ class Spiller:
         return place
 
     def _send(self, place: Tensor, tensor: Tensor) -> None:
-        self._device.copy(STORE, [(flat(place), flat(tensor))])
+        self._store(flat(place), flat(tensor))
+
+    def _store(self, place: Tensor, tensor: Tensor) -> None:
+        self._device.trace.count_work(self._storing, stored_bytes=tensor.nbytes)
+        self._device.copy(STORE, [(place, tensor)])
 
 
 def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:

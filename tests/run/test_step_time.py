@@ -66,7 +66,7 @@ class Clock:
             self.trace.count_work(task, loaded_bytes=round(RATE * seconds))
 
     def of(self, task):
-        return StepClock(self.trace, task, RATE)
+        return StepClock(self.trace, task, RATE, RATE)
 
 
 def test_a_clock_times_from_batch_to_batch(monkeypatch):
