@@ -298,7 +298,7 @@ def chosen(
     replay=(),
     num_devices=1,
     memory=exact.MEMORY,
-    partition="each",
+    partition="three",
     company=(),
     limits=None,
     loader=None,
