@@ -641,6 +641,16 @@ def test_options_that_do_not_go_with_batches_that_adapt(options, error, why):
 
 
 @pytest.mark.parametrize(
+    ("initial", "limits"),
+    [(1, {}), (8, {"local_bsz_bounds": (8, 16), "gradient_accumulation": False})],
+    ids=str,
+)
+def test_a_first_batch_of_one_micro_batch_is_refused(initial, limits):
+    with pytest.raises(ValueError, match=r"noise shows in how two micro-batches differ; .*raise batch_size"):
+        task_of(adaptive(zoo.mlp()[2], initial, **limits))
+
+
+@pytest.mark.parametrize(
     "options", [{"replay": record(SIZES, initial=5, num_samples=48)}, {"scaling_rule": AdaScale()}]
 )
 def test_options_that_need_batches_that_adapt(options):
