@@ -166,7 +166,6 @@ OPTIONS = {
     "sgd": {},
     "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9, nesterov=True)},
     "adamw": {"optimizer": partial(torch.optim.AdamW, weight_decay=0.1), "lr": 0.01},
-    "adagrad": {"optimizer": torch.optim.Adagrad},
     "groups": {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {"weight_decay": 0.01}},
     "clipped": {"max_grad_norm": 0.3},
     "early": {"early_release": True, "optimizer": torch.optim.Adam, "lr": 0.01},
@@ -178,7 +177,6 @@ OPTIONS = {
         "lr_scheduler_interval": "epoch",
         "early_release": True,
     },
-    "validated": {"validation": True},
     "mid-epoch": {"validation": True, "validation_interval": 4},
     "late reads": {"read_ahead": False, "max_grad_norm": 1.0},
 }
@@ -300,14 +298,14 @@ def chosen(
     replay=(),
     num_devices=1,
     memory=exact.MEMORY,
-    partition="each",
+    partition="three",
     company=(),
     limits=None,
     loader=None,
     **options,
 ):
     """Train with choices of the engine's own; returns model, loader and report."""
-    options = {"lr": 0.02, "seed": SEED, "epochs": 3, **options}
+    options = {"lr": 0.02, "seed": SEED, "epochs": 2, **options}
     model, loss_fn, samples = build()
     loader = adaptive(samples, **(limits or {})) if loader is None else loader
     shards = Presharded(exact.ends(partition, len(model))) if partition else None
@@ -322,7 +320,7 @@ def chosen(
 
 def assert_plain(build, model, report, **options):
     """What the engine has chosen and done is what the plain loop does by its record."""
-    options = {"lr": 0.02, "seed": SEED, "epochs": 3, **options}
+    options = {"lr": 0.02, "seed": SEED, "epochs": 2, **options}
     alone, loss_fn, samples = build()
     result = plain(alone, loss_fn, adaptive(samples), report.tasks["task"].adaptive, **options)
     exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
@@ -371,10 +369,11 @@ def test_replay_has_the_bits_anywhere(elsewhere):
 @pytest.mark.parametrize("in_sums", [True, False], ids=["sums", "pieces"])
 def test_replay_of_steps_that_were_spread(in_sums):
     """In bfloat16, which adds the gradients of parts in float32."""
+    options = {"precision": "bfloat16", "epochs": 3}
     with spread(in_sums=in_sums):
-        model, _, first = chosen(zoo.gpt, num_devices=3, precision="bfloat16")
+        model, _, first = chosen(zoo.gpt, num_devices=3, **options)
     assert {placed.unit.part for placed in first.schedule} == {0, 1, 2}
-    again, _, second = chosen(zoo.gpt, replay=first.tasks["task"].adaptive, precision="bfloat16", partition="three")
+    again, _, second = chosen(zoo.gpt, replay=first.tasks["task"].adaptive, partition="three", **options)
     assert second.tasks["task"].losses == first.tasks["task"].losses
     exact.assert_same_state(zoo.state(again), zoo.state(model))
 
@@ -466,10 +465,10 @@ def test_validation_comes_at_the_end_of_an_epoch_by_progress():
     per_epoch = 50 / INITIAL
     ends = [
         next(k + 1 for k, c in enumerate(task.adaptive) if c.progress + c.gain >= epoch * per_epoch - 1e-6)
-        for epoch in (1, 2, 3)
+        for epoch in (1, 2)
     ]
     assert task.validation_steps == ends
-    assert len(task.validation_losses) == 3
+    assert len(task.validation_losses) == 2
 
 
 # -- resumes, retries, out of memory
@@ -642,6 +641,16 @@ def test_options_that_do_not_go_with_batches_that_adapt(options, error, why):
 
 
 @pytest.mark.parametrize(
+    ("initial", "limits"),
+    [(1, {}), (8, {"local_bsz_bounds": (8, 16), "gradient_accumulation": False})],
+    ids=str,
+)
+def test_a_first_batch_of_one_micro_batch_is_refused(initial, limits):
+    with pytest.raises(ValueError, match=r"noise shows in how two micro-batches differ; .*raise batch_size"):
+        task_of(adaptive(zoo.mlp()[2], initial, **limits))
+
+
+@pytest.mark.parametrize(
     "options", [{"replay": record(SIZES, initial=5, num_samples=48)}, {"scaling_rule": AdaScale()}]
 )
 def test_options_that_need_batches_that_adapt(options):
@@ -781,7 +790,7 @@ def test_a_step_that_is_left_out_has_its_choice_in_the_record():
     assert found.skipped_steps
     assert len(found.adaptive) == found.steps
     alone, loss_fn, samples = build()
-    options = {"lr": 0.02, "seed": SEED, "epochs": 3}
+    options = {"lr": 0.02, "seed": SEED, "epochs": 2}
     result = plain(alone, loss_fn, adaptive(samples), found.adaptive, nonfinite="skip", **options)
     assert [str(each) for each in result.losses] == [str(each) for each in found.losses]
     exact.assert_same_state(zoo.state(model), zoo.state(alone))
@@ -844,7 +853,7 @@ def test_a_record_is_replayed_through_a_resume(tmp_path):
     model, _, first = chosen(zoo.dropout)
     record_ = first.tasks["task"].adaptive
     for number, callbacks in ((1, [FailsAfter(7)]), (2, [])):
-        task = task_of(None, zoo.dropout, lr=0.02, seed=SEED, epochs=3, replay=record_, callbacks=callbacks)
+        task = task_of(None, zoo.dropout, lr=0.02, seed=SEED, epochs=2, replay=record_, callbacks=callbacks)
         orchestra = orchestra_of([task], tmp_path, num_devices=number)
         if callbacks:
             with pytest.raises(RuntimeError):
