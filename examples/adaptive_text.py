@@ -14,7 +14,7 @@ from adaptive_digits import Workload, compare
 from multi_task_lm import Config, Windows, gpt, next_byte_loss, read_text
 from torch.utils.data import random_split
 
-NUM_WINDOWS = 1600
+NUM_WINDOWS = 800
 CONFIG = Config(width=256, num_blocks=1, lr=1e-3)
 
 
