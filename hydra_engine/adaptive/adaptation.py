@@ -188,7 +188,9 @@ class Adaptation:
         self._bounds = settings.local_bsz_bounds or (max(1, min(2, initial_batch_size // 2)), settings.max_batch_size)
         low, high = self._bounds
         self._low, self._high = low, high  # of a micro-batch
-        self._room = self._taught = settings.max_batch_size  # its bounds by what was counted, and by what did not fit
+        self._room: float = math.inf  # of a micro-batch, by what was counted
+        self._taught: float = math.inf  # the same by what did not fit
+        self._most = settings.max_batch_size  # of a batch, by what DRAM has room for
         self._times = StepTimes()
         self._num_timed = self._num_measured = 0  # steps whose seconds, and norms, were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
@@ -259,9 +261,21 @@ class Adaptation:
             self._room = micro_batch
             self._bound()
 
+    def limit_batch(self, batch_size: int) -> None:
+        """Make no batch larger than this, for which DRAM has room, nor than the maximum; the initial one stays."""
+        with self._lock:
+            self._most = max(self._initial, min(self._settings.max_batch_size, batch_size))
+            self._held = None
+
+    def steps_left(self, choice: StepChoice, epochs: int) -> int | None:
+        """Predict how many steps there are from this one on, if all are worth as much; None: only the data says so."""
+        if self._steps_per_epoch is None:
+            return None
+        return max(1, math.ceil((epochs * self._steps_per_epoch - choice.progress - ROUNDING) / choice.gain))
+
     def _bound(self) -> None:
         low, high = self._bounds
-        self._high = max(1, min(high, self._room, self._taught))
+        self._high = int(max(1, min(high, self._room, self._taught)))
         self._low = min(low, self._high)
         self._held = None
 
@@ -269,7 +283,7 @@ class Adaptation:
         """Return a choice in smaller micro-batches, and make none larger from now on: a device had no room."""
         with self._lock:
             size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
-            self._taught = size = min(self._taught, size)
+            self._taught = size = int(min(self._taught, size))
             self._bound()
             return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
 
@@ -295,7 +309,7 @@ class Adaptation:
             return self._replay[step]
         with self._lock:
             held = self._chosen(step, devices, max_devices)
-            batch = min(held.choice.batch_size, self._settings.max_batch_size)
+            batch = min(held.choice.batch_size, self._most)
             return self._worth(
                 StepChoice(
                     step=step,
@@ -378,7 +392,7 @@ class Adaptation:
     def _limits(self, devices: int) -> dict[str, Any]:
         """The limits of a choice. A device alone has several micro-batches, whatever the user says of accumulation."""
         accumulates, low, high = self._settings.gradient_accumulation, self._low, self._high
-        most = self._settings.max_batch_size
+        most = self._most
         if not accumulates and devices < LEAST_MICRO_BATCHES:
             accumulates, most = True, max(self._initial, min(most, LEAST_MICRO_BATCHES * high))
         return {

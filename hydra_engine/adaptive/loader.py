@@ -88,6 +88,7 @@ class AdaptiveDataLoader:
         self._chunks = self._chunk_loader(kwargs)
         self._flow: Iterator[Any] | None = None  # the next samples of the pass in progress
         self._given = 0  # samples of the pass in progress
+        self.last_size = 0  # samples of the batch that was given last
         self._passes = 0  # that are over
         self.epoch = 0  # iterations that ran to their end
         self.autoscale: Autoscale | None = None
@@ -125,6 +126,17 @@ class AdaptiveDataLoader:
         return cast("torch.Generator | None", self._plain.generator)
 
     @property
+    def plain(self) -> DataLoader[Any]:
+        """Torch's loader of the same data, in batches of the initial size, which keeps no place."""
+        return self._plain
+
+    def begin_anew(self) -> None:
+        """Leave the pass in progress: the next iteration begins another one."""
+        self._flow, self._given = None, 0
+        if self._indices is not None:
+            self._indices.order = None
+
+    @property
     def num_passes(self) -> int:
         """Passes over the data that are over."""
         return self._passes
@@ -135,7 +147,7 @@ class AdaptiveDataLoader:
         length = _length(self.dataset if self._indices is None else self.sampler)
         if length is None:
             return None
-        return length // self.batch_size if self.drop_last else length / self.batch_size
+        return length / self.batch_size  # also with drop_last: in larger batches a pass may give all
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -273,7 +285,7 @@ class AdaptiveDataLoader:
         Until then there is no flow, which is past them: an iteration that is left within a batch reads it again.
         """
         flow, self._flow = self._flow, None
-        end = 0
+        end, self.last_size = 0, len(samples)
         for size in (len(samples),) if self.cut is None else self.cut(len(samples)):
             begin, end = end, end + size
             batch = self.collate_fn(samples[begin:end])

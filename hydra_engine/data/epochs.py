@@ -14,7 +14,7 @@ from hydra_engine.data.generators import putting_back, set_states, states_of
 from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
-from hydra_engine.tasks import ModelTask, batch_size
+from hydra_engine.tasks import ModelTask
 
 _END = object()
 
@@ -94,15 +94,15 @@ class Lead:
     def _next(self) -> StepChoice:
         return self._adaptation.choose(self.choice, *self.devices)
 
-    def given(self, inputs: Any) -> StepChoice:
+    def given(self) -> StepChoice:
         """Return the choice as the batch has come out: at the end of the data it may be smaller."""
         assert self._asked is not None
-        self.choice = self._adaptation.given(self._asked, batch_size(inputs))
+        self.choice = self._adaptation.given(self._asked, self._loader.last_size)
         return self.choice
 
-    def apart(self, inputs: Any) -> StepChoice:
+    def apart(self) -> StepChoice:
         """Return a choice for a batch that was read for a plan."""
-        return self._adaptation.sized(self._next(), batch_size(inputs))
+        return self._adaptation.sized(self._next(), self._loader.last_size)
 
 
 class Epochs:
@@ -160,7 +160,7 @@ class Epochs:
         loader = self._training.loader
         put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, AdaptiveDataLoader) else None
         if place is not None:
-            loader.load_state_dict({**place, "order": None, "given": 0})  # from a pass's beginning
+            loader.begin_anew()
         try:
             yield from self._training.pairs(self._training.opened(stream), stream)
         finally:
@@ -168,10 +168,14 @@ class Epochs:
             if place is not None:
                 loader.load_state_dict(place)
 
+    def apart_choice(self) -> StepChoice | None:
+        """Return the choice for the batch that `apart` gave last, of an adaptive task."""
+        return None if self.lead is None else self.lead.apart()
+
     def first_apart(self) -> Item:
         with closing(self.apart()) as pairs:
             for inputs, target in pairs:
-                return Item(inputs, target, choice=None if self.lead is None else self.lead.apart(inputs))
+                return Item(inputs, target, choice=self.apart_choice())
         raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
 
     def restart(self) -> None:
@@ -226,7 +230,7 @@ class Epochs:
             start = None
             for inputs, target in self._training.pairs(iterator, self.stream):
                 num_steps, num_batches = num_steps + 1, num_batches + 1
-                choice = None if self.lead is None else self.lead.given(inputs)
+                choice = None if self.lead is None else self.lead.given()
                 self._note(began, num_batches, epoch, num_steps)
                 yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last, choice)
                 if isinstance(interval, int) and num_steps % interval == 0:
@@ -242,6 +246,8 @@ class Epochs:
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and the states that it was opened with."""
+        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
+            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
         began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
         self._note(began, 0, epoch, num_steps)
         with nullcontext() if self.lead is None else self.lead.over(epoch):

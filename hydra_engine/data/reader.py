@@ -128,7 +128,7 @@ class Reader:
         for inputs, target in self._epochs.apart():
             if (size := pair_bytes(self._name, inputs, target)) > most:
                 kept = own_pair(self._name, inputs, target)  # the loader may read on into the same memory
-                largest, most = Item(kept[0].value(), kept[1].value()), size
+                largest, most = Item(kept[0].value(), kept[1].value(), choice=self._epochs.apart_choice()), size
         return largest
 
     def split_sample(self, num_micro_batches: int) -> None:

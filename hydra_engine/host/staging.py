@@ -294,7 +294,8 @@ class NormGroups(NamedTuple):
     def of_optimizer(cls, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> NormGroups:
         """The optimizer's."""
         group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        return cls({slot.index: group_of[id(slot.parameter)] for slot in slots}, len(optimizer.param_groups))
+        found = {slot.index: group_of.get(id(slot.parameter)) for slot in slots}  # None: it is not stepped
+        return cls({k: group for k, group in found.items() if group is not None}, len(optimizer.param_groups))
 
 
 def step_measures(
@@ -302,7 +303,7 @@ def step_measures(
     groups: NormGroups,
     owned: Mapping[int, Sequence[Slot]],
     gradient: Callable[[Slot], Tensor],
-    sizes: Sequence[int],
+    size: int,
     *,
     sums_losses: bool,
     loss_scale: float | None,
@@ -310,14 +311,15 @@ def step_measures(
     """Return the norms of mean gradients, from those of gradients as they add up to the step's.
 
     owned: slots by shard. gradient: of a slot, once all are in DRAM; asked for where no device had the whole sum.
-    sizes: samples by micro-batch. sums_losses: the loss is a sum over samples, else micro-batches weigh as they say.
+    size: samples of the step. sums_losses: the loss is a sum over samples, of which micro-batches have as many as
+    others, or one less; else they weigh as they say.
     """
     scale = 1.0 if loss_scale is None else loss_scale
-    total_size = float(sum(sizes))
-    weights = staging.given.weights
+    weights, number = staging.given.weights, staging.num_micro_batches
+    total_size, (even, num_larger) = float(size), divmod(size, staging.num_micro_batches)
     # A micro-batch without weight, all of it padding, has no gradient to measure.
-    present = [m for m in range(staging.num_micro_batches) if weights[m] > 0]
-    counts = [float(sizes[m]) if sums_losses else weights[m] * total_size for m in present]
+    present = [m for m in range(number) if weights[m] > 0]
+    counts = [float(even + (m < num_larger)) if sums_losses else weights[m] * total_size for m in present]
     divisors = [scale * (count if sums_losses else weights[m]) for m, count in zip(present, counts, strict=True)]
     whole = [0.0] * groups.number
     micro = [[0.0] * groups.number for _ in present]
@@ -344,6 +346,6 @@ def _on_host(
     """Squared norms of one shard's gradients, which the host has added up from several devices."""
     received: list[list[Tensor]] = [[] for _ in range(groups.number)]
     for slot in slots:
-        if staging.has_gradient.get(slot.index):
+        if staging.has_gradient.get(slot.index) and slot.index in groups.of:
             received[groups.of[slot.index]].append(gradient(slot))
     return [float(square_norms(each)) for each in received]

@@ -64,6 +64,9 @@ UNIT_S = 450e-6
 # predictions from one rehearsal are no better than that.
 LEAST_GAIN = 1.05
 
+# Of the DRAM that is free as an adaptive task begins, the share that batches larger than its first one may take.
+STAGING_SHARE = 0.5
+
 
 # Batches larger than the sample by so much find room on a device whose slabs have an arena.
 WORK_HEADROOM = 1.25
@@ -478,6 +481,12 @@ class PlannedTask:
     def training_bytes(self) -> int:
         """DRAM that training takes beside the weights, which are there already."""
         return sum(num_bytes for part, num_bytes in self.dram.items() if part != "weights")
+
+    def most_samples(self, num_samples: int) -> int:
+        """Samples of a batch for which DRAM has room; `num_samples`: of the first one, which was counted."""
+        sample_bytes = self.state.measured.staging_bytes / num_samples
+        room = min(dram.available_dram_bytes() * STAGING_SHARE, self._limit.left_bytes)
+        return num_samples + int(max(0, min(room, 2**62)) / max(1.0, sample_bytes))
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""

@@ -71,7 +71,11 @@ class Feeds:
         task = self._common.tasks[event.task]
         batch = task.feed.next_batch = task.planned.reader.take()
         self._look_ahead(task)
+        adaptation, num_left = task.planned.adaptation, None
+        if adaptation is not None and batch.choice is not None:
+            num_left = adaptation.steps_left(batch.choice, task.planned.task.epochs)
         return self.has_answered(event)._replace(
+            num_left=num_left,
             new_shapes=_has_to_be_fitted(task, batch),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
         )
@@ -554,7 +558,9 @@ class Joining:
         task.clock = StepClock(self._common.trace, task.name, up, down)
         if not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
-            adaptation.limit(largest_micro_batch(state, planned.reader.sample(), room, adaptation.most))
+            sample = planned.reader.sample()
+            adaptation.limit(largest_micro_batch(state, sample, room, adaptation.most))
+            adaptation.limit_batch(planned.most_samples(sample.num_samples))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()

@@ -38,7 +38,7 @@ from hydra_engine.schedule import (
     Update,
 )
 from hydra_engine.system import return_free_memory
-from hydra_engine.tasks import AGAIN, batch_size
+from hydra_engine.tasks import AGAIN
 
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
@@ -327,8 +327,6 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
     if not training_step:
         task.figures.commit(batch)
         _take_buffers(state)
-        if task.clock is not None:
-            task.clock.end()
         return StepCommitted(report.name, training=False)
     nonfinite, optimizer = task.planned.task.nonfinite, task.optimizer
     measures = _measures(task)  # before an optimizer of scope "task" clips the gradients
@@ -393,14 +391,14 @@ def _report_step(task: RunningTask, record: StepRecord, choice: StepChoice | Non
 def _measures(task: RunningTask) -> StepMeasures | None:
     """Norms of the step's gradients, of an adaptive task."""
     state, batch = task.state, task.batch
-    if state.norm_groups is None:
+    if state.norm_groups is None or batch.choice is None:
         return None
     return step_measures(
         state.staging,
         state.norm_groups,
         {shard.index: state.pool.owned(shard) for shard in state.cut.shards if shard.owned},
         state.pool.gradients.of,
-        [batch_size(inputs) for inputs, _, _ in batch.micro_batches],
+        batch.choice.batch_size,
         sums_losses=state.task.loss_reduction == "sum",
         loss_scale=state.loss_scale,
     )
@@ -439,8 +437,6 @@ def _not_finite(task: RunningTask, nonfinite: str) -> Event:
         return TaskStopped(name, uncommitted=True)
     assert task.optimizer is not None
     task.record = task.optimizer.skipped()
-    if task.clock is not None:
-        task.clock.end()
     _report_step(task, task.record, task.batch.choice)
     task.note_commit()
     return StepCommitted(name, training=True)

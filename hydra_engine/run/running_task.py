@@ -307,18 +307,15 @@ class StepClock:
     def __init__(self, trace: Trace, task: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         self._trace, self._task = trace, task
         self._up_bytes_per_s, self._down_bytes_per_s = up_bytes_per_s, down_bytes_per_s
-        self._last: tuple[float, Work, Work] | None = None  # when a batch was through, and the work until then
+        self._began = self._now()
 
     def begin(self) -> None:
-        """A batch begins: the first one."""
-        if self._last is None:
-            self._last = self._now()
+        """A step begins, or begins again. What it has waited for until then is no work: callbacks, a loader, a fit."""
+        self._began = self._now()
 
     def end(self, *, num_devices: int = 1) -> LaneSeconds:
-        """Return the seconds since the batch before was through, of one of its devices; `num_devices`: of all."""
-        now = self._now()
-        (then_s, own_then, all_then), (now_s, own_now, all_now) = self._last or now, now
-        self._last = now
+        """Return the seconds of the step, of one of its devices; `num_devices`: that it was spread over."""
+        (then_s, own_then, all_then), (now_s, own_now, all_now) = self._began, self._now()
         own, of_all, elapsed_s = own_now - own_then, all_now - all_then, now_s - then_s
         step_s = charged_s(own, of_all, elapsed_s)
         step_s = step_s if step_s == elapsed_s else step_s / num_devices

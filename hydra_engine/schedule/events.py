@@ -54,6 +54,7 @@ class BatchReady(NamedTuple):
     training: bool
     new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
     num_micro_batches: int = 1  # it can be spread over as many devices
+    num_left: int | None = None  # steps of the task from this one on, where that is known better than before
 
 
 class EpochAhead(NamedTuple):

@@ -192,6 +192,9 @@ class Scheduler:
     def _batch_ready(self, event: BatchReady) -> None:
         task = self._tasks[event.task]
         task.next_batch = event
+        if event.num_left is not None:  # counted from the step that is in progress
+            in_progress = bool(task.chain) and task.batch.training
+            task.added = task.added._replace(num_steps=task.num_steps_done + in_progress + event.num_left)
         self._advance(task)
 
     def _data_ended(self, event: DataEnded | DataFailed) -> None:

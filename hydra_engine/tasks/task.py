@@ -222,7 +222,8 @@ class ModelTask:
         self.unpack = unpack if unpack is not None else unpack_pair
         self.split: Split = split if split is not None else partial(split_batch, loss_reduction=loss_reduction)
         self.splits_by_user = split is not None or callable(loss_reduction)  # the default one calls that
-        self.validation = validation
+        # One that keeps its place would go on where another evaluation, or task, was left.
+        self.validation = validation.plain if isinstance(validation, AdaptiveDataLoader) else validation
         self.validation_interval = validation_interval
         self.metrics = dict(metrics or {})
         self.keep_best = keep_best

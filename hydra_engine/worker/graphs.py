@@ -180,7 +180,7 @@ class GradientSums:
             gradients = [(index, self._structure.parameters[index].grad) for index in self._shard.owned]
         found: list[list[Tensor]] = [[] for _ in range(self._groups.number)]
         for index, gradient in gradients:
-            if gradient is not None:
+            if gradient is not None and index in self._groups.of:
                 found[self._groups.of[index]].append(gradient)
         return torch.stack([square_norms(each).to(self._structure.device, torch.float32) for each in found])
 

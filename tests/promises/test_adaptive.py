@@ -440,7 +440,7 @@ def test_each_sample_comes_once_in_a_pass_whatever_the_batch_does(drop_last):
         assert len(set(now)) == len(now), "a sample came twice in a pass"
     for each in passes:
         assert len(each) == 53 if not drop_last else len(each) > 53 - INITIAL
-    worth = epochs * (53 // INITIAL if drop_last else 53 / INITIAL)
+    worth = epochs * 53 / INITIAL
     last = found[-1]
     assert last.progress < worth <= last.progress + last.gain + 1e-6
     progress = 0.0

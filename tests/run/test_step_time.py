@@ -69,18 +69,24 @@ class Clock:
         return StepClock(self.trace, task, RATE, RATE)
 
 
-def test_a_clock_times_from_batch_to_batch(monkeypatch):
+def test_a_clock_times_from_a_steps_begin(monkeypatch):
     clock = Clock(monkeypatch)
     clock.work("a", COMPUTE, 5.0)  # before the first batch
     steps = clock.of("a")
     steps.begin()
     clock.work("a", LOAD, 1.0)
     clock.work("a", COMPUTE, 2.0)
-    steps.begin()  # of the batch that was read meanwhile: it does not count anew
     clock.time_s += 0.5  # its commit
     assert steps.end() == (3.5, 2.0, 1.0)
+    clock.time_s += 60.0  # callbacks
+    steps.begin()
     clock.work("a", LOAD, 0.25)
     assert steps.end() == (0.25, 0.0, 0.25)
+    steps.begin()
+    clock.work("a", COMPUTE, 9.0)
+    steps.begin()  # again: memory ran short
+    clock.work("a", COMPUTE, 2.0)
+    assert steps.end() == (2.0, 2.0, 0.0)
 
 
 def test_a_clock_takes_no_other_task_for_its_own(monkeypatch):
@@ -115,6 +121,7 @@ def test_a_step_over_several_devices_is_charged_by_the_device(monkeypatch):
     clock.work("a", LOAD, 1.0, takes=False)
     clock.work("a", COMPUTE, 2.0)
     assert alone.end(num_devices=2) == (2.0, 2.0, 0.5)
+    alone.begin()
     clock.work("b", COMPUTE, 1.0, takes=False)
     clock.work("b", COMPUTE, 1.0, takes=False)
     clock.work("a", COMPUTE, 2.0, takes=False)
