@@ -21,7 +21,7 @@ PRIOR = 1e-6  # weight of the starting point: it decides only what the observati
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputParameters:
-    """What a step's seconds are made of. All are at least 0, and gamma at least 1.
+    """The parts of a step's seconds. All are at least 0, and gamma at least 1.
 
     a_c, b_c: seconds of one pass (forward and backward of a micro-batch), and seconds more per sample.
     a_n, b_n: seconds to exchange gradients between nodes, and seconds more per device after the second.

@@ -19,6 +19,8 @@ from partitioners.boundary import Boundary
 
 # The largest micro-batch is looked for until one that does not fit is no more than this many times as large.
 NEAR = 1.06
+# Where it cannot be counted, a micro-batch is at most so many times as large as the one that was rehearsed.
+UNCOUNTED = 8
 
 
 class Room(NamedTuple):
@@ -157,15 +159,21 @@ def _make_room(
 def largest_micro_batch(state: TaskState, batch: Batch, room: Room, most: int) -> int:
     """Return the most samples, up to `most`, of a micro-batch that fits the devices as the task is cut.
 
-    Counted on fake tensors, to within a few percent; at least those of the batch, whose step was rehearsed.
+    Counted on fake tensors, to within a few percent; at least those of the batch, whose step was rehearsed. If layers
+    or the loss look at values, only a run can tell: then it may be several times as large, and the device says.
     """
     inputs, target, _ = max(batch.micro_batches, key=lambda micro_batch: batch_size(micro_batch[0]))
     size = fitting = batch_size(inputs)
 
+    def count(num_samples: int) -> Sequence[LayerCost] | None:
+        return _count(state, True, *(_of_samples(each, size, num_samples) for each in (inputs, target)))
+
     def fits(num_samples: int) -> bool:
-        costs = _count(state, True, *(_of_samples(each, size, num_samples) for each in (inputs, target)))
+        costs = count(num_samples)
         return costs is not None and not _too_wide(state, costs, 2, room)
 
+    if count(size) is None:
+        return min(most, UNCOUNTED * size)
     too_large = None
     while fitting < most and (too_large is None or too_large > NEAR * fitting):
         tried = min(most, 2 * fitting) if too_large is None else (fitting + too_large) // 2

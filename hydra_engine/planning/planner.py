@@ -381,8 +381,9 @@ class PlannedTask:
         spreads = self.spreading.spreads
         if self.adaptation is None:
             return spreads
-        found = zip(spreads, self.speedups or (1.0,), strict=False)
-        return tuple(spread._replace(speedup=speedup) for spread, speedup in found)
+        known = self.speedups or (1.0,)
+        told = [spread._replace(speedup=speedup) for spread, speedup in zip(spreads, known, strict=False)]
+        return (*told, *spreads[len(told) : self.task.min_devices])
 
     def make_plan(
         self,
@@ -414,6 +415,7 @@ class PlannedTask:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
         if self.adaptation is not None:  # it has as many micro-batches as it has devices
             num_micro_batches = max(num_micro_batches, len(devices))
+            self.speedups = self.adaptation.speedups(len(devices))  # of a task that goes on
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
         beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
@@ -565,6 +567,7 @@ class Planner:
             *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
+            *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
         )
 
     def _adopt(self, found: Rehearsed) -> bool:

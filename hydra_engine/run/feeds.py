@@ -511,7 +511,9 @@ class Joining:
                     return Job(task.feed.answered)
                 task.state.open(self._host_memory)
             with task.planned.reader.calling():
-                return Job(partial(self._was_set_up, task, *self._call_factories(task)))
+                found = self._call_factories(task)
+            self._count_room(task)
+            return Job(partial(self._was_set_up, task, *found))
         except BaseException as error:
             return Job(partial(self._set_up_has_raised, task, error))
 
@@ -538,7 +540,7 @@ class Joining:
         return optimizer, None if num_batches is None else num_batches * planned.task.epochs
 
     def _adapt(self, task: RunningTask, adaptation: Adaptation, optimizer: TaskOptimizer) -> None:
-        """Measure gradients by the optimizer's groups, and bound micro-batches by what fits the devices."""
+        """Measure gradients by the optimizer's groups, and time steps."""
         planned, state, groups = task.planned, task.state, optimizer.optimizer.param_groups
         if not all("lr" in group for group in groups):
             raise ValueError(
@@ -556,7 +558,11 @@ class Joining:
         links = [spec.ceilings() for spec in self._workers.spreading()]
         up, down = min(each.both_up_bytes_per_s for each in links), min(each.both_down_bytes_per_s for each in links)
         task.clock = StepClock(self._common.trace, task.name, up, down)
-        if not planned.task.replay:
+
+    def _count_room(self, task: RunningTask) -> None:
+        """Bound the batches of an adaptive task by what fits the devices and DRAM. No user code, and slow for it."""
+        planned, state, adaptation = task.planned, task.state, task.planned.adaptation
+        if adaptation is not None and not planned.task.replay:
             room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
             sample = planned.reader.sample()
             adaptation.limit(largest_micro_batch(state, sample, room, adaptation.most))

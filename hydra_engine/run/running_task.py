@@ -302,7 +302,7 @@ def charged_s(own: Work, of_all: Work, elapsed_s: float) -> float:
 
 
 class StepClock:
-    """Times the steps of one task; touched by whoever commits them, one after the other."""
+    """Times the steps of one task, by whoever begins and commits them: one after the other."""
 
     def __init__(self, trace: Trace, task: str, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         self._trace, self._task = trace, task

@@ -134,3 +134,26 @@ def test_what_is_led_by_nobody_stays_so_after_a_run(most):
     trained(task(data))
     assert data.guide is None
     assert data.cut is None
+
+
+def test_a_loss_that_looks_at_its_value_leaves_micro_batches_room():
+    def watched(output, target):
+        loss = F.cross_entropy(output, target)
+        if float(loss.detach()) > 1e9:
+            raise RuntimeError("diverged")
+        return loss
+
+    data = loader(samples(400), batch_size=8, most=400)
+    found = trained(ModelTask(model(), watched, data, lr=0.1, name="t", seed=1, epochs=4), memory="64MiB")["t"].adaptive
+    assert all(each.micro_batches <= 400 // 32 + 1 for each in found)
+
+
+def test_min_devices_hold_from_the_first_step():
+    steps = ModelOrchestrator([task(loader(), min_devices=2)], devices=[EmulatedDevice("4MiB") for _ in range(2)])
+    steps.verbose = 0
+    steps.train_models().raise_failures()
+    assert {each.devices for each in steps.report.tasks["t"].adaptive[1:]} == {2}
+
+
+def test_counting_what_fits_is_no_part_of_a_loaders_time():
+    assert trained(task(loader(), loader_timeout_s=5.0))["t"].status == "finished"

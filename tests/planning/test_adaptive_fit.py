@@ -160,11 +160,11 @@ class OnlyARunTells(nn.Module):
         return x * torch.ones(number, 16).mean()
 
 
-def test_where_only_a_run_tells_micro_batches_stay_as_large_as_the_first():
+def test_where_only_a_run_tells_micro_batches_may_be_eight_times_the_first():
     model = network()
     model[1] = OnlyARunTells()
     run = Watched(task_of(model=model), "128KiB")
-    assert run.limit == INITIAL // 2
+    assert run.limit == 8 * INITIAL // 2
     assert all(each.micro_batch <= INITIAL // 2 for each in run.choices)
 
 
