@@ -53,13 +53,13 @@ def mlp(width=512, depth=6):
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
-def vectors(number=4096):
+def vectors(number=16384):
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(number, 64, generator=generator)
     return TensorDataset(inputs, inputs[:, :10].argmax(1))
 
 
-def texts(number=1024, length=64):
+def texts(number=4096, length=64):
     [(tokens, following)] = token_batches(1, number, length)
     return TensorDataset(tokens, following.view(number, length))
 
