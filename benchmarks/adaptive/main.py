@@ -7,6 +7,7 @@ python benchmarks/adaptive/main.py loss --seeds 3   # time to a validation loss,
 """
 
 import argparse
+import math
 import sys
 import time
 from functools import partial
@@ -232,15 +233,13 @@ def loss(args):
             for adapts in (False, True):
                 races[adapts].append(adaptive_digits.race(workload, adapts=adapts, seed=seed))
         for adapts, found in races.items():
-            seconds = [float("inf") if each.seconds is None else each.seconds for each in found]
+            seconds = [each.seconds or math.inf for each in found]
             by_seed = " ".join(f"{each:.1f}" for each in seconds)
             steps = int(median(each.num_steps for each in found))
             print(f"{name:16} {'adaptive' if adapts else 'fixed':8} {median(seconds):6.1f} s {steps:6}   {by_seed}")
-        ratios = [
-            fixed.seconds / ours.seconds
-            for fixed, ours in zip(*races.values(), strict=True)
-            if fixed.seconds and ours.seconds
-        ]
+        # A seed that never gets there counts as infinitely slow, whichever way it was trained.
+        times = [[each.seconds or math.inf for each in found] for found in races.values()]
+        ratios = [0.0 if ours == math.inf else fixed / ours for fixed, ours in zip(*times, strict=True)]
         sizes = [choice.batch_size for each in races[True] for choice in each.choices]
         print(f"{name:16} fixed / adaptive {median(ratios):.2f}; batches from {min(sizes)} to {max(sizes)}")
     return True

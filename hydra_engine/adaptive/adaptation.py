@@ -375,7 +375,8 @@ class Adaptation:
             return _Held(step, devices, self._first(devices, step))
         current = held.choice if held is not None and held.devices == devices else None
         found = self._optimized(goodput, devices, current) or self._first(devices, 0)
-        self._held = _Held(step, devices, found, True, self._desired(goodput, max(devices, max_devices)))
+        desired = self._desired(goodput, max(devices, max_devices))
+        self._held = _Held(step, devices, found, found.goodput > 0, desired)
         return self._held
 
     def _first(self, devices: int, step: int) -> Choice:
