@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from partitioners.reach import Shared
+
 
 def fingerprint(part: Any) -> Any:
     """Return a hashable value that two layers share only if they hold the same types, shapes and settings.
@@ -36,6 +38,8 @@ def fingerprint(part: Any) -> Any:
             return (type(value), frozenset(map(of, value)))
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
             return (type(value), value)
+        if isinstance(value, Shared):
+            return (type(value),)  # what it stands for, its holder says in plain attributes
         return ("object", id(value))
 
     return of(part)

@@ -19,9 +19,18 @@ from torch.utils.hooks import RemovableHandle
 from partitioners.skips import Skips
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+
+
+class Shared:
+    """What copies of a layer share, and nobody looks into: it holds no tensor that a layer computes with."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none; a
 # handle leads to hooks that their module leads to as well.
-_ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, RemovableHandle)
+_ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, Shared, RemovableHandle)
 _NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
 # In the path to a value that an object or closure shares with others: of its class, or of its globals.
 CLASS, GLOBALS = "__class__", "__globals__"

@@ -16,6 +16,7 @@ ROOMS = (
     "system",
     "elastic",
     "adaptive",
+    "capture",
     "schedule",
     "tasks",
     "data",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.capture import Segment
 from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
 from hydra_engine.host.bound_copy import LayerFault, Layers, Registered
 from partitioners.boundary import extent, extent_bytes
@@ -140,12 +141,16 @@ class ModelLayout:
         *,
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
+        order: Iterable[nn.Parameter] = (),
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
+
+        order: all parameters in the order in which an optimizer takes them, if that is not the layers'.
 
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
         """
         self._alignment_bytes = alignment_bytes
+        self._order = {id(parameter): k for k, parameter in enumerate(order)}
         self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
@@ -207,7 +212,8 @@ class ModelLayout:
 
     def _full_name(self, layer: int, path: str, attribute: str) -> str:
         """Name of an attribute as a state dict of the model has it."""
-        return ".".join(filter(None, (self.names[layer], path, attribute)))
+        name = "" if isinstance(self.layers[layer], Segment) else self.names[layer]  # it has the model's own within
+        return ".".join(filter(None, (name, path, attribute)))
 
     @cached_property
     def originals(self) -> Layers:
@@ -268,7 +274,8 @@ class ModelLayout:
 
     def trainable_slots(self) -> list[Slot]:
         """Trainable parameters, in the order of `model.parameters()`."""
-        return [slot for slot in self.slots if slot.trainable]
+        slots = [slot for slot in self.slots if slot.trainable]
+        return sorted(slots, key=lambda slot: self._order.get(id(slot.parameter), 0))
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""

@@ -43,7 +43,8 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     trains = task.purpose is Purpose.TRAIN
-    return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes)
+    order = task.model.parameters() if task.model.is_converted else ()
+    return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes, order=order)
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from hydra_engine.tasks import Model
+
 try:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -125,7 +127,7 @@ MODELS = {
 }
 
 
-def sequential(model: PreTrainedModel | nn.Module) -> nn.Sequential:
+def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Sequential:
     """The model as an `nn.Sequential`: embeddings, each block, the final norm, the head.
 
     The layers share the model's modules and Parameter objects, tied ones included, so what the engine trains is in the
@@ -134,6 +136,8 @@ def sequential(model: PreTrainedModel | nn.Module) -> nn.Sequential:
     layer, an average of the weights, say, goes into the model by `layers.load_state_dict`.
 
     model: an instance of a class in `MODELS`, or a `PeftModel` around one; on the CPU, or on meta to plan with.
+    example: a batch as the model takes it, a dict, say. With it any other model becomes layers as well, by its own
+        forward (`hydra_engine.Model`); these return what the model does, in place of logits alone.
 
     The layers take a tensor of token ids (B, S), of pixel values (B, C, height, width) for ViT, or a dict as tokenizers
     make it: `input_ids`, and where the model knows them `attention_mask`, `position_ids`, `token_type_ids`
@@ -148,9 +152,14 @@ def sequential(model: PreTrainedModel | nn.Module) -> nn.Sequential:
     """
     inner: Any = _without_peft(model)
     entry = MODELS.get(type(inner).__name__)
-    if entry is None or not type(inner).__module__.startswith("transformers.models."):
+    is_known = entry is not None and type(inner).__module__.startswith("transformers.models.")
+    if example is not None and not is_known:
+        return Model(model, example=example)
+    if entry is None or not is_known:
         raise _refusal(
-            inner, f"known: {', '.join(MODELS)}", "give one of those, or the model's layers as an nn.Sequential"
+            inner,
+            f"known: {', '.join(MODELS)}",
+            "give example=, a batch as the model takes it, by which its own forward becomes layers",
         )
     base = getattr(inner, entry.base) if entry.base else inner
     blocks = list(attrgetter(entry.family.blocks)(base))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
+from hydra_engine.capture import Branch, layers_of
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -35,7 +36,7 @@ from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.keep import choose_kept, kept_bytes, least_step_s
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
-from hydra_engine.planning.same_model import check_own_forward
+from hydra_engine.planning.same_model import check_converted, check_own_forward
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
@@ -352,6 +353,8 @@ class PlannedTask:
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
+        if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
+            self._convert()
         self.layout = layout_of(task, alignment_bytes)
         self.frozen = FrozenBlocks() if frozen is None else frozen
         self.frozen.plan(self.layout)
@@ -365,6 +368,30 @@ class PlannedTask:
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
         self._most_devices = 1  # that a step's spreading was predicted for
+
+    def _is_chain(self, alignment_bytes: int) -> bool:
+        """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
+        layout = layout_of(self.task, alignment_bytes)
+        training = self.task.purpose is Purpose.TRAIN
+        try:
+            check_own_forward(self.task.model, layout, self.reader.sample_inputs, training=training)
+        except LayerFault:
+            return False
+        try:
+            layers_of(self.task.model.source, self.reader.sample_inputs)
+        except Branch as error:  # for another batch it may be another chain
+            raise ValueError(f"{self.name}: {error}") from error
+        except Exception:  # its children run as they are: nobody has to follow what they do
+            pass
+        return True
+
+    def _convert(self) -> None:
+        """Make layers of the model by the first batch, which the reader keeps for the first step."""
+        try:
+            self.task.model.convert(self.reader.sample_inputs)
+        except Exception as error:  # of user code, too: its errors name no task
+            noted(error, f"task {self.name}, as its model was made into layers by its first batch")
+            raise
 
     @property
     def stopping(self) -> StopTask | PauseTask | None:
@@ -520,9 +547,11 @@ class Planner:
             return replace(self._as_plan(number), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
             self._estimate.rates(device)  # layers are not timed there, but counted against them
-        if task.model.has_own_forward:
-            for training in (True, False) if self._validates else (self._trains,):
-                check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=training)
+        for training in (True, False) if self._validates else (self._trains,):
+            if task.model.is_converted:
+                check_converted(task.model, self._planned.reader.sample_inputs, training=training)
+            elif task.model.has_own_forward and not training:  # otherwise seen when it was made
+                check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=False)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps

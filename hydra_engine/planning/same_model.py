@@ -1,4 +1,4 @@
-"""Checks that a module's own `forward` is its children in order, and nothing else."""
+"""Checks that a module's own `forward` computes what its layers do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data import Stream, capture, copy_of, installed
+from hydra_engine.capture import called_with, without_caches
+from hydra_engine.data import Stream, capture, copy_of, identical, installed
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
 
@@ -121,6 +122,71 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     if not _is_same(out, trail.value):
         last = f"layer {trail.names[-1]!r} (index {len(trail.names) - 1})" if trail.names else "its last layer"
         raise _refusal(f"changes the value that {last} returned")
+
+
+def check_converted(model: Model, inputs: Any, *, training: bool = True) -> None:
+    """Run a converted module's own forward and its layers on a sample, from one random state, and compare their bits.
+
+    Both run on the model's own weights, of which no copy is made; buffers, attributes and modes are put back. A model
+    on meta has no bits. Raises LayerFault with the first output that differs.
+    """
+    source = model.source
+    if any(each.device.type == "meta" for each in (*source.parameters(), *source.buffers())):
+        return
+    modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
+    attributes = [(module, dict(vars(module))) for module in modules]
+    # Hooks, buffers: a forward that is the model's first may add some.
+    held = [(value, dict(value)) for _, named in attributes for value in named.values() if isinstance(value, dict)]
+    buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
+    stream = capture()
+
+    def run(forward: Callable[..., Any]) -> Any:
+        args, kwargs = called_with(pytree.tree_map_only(Tensor, copy_of, inputs))
+        try:
+            with torch.no_grad(), installed(Stream(stream)):
+                return forward(args, kwargs)
+        finally:
+            for module, before in attributes:
+                vars(module).clear()
+                vars(module).update(before)
+            for value, entries in held:
+                value.clear()
+                value.update(entries)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source.train(training if not training else source.training)
+        return without_caches(source(*args, **kwargs))
+
+    def layers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = kwargs or (args if isinstance(inputs, tuple) else args[0])
+        for layer in model:
+            if not training:
+                layer.eval()
+            value = layer(value)
+        return value
+
+    expected, found = pytree.tree_leaves(run(own)), pytree.tree_leaves(run(layers))
+    for k, (a, b) in enumerate(zip(expected, found, strict=False)):
+        is_same = identical(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        if not is_same:
+            raise LayerFault(
+                f"the layers that the model's own forward was made into give another output {k} than the forward "
+                f"itself ({'training' if training else 'evaluation'} mode, {_difference(a, b)}): it does what its "
+                f"recorded calls do not show; give the model as an nn.Sequential of its layers"
+            )
+    if len(expected) != len(found):
+        raise LayerFault(
+            f"the layers that the model's own forward was made into give {len(found)} outputs, and the forward itself "
+            f"{len(expected)}; give the model as an nn.Sequential of its layers"
+        )
+
+
+def _difference(a: Any, b: Any) -> str:
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+        return f"by up to {(a.double() - b.double()).abs().max().item():.3g}"
+    return f"{getattr(a, 'shape', a)} and {getattr(b, 'shape', b)}"
 
 
 def _refusal(what: str) -> LayerFault:

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from hydra_engine.capture import layers_of
 
 
 class Model(nn.Sequential):
     """An `nn.Sequential` that shares the layers of `x`.
 
-    `x` is an `nn.Sequential`, a list of layers, or a module whose children run in order, each on what the one before
-    returned. `generate()` runs such a module once to see that its own `forward` is no more than that.
+    x: an `nn.Sequential`, a list of layers, or any module. A module with a forward of its own becomes layers by itself:
+    its forward is run once without computing, and cut between the calls that it makes. That it gives the same bits is
+    checked before it trains.
+
+    example: what the module's forward takes, as batches then give it: a tensor, a tuple of positional or a dict of
+    keyword arguments. Its values matter only where the forward decides something by them. Without an example, the
+    first batch of the task serves; where the module's children run in order, each on what the one before returned,
+    these are then its layers.
+
+    The parameters are the module's own, with the names that they have there, also in `state_dict()`. Raises ValueError
+    with the line of the forward that stands in the way of making layers, and TypeError for what is no module.
     """
 
-    def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]) -> None:
+    source: Any  # the module that the layers come from; None where they came as they are
+    is_converted: bool  # the layers were made of a forward of the module's own
+    is_pending: bool  # it has no layers yet
+
+    def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], example: Any = None) -> None:
         super().__init__()
+        # Kept out of _modules: it must not appear in state_dict() or children().
+        object.__setattr__(self, "source", x if isinstance(x, nn.Module) else None)
+        self._set(is_converted=False, is_pending=False)
+        if isinstance(x, Model) and x.is_converted:
+            self._modules.update(x._modules)
+            object.__setattr__(self, "source", x.source)
+            self._set(is_converted=True, is_pending=x.is_pending)
+            return
+        if isinstance(x, nn.Module) and _has_own_forward(x):
+            _check_no_hooks(x)
+            if example is not None:
+                self.convert(example)
+                return
+            if not _may_be_chain(x):
+                self._set(is_converted=True, is_pending=True)
+                return
         # Not named_children(), which leaves out the second place of a module that runs twice.
         if isinstance(x, nn.Module):
             layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
@@ -38,16 +70,55 @@ class Model(nn.Sequential):
                     f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
                     f"move it into one of its children"
                 )
-        if source._forward_hooks or source._forward_pre_hooks or source._backward_hooks:
-            raise ValueError(
-                f"the model ({type(x).__name__}) has hooks of its own, which running its layers would not call; "
-                f"register them on its layers"
-            )
+        _check_no_hooks(source)
         if not layers:
             raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
         self._modules.update(layers)
-        # Kept out of _modules: it must not appear in state_dict() or children().
-        object.__setattr__(self, "source", x if isinstance(x, nn.Module) else None)
+
+    def convert(self, inputs: Any) -> None:
+        """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
+        layers = layers_of(self.source, inputs)
+        self._modules.clear()
+        self._modules.update((str(k), layer) for k, layer in enumerate(layers))
+        self._set(is_converted=True, is_pending=False)
+
+    def _set(self, *, is_converted: bool, is_pending: bool) -> None:
+        # Not as attributes of a module, which would be compared with those of the copies that devices have.
+        object.__setattr__(self, "is_converted", is_converted)
+        object.__setattr__(self, "is_pending", is_pending)
+
+    def train(self, mode: bool = True) -> Model:
+        """Set the mode of all layers; of converted ones, by that of the module that they come from."""
+        if self.is_converted:
+            self.source.train(mode)
+            self.training = mode
+            return self
+        super().train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters, of a converted module by the names and in the order that they have there."""
+        named = self.source.named_parameters if self.is_converted else super().named_parameters
+        return named(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers, of a converted module by the names and in the order that they have there."""
+        named = self.source.named_buffers if self.is_converted else super().named_buffers
+        return named(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # overloaded there
+        """Return the weights; of a converted module, its own state dict."""
+        own = self.source.state_dict if self.is_converted else super().state_dict
+        return own(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Take in weights; those of a converted module by its own names."""
+        own = self.source.load_state_dict if self.is_converted else super().load_state_dict
+        return own(*args, **kwargs)
 
     @property
     def has_own_forward(self) -> bool:
@@ -55,7 +126,26 @@ class Model(nn.Sequential):
         source: nn.Module | None = self.__dict__["source"]
         if isinstance(source, Model):
             return source.has_own_forward
-        return source is not None and type(source).forward is not nn.Sequential.forward
+        return source is not None and not self.is_converted and type(source).forward is not nn.Sequential.forward
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward not in (nn.Sequential.forward, nn.Module.forward)
+
+
+def _may_be_chain(module: nn.Module) -> bool:
+    """Return True if a module holds nothing but children that can be called."""
+    children = [child for child in module._modules.values() if child is not None]
+    is_bare = not (module._parameters or module._buffers)
+    return bool(children) and is_bare and all(map(_can_be_called, children))
+
+
+def _check_no_hooks(model: nn.Module) -> None:
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        raise ValueError(
+            f"the model ({type(model).__name__}) has hooks of its own, which running its layers would not call; "
+            f"register them on its layers"
+        )
 
 
 def _can_be_called(layer: nn.Module) -> bool:

@@ -496,7 +496,7 @@ def pruned():
 
 
 REFUSED = {
-    "mixture of experts": (mixture_of_experts, r"MixtralForCausalLM; known: GPT2Model, .*; give one of those"),
+    "mixture of experts": (mixture_of_experts, r"MixtralForCausalLM; known: GPT2Model, .*; give example="),
     "encoder and decoder": (encoder_and_decoder, r"T5ForConditionalGeneration; known: .*BertForMaskedLM"),
     "own class": (LlamaForCausalLM, r"LlamaForCausalLM; known: "),
     "gradient checkpointing": (checkpointed, r"LlamaForCausalLM; it has gradient checkpointing; remove it with"),
@@ -685,3 +685,20 @@ def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
     assert [cost.param_bytes for cost in counted] == [cost.param_bytes for cost in run]
     assert [cost.peak_bytes for cost in counted] == [cost.peak_bytes for cost in run]
     assert [cost.output_bytes for cost in counted] == [cost.output_bytes for cost in run]
+
+
+def test_any_other_model_becomes_layers_by_an_example():
+    config = transformers.OPTConfig(
+        vocab_size=40,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+    )
+    model = transformers.OPTForCausalLM(config).eval()
+    ids = torch.randint(0, 40, (2, 7))
+    layers = sequential(model, example={"input_ids": ids})
+    assert torch.equal(layers({"input_ids": ids}).logits, model(input_ids=ids).logits)
+    assert [*layers.state_dict()] == [*model.state_dict()]

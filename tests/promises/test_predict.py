@@ -457,8 +457,6 @@ def test_mistakes_are_found_before_the_first_output_is_asked_for():
         orchestra.predict(dense(), inputs_of(4), unpack=0)
     with pytest.raises(ValueError, match="precision: 'float8', known: 'float32'"):
         orchestra.predict(dense(), inputs_of(4), precision="float8")
-    with pytest.raises(ValueError, match=r"runs layer 'b' .* where 'a' comes next"):
-        orchestra.predict(Backwards(), inputs_of(4))
     with pytest.raises(TypeError, match="layer 0 of the model is a int"):
         orchestra.predict([3], inputs_of(4))
 
@@ -470,15 +468,6 @@ class Gives(nn.Module):
 
     def forward(self, x):
         return self.value
-
-
-class Backwards(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.a(self.b(x))
 
 
 def test_ctrl_c_ends_it():

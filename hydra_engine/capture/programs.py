@@ -1,0 +1,393 @@
+"""The programs of a model: what its forward runs as, for each form of its inputs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hydra_engine.capture.cuts import Lives, choose_cuts
+from hydra_engine.capture.piece import Piece
+from hydra_engine.capture.shadow import Shadow
+from hydra_engine.capture.tape import HERE, Answers, Asked, Call, Constant, Held, Site, Tape, Unknown, Value, name_of
+from partitioners.reach import Shared
+
+# A number that the forward draws and compares: what holds for both ends of its range holds for it.
+_ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
+_RANDOM_NUMBERS = (torch.rand, torch.rand_like)
+_ASKS = "asks for"
+# Entries of the outputs of language models.
+_CACHES = frozenset(("past_key_values", "cache_params"))
+# A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
+MOST_KEPT = 0.8
+
+
+class Branch(ValueError):
+    """The model's own forward decides by a value that it has computed."""
+
+
+class Form(NamedTuple):
+    """All that decides what a forward runs, but for values."""
+
+    spec: str
+    leaves: tuple[Any, ...]
+    flags: tuple[bool, ...]  # of each module: is it in training mode?
+    place: str
+    narrow: torch.dtype | None  # what parameters are cast to
+
+
+class Program:
+    """What the forward runs on inputs of one form, cut into pieces."""
+
+    def __init__(self, name: str, pieces: Sequence[Piece], output: Any, spec: Any) -> None:
+        self.name = name
+        self.pieces = tuple(pieces)
+        self._output = output
+        self._spec = spec
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """Return what the forward returns, around the values that the last piece gave."""
+        leaves = [values[leaf.number] if isinstance(leaf, Value) else leaf for leaf in self._output]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+@dataclass
+class _Node:
+    """What has been asked of batches of one form, and which program each answer led to."""
+
+    asked: Asked | None = None
+    program: Program | None = None
+    children: dict[str, _Node] = field(default_factory=dict)
+
+
+class Programs(Shared):
+    """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises TypeError for a model that cannot be copied."""
+        self.model = model
+        self._lock = threading.RLock()
+        self._named = dict(model.named_modules())
+        self._kept: set[str] = set()
+        self._left: Any = None  # what forwards have left in attributes of the shadow's modules
+        self._roots: dict[Form, _Node] = {}
+        self._by_name: dict[str, Program] = {}
+        self._cuts: list[Site] | None = None
+        self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
+        self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
+        self._weights = _Weights(model)
+        self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+        self.is_settled = False  # its layers are made, and hold what they hold
+        self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
+
+    def named(self, name: str) -> Program:
+        return self._by_name[name]
+
+    def flags(self, forced: bool | None) -> tuple[bool, ...]:
+        """Return which modules are in training mode; `forced`: all, or none."""
+        flags = tuple([module.training for module in self._named.values()])
+        return flags if forced is None or forced == flags[0] else (forced,) * len(flags)
+
+    def find(
+        self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None
+    ) -> tuple[Program, list[Tensor]]:
+        """Return the program for a batch, which is recorded if it is the first of its form, and the batch's tensors.
+
+        Raises ValueError for a batch for which the forward cannot be cut as it was for the first one.
+        """
+        form, batch, here = self._look(inputs, flags, narrow)
+        tensors = batch.tensors
+        node = self._roots.get(form)
+        while node is not None and node.program is None:
+            assert node.asked is not None
+            answer = batch.answer(node.asked)
+            node = node.children.get(repr(answer)) if answer is not _ANY else next(iter(node.children.values()), None)
+        if node is not None and node.program is not None:
+            return node.program, tensors
+        with self._lock, _disable_current_modes():
+            return self._recorded(form, inputs, batch, here), tensors
+
+    def _look(
+        self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None
+    ) -> tuple[Form, _Batch, torch.device]:
+        leaves, spec = pytree.tree_flatten(inputs)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        here = tensors[0].device if tensors else torch.device("cpu")
+        here = torch.device("cpu") if here.type == "meta" else here
+        return Form(str(spec), tuple(map(_form, leaves)), flags, here.type, narrow), _Batch(tensors, self._usual), here
+
+    def narrow(self, held: nn.Module) -> torch.dtype | None:
+        """Return what the parameters of a device's copy of a layer were cast to."""
+        for name, parameter in held.named_parameters():
+            if parameter.dtype != self._dtypes.get(name, parameter.dtype):
+                return parameter.dtype
+        return None
+
+    def foresee(self, inputs: Any, flags: tuple[bool, ...]) -> None:
+        """Note where the forward may be cut in another mode than the first batch's: there it is cut as well."""
+        form, batch, here = self._look(inputs, flags)
+        tape, numbers, output, _ = self._record(form, inputs, batch, here)
+        lives = Lives(tape.calls, numbers, [leaf.number for leaf in output if isinstance(leaf, Value)])
+        entangled = lives.entangled(tape.calls, tape.storage)
+        self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
+
+    def _recorded(self, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> Program:
+        tape, numbers, output, spec = self._record(form, inputs, batch, here)
+        _check_output(output)
+        program = self._cut(tape, numbers, output, spec)
+        node = self._roots.setdefault(form, _Node())
+        for asked, answer in batch.asked:
+            node.asked = asked
+            node = node.children.setdefault(repr(answer), _Node())
+        node.program = program
+        if not self._usual:
+            self._usual.extend(answer for _, answer in batch.asked)
+        return program
+
+    def _record(self, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+        while True:
+            # A new one each time: the first forward of a model may add hooks to it.
+            shadow = Shadow(self.model, form.narrow)
+            try:
+                recorded = self._run(shadow, form, inputs, batch, here)
+                changed, now = shadow.changed()
+                if changed is not None:
+                    self._check_left(shadow, changed, now, recorded, (form, inputs, batch, here))
+                return recorded
+            except Unknown as unknown:
+                self._keep(unknown)
+
+    def _run(self, shadow: Shadow, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+        """Run the shadow's forward, and record it."""
+        batch.asked.clear()
+        tape = Tape(shadow, here, frozenset(self._kept), batch)
+        args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, inputs))
+        numbers = list(range(tape.num_values))
+        shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
+        shadow.recorder = tape
+        try:
+            with tape.recording():
+                out = without_caches(shadow.model(*args, **kwargs))
+            leaves, spec = pytree.tree_flatten(out)
+            output = [tape.described(each) if isinstance(each, Tensor) else each for each in leaves]
+            tape.drop_unused([each.number for each in output if isinstance(each, Value)])
+            return _Recorded(tape, numbers, output, spec)
+        finally:
+            shadow.recorder = None
+
+    def _check_left(self, shadow: Shadow, path: str, now: Any, recorded: _Recorded, run: tuple[Any, ...]) -> None:
+        """Raise `Unknown` if what a forward leaves in attributes matters to the next, whatever batches came before."""
+        why = Unknown(path, f"{type(self._named[path]).__name__}.forward", "changes what its next call depends on")
+        if now is None:
+            raise why
+        shadow.put(now if self._left is None else self._left)
+        if self._run(shadow, *run).text() != recorded.text():
+            raise why
+        self._left = shadow.changed()[1]
+
+    def _keep(self, unknown: Unknown) -> None:
+        """Keep the module that asks as one call, or refuse the model."""
+        path = unknown.frame
+        while path and path in self._kept:
+            path = path.rpartition(".")[0]
+        module = self._named[path]
+        is_split = any(next(child.parameters(), None) is not None for child in module.children())
+        total = self._weights.total
+        if not path or (is_split and self._weights.of(path) > MOST_KEPT * total) or self._cuts is not None:
+            kind = Branch if not path and _ASKS in unknown.why else ValueError
+            raise kind(
+                f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
+                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
+                f"into a module of its own, which is then one layer"
+            )
+        self._kept.add(path)
+
+    def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
+        calls, number = tape.calls, 0
+        returned: list[int] = []
+        for k, leaf in enumerate(output):
+            if isinstance(leaf, (Value, Held, Constant)):
+                if not isinstance(leaf, Value):
+                    raise ValueError(
+                        "the model's own forward returns a parameter, a buffer or a constant as it is, limit: what it "
+                        "computes; clone it"
+                    )
+                returned.append(leaf.number)
+                output[k], number = Value(number), number + 1
+        lives = Lives(calls, inputs, returned)
+        if self._cuts is None:
+            positions = choose_cuts(
+                calls,
+                lives,
+                lambda call: sum(self._weights.of(name) for name in call.held),
+                tape.storage,
+                tape.num_bytes,
+                lambda func: isinstance(func, Held) and isinstance(self._named.get(func.name), nn.Embedding),
+                lambda call: self._sites is None or call.site in self._sites,
+            )
+            self._cuts = [calls[p].site for p in positions]
+            self.holdings = [set() for _ in range(len(positions) + 1)]
+        else:
+            places = {call.site: p for p, call in enumerate(calls)}
+            positions = [places.get(site, -1) for site in self._cuts]
+            if sorted({0, *positions}) != [0, *positions]:
+                lost = next(site for site, p in zip(self._cuts, positions, strict=True) if p < 1)
+                raise ValueError(
+                    f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for "
+                    f"which it calls the same modules in the same order, as far as these begin a layer: {lost.frame} "
+                    f"(after {lost.after}); give Model(module, example=...) a batch that runs all of them"
+                )
+        ends = [0, *positions, len(calls)]
+        pieces = []
+        entering = inputs
+        crossing = lives.crossing(1, len(calls)) if calls else {}
+        for k, (first, last) in enumerate(itertools.pairwise(ends)):
+            leaving = returned if last == len(calls) else sorted(crossing[last])
+            piece = Piece(calls[first:last], entering, leaving, tape.constants)
+            pieces.append(piece)
+            entering = leaving
+            needed = {".".join(path) for path in piece.held}
+            if self.is_settled and not needed <= self.holdings[k]:
+                raise ValueError(
+                    f"the model's own forward uses {', '.join(sorted(needed - self.holdings[k])[:3])} in layer {k} for "
+                    f"this batch, and did not for the first one; give Model(module, example=...) a batch that runs all"
+                )
+            self.holdings[k] |= needed
+        program = Program(f"p{len(self._by_name)}", pieces, output, spec)
+        self._by_name[program.name] = program
+        return program
+
+
+class _Recorded(NamedTuple):
+    """A run of the forward."""
+
+    tape: Tape
+    inputs: list[int]  # numbers of the values that enter it
+    output: list[Any]
+    spec: Any
+
+    def text(self) -> str:
+        """Return what is run, to compare."""
+        return repr([(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls])
+
+
+class _Any:
+    """Stands for an answer that nobody has."""
+
+
+_ANY = _Any()
+
+
+class _Batch(Answers):
+    """Answers what a forward asks from the values of a batch; where it has none, as for the first batch."""
+
+    def __init__(self, tensors: Sequence[Tensor], usual: Sequence[Any]) -> None:
+        self.tensors = list(tensors)
+        self._usual = usual
+        self._has_values = not any(isinstance(each, FakeTensor) or each.device.type == "meta" for each in tensors)
+        self.asked: list[tuple[Asked, Any]] = []
+
+    def answer(self, asked: Asked) -> Any:
+        """Return the answer, or `_ANY` if it is not known and any may do, as long as none is recorded."""
+        extremes = _ENDS_OF_RANGE if any(call.draws for call in asked.calls) else _ENDS_OF_RANGE[:1]
+        answers = [self._computed(asked, extreme) for extreme in extremes]
+        if any(repr(each) != repr(answers[0]) for each in answers):
+            raise Unknown("", asked.line, "asks for a number that it draws, so that chance decides what it runs")
+        return answers[0]
+
+    def recorded(self, asked: Asked) -> Any:
+        """Return the answer for a forward that is being recorded, and note it."""
+        answer = self.answer(asked)
+        if answer is _ANY:
+            k = len(self.asked)
+            answer = self._usual[k] if k < len(self._usual) else False
+        self.asked.append((asked, answer))
+        return answer
+
+    def _computed(self, asked: Asked, extreme: float) -> Any:
+        needs_values = any(call.reads for call in asked.calls) or _reads(asked)
+        if needs_values and not self._has_values:
+            return _ANY
+        known: dict[int, Any] = dict(enumerate(self.tensors))
+        here = self.tensors[0].device if self.tensors else torch.device("cpu")
+        with torch.no_grad():
+            for call in asked.calls:
+                _run(call, known, here, extreme)
+            return asked.func(*_resolved(asked.args, known, here), **_resolved(asked.kwargs, known, here))
+
+
+def _reads(asked: Asked) -> bool:
+    return any(isinstance(each, Value) for each in pytree.tree_leaves((asked.args, asked.kwargs)))
+
+
+def _run(call: Call, known: dict[int, Any], here: torch.device, extreme: float) -> None:
+    found = call.func(*_resolved(call.args, known, here), **_resolved(call.kwargs, known, here))
+    if call.draws:
+        if call.func not in _RANDOM_NUMBERS:
+            raise Unknown("", call.line, "draws what a decision depends on")
+        found = torch.full_like(found, extreme)
+    for ref, value in zip(pytree.tree_leaves(call.result), pytree.tree_leaves(found), strict=True):
+        if isinstance(ref, Value):
+            known[ref.number] = value
+
+
+def _resolved(tree: Any, known: Mapping[int, Any], here: torch.device) -> Any:
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return known[leaf.number]
+        if isinstance(leaf, slice):
+            return slice(*map(of, (leaf.start, leaf.stop, leaf.step)))
+        return here if leaf is HERE else leaf
+
+    return pytree.tree_map(of, tree)
+
+
+class _Weights:
+    """Bytes of parameters by the name of a parameter or of a module that holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._bytes = {name: each.nbytes for name, each in model.named_parameters(remove_duplicate=False)}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._bytes[path] = sum(each.nbytes for each in module.parameters())
+        self.total = self._bytes[""]
+
+    def of(self, name: str) -> int:
+        return self._bytes.get(name, 0)
+
+
+def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a module's forward: a tuple's in order, a dict's by name, anything else alone."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs, {}) if isinstance(inputs, tuple) and not hasattr(inputs, "_fields") else ((inputs,), {})
+
+
+def without_caches(output: Any) -> Any:
+    """Return what a forward gave without what only generates text from it: no loss takes it, and it is large."""
+    if not isinstance(output, dict) or _CACHES.isdisjoint(output):
+        return output
+    return type(output)(**{key: value for key, value in output.items() if key not in _CACHES})
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return type(leaf), repr(leaf)
+
+
+def _check_output(output: Sequence[Any]) -> None:
+    for leaf in output:
+        if isinstance(leaf, (Value, Held, Constant)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
+            continue
+        raise ValueError(
+            f"the model's own forward returns a {type(leaf).__name__}, limit: tensors, numbers, and tuples, lists and "
+            f"dicts of them; return what is in it, or leave it out (use_cache=False)"
+        )

@@ -1,0 +1,108 @@
+"""The layers that a module with a forward of its own is made of."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_engine.capture.programs import Programs
+from partitioners.reach import Shared
+
+
+class _Place(Shared):
+    """Where a layer stands: equal layers of a model differ in nothing else."""
+
+    def __init__(self, programs: Programs, index: int, last: int) -> None:
+        self.programs = programs
+        self.index = index
+        self.last = last
+
+
+class Holder(nn.Module):
+    """Holds parameters, buffers and modules by the names that they have in the model."""
+
+    def add(self, model: nn.Module, name: str) -> None:
+        """Take in what the model has by a name."""
+        path, _, last = name.rpartition(".")
+        owner, holder = model, self
+        for each in path.split(".") if path else ():
+            owner = owner._modules[each]  # type: ignore[assignment]
+            held = holder._modules.get(each)
+            if held is None:
+                held = holder._modules[each] = Holder()
+                held.training = owner.training
+            if not isinstance(held, Holder):
+                return  # it is held as a whole
+            holder = held
+        for kind in ("_modules", "_parameters", "_buffers"):
+            if last in getattr(owner, kind):
+                getattr(holder, kind)[last] = getattr(owner, kind)[last]
+                if kind == "_buffers" and last in owner._non_persistent_buffers_set:
+                    holder._non_persistent_buffers_set.add(last)
+
+
+class Segment(Holder):
+    """One of the layers: it runs what the model's forward does between two cuts.
+
+    The first takes the inputs of the model's forward. Each passes on the name of the program that runs and the values
+    that the layers after it need; what crosses several layers is the same tensor in all of them. The last returns what
+    the model's forward does.
+    """
+
+    def __init__(self, programs: Programs, index: int, last: int, text: str) -> None:
+        super().__init__()
+        self.place = _Place(programs, index, last)
+        self.text = text  # what runs: of equal layers it is equal
+        self.mode: bool | None = None  # as the model's modules are, until train() or eval() of this layer is called
+        if index == 0:
+            self.training = programs.model.training
+
+    def train(self, mode: bool = True) -> Segment:
+        """Set the mode of this layer and of all that it holds."""
+        super().train(mode)
+        self.mode = mode
+        return self
+
+    def forward(self, state: Any) -> Any:
+        place = self.place
+        if place.index == 0:
+            program, values = place.programs.find(state, place.programs.flags(self.mode), place.programs.narrow(self))
+        else:
+            program, values = place.programs.named(state[0]), state[1:]
+        here = next((each.device for each in values if isinstance(each, Tensor)), torch.device("cpu"))
+        found = program.pieces[place.index].run(self, here, values)
+        return program.build(found) if place.index == place.last else (program.name, *found)
+
+    def extra_repr(self) -> str:
+        return f"layer {self.place.index} of {type(self.place.programs.model).__name__}"
+
+
+def layers_of(model: nn.Module, inputs: Any) -> list[Segment]:
+    """Return the layers that a module with a forward of its own is made of, which share its parameters.
+
+    inputs: what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments. Its tensors may lie
+    on meta, and so may the model's. Raises ValueError with the line of the model that stands in the way, TypeError for
+    a model that cannot be copied.
+    """
+    programs = Programs(model)
+    flags = programs.flags(None)
+    other = (not flags[0],) * len(flags)
+    with contextlib.suppress(ValueError):  # a mode that it cannot run in is refused where it is asked for
+        programs.foresee(inputs, other)
+    program, _ = programs.find(inputs, flags)
+    with contextlib.suppress(ValueError):
+        programs.find(inputs, other)
+    last = len(program.pieces) - 1
+    layers = [Segment(programs, k, last, piece.text) for k, piece in enumerate(program.pieces)]
+    for layer, names in zip(layers, programs.holdings, strict=True):
+        for name in sorted(names, key=lambda each: each.count(".")):
+            layer.add(model, name)
+    programs.is_settled = True
+    held = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in held:  # used by no forward; saved with the others
+            layers[-1].add(model, name)
+    return layers

@@ -1,0 +1,1 @@
+"""Modules with a forward of their own, trained as layers and by themselves: the same bits."""

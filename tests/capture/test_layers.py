@@ -1,0 +1,196 @@
+"""A module's own forward as layers: the same bits, gradients and random draws, for each form of a batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hydra_engine import Model
+from hydra_engine.capture import called_with, layers_of
+
+
+def leaves(output):
+    return [each for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, torch.Tensor)]
+
+
+def assert_same(module, *batches):
+    """Outputs, gradients and buffers of the layers are those of the forward, in both modes; returns the layers."""
+    layers = layers_of(module, batches[0])
+    for training in (True, False):
+        for batch in batches:
+            results = []
+            for by_layers in (False, True):
+                net = copy.deepcopy(module).train(training)
+                run = nn.Sequential(*layers_of(net, batches[0])) if by_layers else None
+                args, kwargs = called_with(batch)
+                torch.manual_seed(1)
+                outputs = leaves(run(batch) if run else net(*args, **kwargs))
+                drawn = torch.rand(())
+                sum(each.square().sum() for each in outputs if each.requires_grad).backward()
+                gradients = [each.grad for each in net.parameters()]
+                results.append([*outputs, drawn, *net.buffers(), *gradients])
+            for a, b in zip(*results, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+    return layers
+
+
+class Residual(nn.Module):
+    """In-place activation, a skip connection, functional dropout, a parameter of its own, a flatten."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4 * 36, 5)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.full((4, 1, 1), 0.5))
+
+    def forward(self, x):
+        x = F.relu_(self.norm(self.conv(x)))
+        x = x + F.dropout(self.again(x) * self.scale, 0.3, self.training)
+        return self.head(x.flatten(1))
+
+
+def test_functions_parameters_and_in_place_activations():
+    layers = assert_same(Residual(), torch.randn(2, 3, 6, 6), torch.randn(5, 3, 6, 6))
+    assert len(layers) >= 3
+
+
+class Up(nn.Module):
+    """A U-Net: values of the way down are gotten on the way up."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(c, 4, 3, padding=1) for c in (1, 4, 4))
+        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(2))
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        kept = []
+        for conv in self.down:
+            x = F.relu(conv(x))
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2)
+            x = conv(torch.cat([x, kept.pop()], 1))
+        return {"mask": self.out(x), "size": x.shape[-1]}
+
+
+def test_values_that_skip_layers():
+    assert_same(Up(), torch.randn(2, 1, 16, 16), torch.randn(3, 1, 32, 32))
+
+
+class Masked(nn.Module):
+    """Decides by the values of the batch, as attention does that needs no mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, mask=None, *, twice=False):
+        x = self.embed(ids)
+        if mask is not None and not mask.all():
+            x = x * mask.unsqueeze(-1)
+        for k in range(int(ids.max()) // 8):
+            x = x + k + 1
+        return self.out(x) * (2 if twice else 1)
+
+
+def test_decisions_by_the_values_of_the_batch():
+    ids = torch.tensor([[1, 2, 3]])
+    whole, padded = torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])
+    assert_same(
+        Masked(),
+        {"ids": ids, "mask": whole},
+        {"ids": ids, "mask": padded},
+        {"ids": ids + 5, "mask": whole},
+        {"ids": ids, "twice": True},
+        {"ids": torch.tensor([[1], [8]])},
+    )
+    assert_same(Masked(), (ids, padded), (ids, whole), (ids,))
+
+
+class Gate(nn.Module):
+    """A branch on a value that is computed, within a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else x
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.gates, self.head = nn.Linear(4, 4), nn.ModuleList([Gate(), Gate()]), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for gate in self.gates:
+            x = gate(x)
+        return self.head(x)
+
+
+def test_a_module_with_a_branch_is_one_layer():
+    layers = assert_same(Gated(), torch.randn(3, 4), torch.randn(2, 4))
+    assert len(layers) == 4
+
+
+def test_a_branch_of_the_model_itself_is_refused_with_its_line():
+    with pytest.raises(ValueError, match=r"test_layers.py:\d+: return self.b\(x\) if x.sum\(\) > 0 else x asks for"):
+        Model(Gate(), example=torch.ones(2, 4))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3  # not what autograd would derive
+
+
+class Custom(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
+
+
+def test_a_function_with_a_backward_of_its_own():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.custom, self.b = nn.Linear(4, 4), Custom(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.custom(self.a(x)) + 1)
+
+    assert_same(Net(), torch.randn(3, 4))
+
+
+def test_names_and_parameters_are_the_modules_own():
+    net = Residual()
+    model = Model(net, example=torch.randn(2, 3, 6, 6))
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert all(a is b for a, b in zip(model.parameters(), net.parameters(), strict=True))
+    held = {id(each) for layer in model for each in nn.Module.parameters(layer)}
+    assert held == {id(each) for each in net.parameters()}
+
+
+def test_conversion_changes_nothing_of_the_module():
+    net, state = Residual().eval(), torch.get_rng_state()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    Model(net, example=torch.randn(0, 3, 6, 6))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(module.training for module in net.modules())
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_weights_and_example_on_meta():
+    with torch.device("meta"):
+        net, example = Residual(), torch.empty(2, 3, 6, 6)
+    assert len(Model(net, example=example)) >= 3
