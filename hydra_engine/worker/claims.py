@@ -135,9 +135,9 @@ class Claims:
 
         In the load lane, so not for a unit that waits for it: one whose slabs are all there.
         """
-        if self._residents.evict_slab():
-            return True
-        with self._lock:
+        with self._lock:  # looked at first: whoever lets go meanwhile leaves a slab that can be given up
             granted = [claim for claim in self._at_work if claim.stage is not ClaimStage.ASKED]
             loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
+        if self._residents.evict_slab():
+            return True
         return bool(loaded) and loaded[0].freed.is_kept()

@@ -19,12 +19,14 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.data import memory
 from hydra_engine.data.streams import TaskGenerator
+from hydra_engine.devices import Residents
 from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
 from hydra_engine.errors import DeviceLost
 from hydra_engine.system.files import Disk
 from hydra_engine.tasks.callback import Callback
 from hydra_engine.trace import Trace
+from hydra_engine.worker.claims import Claims
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.devices import test_gpu
@@ -541,8 +543,31 @@ def test_several_tasks_on_two_devices(cuda, double_buffer):
         exact.assert_as_expected(report, name, model, exact.expected(name, **settings[name]))
 
 
+@pytest.fixture(params=[False, True], ids=["", "let go while others look"])
+def let_go_meanwhile(request, monkeypatch):
+    """Has units let go of their slabs just after one was looked for that could be given up."""
+    if not request.param:
+        return
+    at_work, look = [], Residents.evict_slab
+
+    def seen(claims):
+        at_work[:] = claims._at_work
+        return make_room(claims)
+
+    def late(residents):
+        found = look(residents)
+        for claim in [] if found else at_work:
+            if claim.slabs and all(load.slab.is_done for load in list(claim.slabs.values())):
+                claim.freed.is_kept()
+        return found
+
+    make_room = Claims._make_room
+    monkeypatch.setattr(Claims, "_make_room", seen)
+    monkeypatch.setattr(Residents, "evict_slab", late)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices):
+def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_meanwhile):
     def tasks():
         return zip(*(exact.task_of(name, partition="each", epochs=1) for name in ("gpt", "tied")), strict=True)
 
