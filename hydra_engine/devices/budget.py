@@ -295,14 +295,28 @@ class Residents:
             self._found[key] = _Resident(value, num_bytes, WORK, {user: next_use_s})
             return True
 
+    def find(self, key: Hashable) -> Any | None:
+        """Return the value, which may be given up at any moment; None if it is not there."""
+        resident = self._found.get(key)
+        return None if resident is None else resident.value
+
     def take(self, key: Hashable) -> Any | None:
         """Take a value out and give its bytes back: whoever takes it was granted as many before, for its input."""
+        found = self.take_or_pin(key, lambda _: True)
+        return None if found is None else found[0]
+
+    def take_or_pin(self, key: Hashable, is_last: Callable[[Any], bool]) -> tuple[Any, bool] | None:
+        """Take a value out if whoever asks is the last to need it; else it stays, pinned. Also return which it is."""
         with self._ledger.lock:
-            if key not in self._found:
+            resident = self._found.get(key)
+            if resident is None:
                 return None
-            value = self._found[key].value
-            self._drop(key)
-            return value
+            value, is_out = resident.value, is_last(resident.value)
+            if is_out:
+                self._drop(key)
+            else:
+                resident.num_pins += 1
+            return value, is_out
 
     def sweep(self, user: str) -> None:
         """Give up a task's values that nobody will need: of a step that went on elsewhere, say."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
 
 # In the place of a micro-batch: of the whole step.
 WHOLE = -1
+NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class BuffersChanged(RuntimeError):
@@ -161,6 +163,8 @@ class StepStaging:
     def __init__(self) -> None:
         self.given = Given()
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
+        # By the same: which of its tensors lie where they entered a shard further down.
+        self._passed: dict[tuple[int | str, int], Collection[int]] = {}
         self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
         self.serial = 0  # of the step; what is on a device of another one's is of no use
         self.clear()
@@ -215,6 +219,7 @@ class StepStaging:
 
     def take(self, shard: int, m: int) -> Boundary:
         """The boundary that enters a shard, or leaves the last; it is the caller's, and no longer kept here."""
+        self._passed.pop((shard, m), None)
         return self._boundaries.pop((shard, m))
 
     def gradients_of(self, shard: Enters, m: int) -> Sequence[Tensor | None]:
@@ -222,11 +227,28 @@ class StepStaging:
         return self._gradients[shard, m]
 
     def put_boundary(
-        self, shard: int | str, m: int, value: Boundary, copy: Copy, place_for: Place = place_in_dram
+        self,
+        shard: int | str,
+        m: int,
+        value: Boundary,
+        copy: Copy,
+        place_for: Place = place_in_dram,
+        passed: Mapping[int, int] = NONE,
     ) -> None:
-        old = self._boundaries.get((shard, m))
-        places = _stored(old.tensors if old else (), value.tensors, copy, place_for)
-        self._boundaries[shard, m] = value.around([place for place in places if place is not None])
+        """Store what enters a shard, or a skip.
+
+        passed: tensors of it that are, bit for bit, those which entered the shard below, by their number there: they
+        lie in DRAM already, and are not copied again. Nobody may write to these until the step is over.
+        """
+        old, before = self._boundaries.get((shard, m)), self._passed.pop((shard, m), ())
+        places = [None if k in before else place for k, place in enumerate(old.tensors)] if old else []
+        there: dict[int, Tensor] = {}
+        if passed and isinstance(shard, int):
+            below = self.entering(shard - 1, m).tensors
+            there = {k: below[number] for k, number in passed.items()}
+            self._passed[shard, m] = there
+        stored = _stored(places, value.tensors, copy, place_for, there)
+        self._boundaries[shard, m] = value.around([place for place in stored if place is not None])
 
     def put_gradients(
         self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place = place_in_dram
@@ -256,13 +278,21 @@ class StepStaging:
 
 
 def _stored(
-    places: Sequence[Tensor | None], values: Sequence[Tensor | None], copy: Copy, place_for: Place
+    places: Sequence[Tensor | None],
+    values: Sequence[Tensor | None],
+    copy: Copy,
+    place_for: Place,
+    there: Mapping[int, Tensor] = NONE,
 ) -> list[Tensor | None]:
-    """Copy these values to DRAM, each to the old place that it had if it fits there; None stays None."""
+    """Copy these values to DRAM, each to the old place that it had if it fits there; None stays None.
+
+    there: those that lie in DRAM already.
+    """
     stored: list[Tensor | None] = []
-    for old, value in zip(itertools.chain(places, itertools.repeat(None)), values, strict=False):
-        place = None if value is None else _place(old, value, place_for)
-        if place is not None and value is not None:
+    for k, (old, value) in enumerate(zip(itertools.chain(places, itertools.repeat(None)), values, strict=False)):
+        place = there.get(k)
+        if place is None and value is not None:
+            place = _place(old, value, place_for)
             copy(place, value)
         stored.append(place)
     return stored

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
 from hydra_engine.host import BuffersChanged
-from hydra_engine.schedule import FORWARD, Computed, Event, Failed, Stored, Unit
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import Executor, UnitSpec
@@ -30,6 +30,12 @@ from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitO
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
 Entered: TypeAlias = "Sequence[tuple[Tensor, int]]"  # tensors that a forward starts from, with their versions
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    """Return where a tensor lies, and how it is read there."""
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 class Runner:
@@ -115,6 +121,7 @@ class Runner:
         claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
         state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
         layers, is_forward = (claim.shard.first, claim.shard.last), kind == FORWARD
+        has_gradients = kind in (FUSED, BACKWARD)
         spec = UnitSpec(
             kind,
             claim.shard,
@@ -134,9 +141,11 @@ class Runner:
                 if m + 1 < micro_batches.stop:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
-                entered = [(tensor, tensor._version) for tensor in micro.value.tensors] if is_forward else []
+                entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
                 out = running.micro(m, micro)
                 del micro
+                if not has_gradients:
+                    self._note_shared(run, entered, out)
                 if is_forward:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
@@ -256,18 +265,32 @@ class Runner:
 
     # -- what a unit leaves
 
+    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput) -> None:
+        """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
+        if out.value is None:
+            return
+        intact = {_memory(tensor): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
+        found = ((i, intact.get(_memory(tensor))) for i, tensor in enumerate(out.value.tensors))
+        out.passed = {i: k for i, k in found if k is not None}
+        saved, inputs = run.graphs.saved, set()
+        if run.claim.unit.kind == FORWARD:  # of an evaluation no input is kept
+            inputs = {tensor.untyped_storage().data_ptr() for tensor, version in entered if tensor._version == version}
+        out.held = {
+            i
+            for i, tensor in enumerate(out.value.tensors)
+            if (i not in out.passed and tensor.untyped_storage().data_ptr() in inputs)
+            or (saved is not None and saved.holds(tensor))
+        }
+
     def _keep_input(self, run: UnitRun, m: int, entered: Entered, out: MicroOutput) -> None:
         """Leave a forward's input to its backward, where no graph holds it and no layer worked in place on it."""
-        claim, saved = run.claim, run.graphs.saved
-        passed_on = {tensor.untyped_storage().data_ptr() for tensor, _ in entered}
-        out.is_held = any(
-            tensor.untyped_storage().data_ptr() in passed_on or (saved is not None and saved.holds(tensor))
-            for tensor in (() if out.value is None else out.value.tensors)
-        )
-        is_intact = all(tensor._version == version for tensor, version in entered)
-        if entered and is_intact and not run.graphs.granted_bytes:
-            tensors = [tensor for tensor, _ in entered]
-            self._spiller.keep_input(claim.state, claim.shard, m, tensors, is_held=out.is_held)
+        if run.graphs.granted_bytes:
+            return
+        claim, value = run.claim, () if out.value is None else out.value.tensors
+        others = {value[i].untyped_storage().data_ptr() for i in out.held}
+        tensors = [tensor if tensor._version == version else None for tensor, version in entered]
+        held = {k for k, each in enumerate(tensors) if each is not None and each.untyped_storage().data_ptr() in others}
+        self._spiller.keep_values(claim.state, claim.shard, m, tensors, held)
 
     def _emit(self, run: UnitRun, m: int, out: MicroOutput) -> MicroOutput | None:
         """Have a micro-batch's output stored, or return it: the last one goes with what the unit itself leaves."""

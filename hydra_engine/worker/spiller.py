@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,21 +23,27 @@ VALUE, GRADIENT = "value", "gradient"
 LEAST_KEPT_BYTES = 2**12
 
 
-Pairs: TypeAlias = "list[tuple[Tensor, Tensor]]"  # target and source
-
-
-class Copies(NamedTuple):
-    """Copies to be made."""
-
-    loads: Pairs  # across the link
-    on_device: Pairs
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]  # target and source
 
 
 class Arriving(NamedTuple):
-    """An input of one micro-batch, and the copies that are still to be made into it."""
+    """An input of one micro-batch, and the copies across the link that are still to be made into it."""
 
     micro: MicroInput
-    copies: Copies
+    copies: Pairs
+
+
+@dataclass
+class KeptTensor:
+    """A tensor of a boundary that is on the device, too."""
+
+    tensor: Tensor
+    place: Tensor  # in DRAM, by which it is known
+    is_held: bool  # something else on the device has its memory
+    users: Mapping[int, Shard]  # whose units start from it, by their number; replaced, never written to
+
+    def all_users(self) -> Iterable[Shard]:
+        return self.users.values()
 
 
 class Spiller:
@@ -146,13 +153,13 @@ class Spiller:
         gives it to kernels that come after those that read it; of another stream's memory, the next input would be
         copied over what kernels are still to read.
         """
-        staging, j, copies = state.staging, shard.index, Copies([], [])
-        value, key = staging.entering(j, m), (state.name, VALUE, staging.serial, j, m)
-        value = value.around(() if has_graph else self._place_or_find(key, value.tensors, copies))
+        staging, j, copies = state.staging, shard.index, Pairs()
+        value = staging.entering(j, m)
+        value = value.around(() if has_graph else [self._value(state, kind, j, each, copies) for each in value.tensors])
         micro = MicroInput(value=value, random=staging.random[j, m])
 
         def placed_all(value: Boundary) -> Boundary:
-            return value.around([self._place(each, copies.loads) for each in value.tensors])
+            return value.around([self._place(each, copies) for each in value.tensors])
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
@@ -161,17 +168,17 @@ class Spiller:
             micro.loss_scale = None if kind == EVALUATE else state.loss_scale
         elif kind == BACKWARD:
             gradients = staging.gradients_of(j + 1, m)
-            key = (state.name, GRADIENT, staging.serial, j + 1, m)
-            micro.gradients = self._place_or_find(key, gradients, copies)
+            kept = self._residents.take((state.name, GRADIENT, staging.serial, j + 1, m)) if self._residents else None
+            micro.gradients = self._place_all(gradients, copies) if kept is None else kept
             for name in (*shard.arriving, *shard.leaving):
                 if name in shard.above:
                     gradients = staging.gradients_of((name, shard.above[name]), m)
-                    micro.skip_gradients[name] = self._place_all(gradients, copies.loads)
+                    micro.skip_gradients[name] = self._place_all(gradients, copies)
         if kind not in (FORWARD, EVALUATE):
             for slot, above in shard.upper.items():
                 gradient = staging.tied.get((slot, above, m))
                 if gradient is not None:
-                    micro.tied[slot] = self._place(gradient, copies.loads)
+                    micro.tied[slot] = self._place(gradient, copies)
         return Arriving(micro, copies)
 
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
@@ -179,12 +186,8 @@ class Spiller:
         if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
             check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
         micro, copies = arriving
-        if copies.loads:
-            self._load(state, copies.loads, urgent=True)
-        for place, source in copies.on_device:
-            place.copy_(source)
-        if copies.on_device:
-            self._device.finish()  # before others let go of what it is copied from
+        if copies:
+            self._load(state, copies, urgent=True)
         return micro
 
     def store_micro(self, state: TaskState, kind: str, shard: Shard, m: int, out: MicroOutput) -> None:
@@ -192,7 +195,9 @@ class Spiller:
         staging, j = state.staging, shard.index
         self._storing = state.name
         if out.value is not None:
-            staging.put_boundary(j + 1, m, out.value, self._send, self._device.place)
+            # What leaves the last shard is the caller's.
+            passed = {} if state.cut.is_last(shard) else out.passed
+            staging.put_boundary(j + 1, m, out.value, self._send, self._device.place, passed)
         if kind != BACKWARD:
             staging.random[j + 1, m] = out.random
         for name, value in out.skips.items():
@@ -257,10 +262,6 @@ class Spiller:
         # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
         self._store(place, gradient)
 
-    def keep_input(self, state: TaskState, shard: Shard, m: int, tensors: Sequence[Tensor], *, is_held: bool) -> None:
-        """Keep the input of a shard's forward for its backward, if there is room; is_held: others have its memory."""
-        self._keep(state, VALUE, shard, m, tensors, is_held=is_held)
-
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
         """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.
 
@@ -268,51 +269,99 @@ class Spiller:
         """
         j, shards = shard.index, state.cut.shards
         if out.value is not None and j + 1 < len(shards):
-            return self._keep(state, VALUE, shards[j + 1], m, out.value.tensors, granted_bytes, is_held=out.is_held)
+            return self.keep_values(state, shards[j + 1], m, out.value.tensors, out.held, granted_bytes)
         if out.gradients is not None and j > 0:
-            return self._keep(state, GRADIENT, shards[j - 1], m, out.gradients, granted_bytes)
+            return self._keep_gradients(state, shards[j - 1], m, out.gradients, granted_bytes)
         return 0
+
+    def keep_values(
+        self,
+        state: TaskState,
+        user: Shard,
+        m: int,
+        tensors: Sequence[Tensor | None],
+        held: Collection[int],
+        granted_bytes: int = 0,
+    ) -> int:
+        """Keep tensors that enter a shard, as they are in DRAM, for its units; None: not as they are there.
+
+        held: those whose memory something else holds. What passes through several shards is kept once, for all.
+        """
+        staging, serial, stays_bytes = state.staging, state.staging.serial, 0
+        for k, (tensor, place) in enumerate(zip(tensors, staging.entering(user.index, m).tensors, strict=True)):
+            if tensor is None or (num_bytes := extent_bytes(tensor)) < LEAST_KEPT_BYTES or not _is_compact(tensor):
+                continue
+            key = (state.name, VALUE, serial, id(place))
+            found: KeptTensor | None = self._residents.find(key)
+            if found is not None:
+                found.users = {**found.users, user.index: user}
+                continue
+            kept = KeptTensor(_alias(tensor), place, k in held, {user.index: user})
+            if self._keep(state, key, kept, num_bytes, kept.all_users, granted_bytes - stays_bytes):
+                stays_bytes += num_bytes
+        return stays_bytes
+
+    def _keep_gradients(
+        self, state: TaskState, user: Shard, m: int, gradients: Sequence[Tensor | None], granted_bytes: int
+    ) -> int:
+        """Keep the gradients of a shard's output, for its backward."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        num_bytes = sum(map(extent_bytes, present))
+        if num_bytes < LEAST_KEPT_BYTES or not all(map(_is_compact, present)):
+            return 0
+        key = (state.name, GRADIENT, state.staging.serial, user.index + 1, m)
+        kept = [None if gradient is None else _alias(gradient) for gradient in gradients]
+        return num_bytes if self._keep(state, key, kept, num_bytes, lambda: (user,), granted_bytes) else 0
 
     def _keep(
         self,
         state: TaskState,
-        what: str,
-        user: Shard,
-        m: int,
-        tensors: Sequence[Tensor | None],
-        granted_bytes: int = 0,
-        *,
-        is_held: bool = False,
-    ) -> int:
-        """Keep what the next unit of a shard starts from: a value that enters it, or the gradients of its output."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        num_bytes = sum(map(extent_bytes, present))
-        if num_bytes < LEAST_KEPT_BYTES or not all(map(_is_compact, present)):
-            return 0
+        key: Hashable,
+        value: Any,
+        num_bytes: int,
+        users: Callable[[], Iterable[Shard]],
+        granted_bytes: int,
+    ) -> bool:
+        """Keep a value of the step for units of these shards. Return True if that takes of `granted_bytes`."""
         staging, serial = state.staging, state.staging.serial
-        key = (state.name, what, serial, user.index + (what == GRADIENT), m)
 
         def next_use_s() -> float:
-            return state.progress.next_use_s(user, with_last=True) if staging.serial == serial else math.inf
+            if staging.serial != serial:
+                return math.inf
+            return min((state.progress.next_use_s(user, with_last=True) for user in users()), default=math.inf)
 
-        kept = ([None if tensor is None else _alias(tensor) for tensor in tensors], is_held)
         if num_bytes <= granted_bytes:
-            return num_bytes if self._residents.keep(key, kept, num_bytes, state.name, next_use_s) else 0
-        self._residents.offer(key, kept, num_bytes, state.name, next_use_s)
-        return 0
+            return self._residents.keep(key, value, num_bytes, state.name, next_use_s)
+        self._residents.offer(key, value, num_bytes, state.name, next_use_s)
+        return False
 
-    def _place_or_find(self, key: Hashable, tensors: Sequence[Tensor | None], copies: Copies) -> list[Any]:
+    def _value(self, state: TaskState, kind: str, j: int, source: Tensor, pairs: Pairs) -> Tensor:
+        """Find a tensor that enters a shard on the device, or make room for it.
+
+        A layer may work in place on what it gets: what others have as well is copied for it. At once, in the compute
+        lane, as that is where its memory is written and given to others.
+        """
+
+        def is_last(kept: KeptTensor) -> bool:
+            others = {k: user for k, user in kept.users.items() if k != j}
+            if kind != FORWARD:  # the last of the shard's units that starts from it
+                kept.users = others
+            return not others
+
         # Its bytes are counted among those that the unit was granted for its inputs.
-        found = self._residents.take(key) if self._residents else None
+        key = (state.name, VALUE, state.staging.serial, id(source))
+        found = self._residents.take_or_pin(key, is_last) if self._residents else None
         if found is None:
-            return self._place_all(tensors, copies.loads)
-        kept, is_held = found
-        # A layer may work in place on what it gets: what others hold as well is copied for it.
-        return (
-            self._place_all(kept, copies.on_device)
-            if is_held
-            else [None if each is None else _alias(each) for each in kept]
-        )
+            return self._place(source, pairs)
+        kept: KeptTensor
+        kept, is_out = found
+        if is_out and not kept.is_held:
+            return kept.tensor
+        place = place_for(source, self._device.torch_device)
+        flat(place).copy_(flat(kept.tensor))
+        if not is_out:
+            self._residents.unpin(key)
+        return place
 
     def _place_all(self, tensors: Sequence[Tensor | None], pairs: Pairs) -> list[Any]:
         return [None if each is None else self._place(each, pairs) for each in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -64,7 +64,10 @@ class MicroOutput:
     # Read by whoever stores them: the lane that computes must not wait for the device.
     loss: float | Tensor | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict)  # of an evaluation
-    is_held: bool = False  # what stays on the device holds memory of `value`, too
+    # Of the tensors of `value`: those that are a tensor of the input as it came, by its number there; and those whose
+    # memory something else that stays on the device holds, too.
+    passed: Mapping[int, int] = field(default_factory=dict)
+    held: Collection[int] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,201 @@
+"""What passes through several layers unchanged crosses the link once, and every bit is that of plain PyTorch."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydra_engine import ModelTask
+from hydra_engine.host.staging import StepStaging
+from partitioners import Presharded
+from partitioners.boundary import Boundary
+from tests import exact, reference, zoo
+
+SEED, LR = 3, 0.05
+SAMPLES, WIDTH, NUM_STEPS = 8, 32, 3
+HIDDEN_BYTES = SAMPLES * WIDTH * 4
+
+
+class Begin(nn.Module):
+    """Makes a mask from the input, which the layers above pass on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.to_mask = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1024)
+        self.to_mask.requires_grad_(False)
+
+    def forward(self, x):
+        return self.linear(x), self.to_mask(x)
+
+
+class Block(nn.Module):
+    """Uses the mask, and passes it on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def use(self, h, mask):
+        return torch.tanh(self.linear(h)) * mask.mean()
+
+    def forward(self, x):
+        h, mask = x[0], x[1]
+        return self.use(h, mask), mask
+
+
+class InPlace(Block):
+    """Changes the mask in place, and passes it on."""
+
+    def forward(self, x):
+        h, mask = x
+        h = self.use(h, mask)
+        return h, mask.mul_(1.25)
+
+
+class PastVersions(Block):
+    """Changes the mask in a way that autograd does not see."""
+
+    def forward(self, x):
+        h, mask = x
+        h = self.use(h, mask)
+        mask.data.mul_(1.25)
+        return h, mask
+
+
+class Sometimes(Block):
+    """Passes the mask on, or another one, by what the batch holds."""
+
+    def forward(self, x):
+        h, mask = x
+        return self.use(h, mask), mask if h.detach().sum() > 0 else mask * 1.25
+
+
+class Views(Block):
+    """Passes on the mask and a part of it."""
+
+    def forward(self, x):
+        h, mask = x[0], x[1]
+        return self.use(h, mask), mask, mask[2:]
+
+
+class Swaps(Block):
+    """Gives the tensors in another order."""
+
+    def forward(self, x):
+        a, b = x
+        return (b, self.use(a, b)) if a.shape[1] == WIDTH else (self.use(b, a), a)
+
+
+class Differentiable(Begin):
+    """The passed value needs gradients from all the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_mask.requires_grad_(True)
+
+
+class End(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        h = next(each for each in x if each.shape[1] == WIDTH)
+        return self.linear(h)
+
+
+def chain(*blocks, begin=Begin):
+    torch.manual_seed(SEED)
+    return nn.Sequential(begin(), *(block() for block in blocks), End())
+
+
+def batches():
+    generator = torch.Generator().manual_seed(SEED)
+    return [
+        (torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, 4, generator=generator))
+        for _ in range(NUM_STEPS)
+    ]
+
+
+CHAINS = {
+    "blocks": lambda: chain(*[Block] * 4),
+    "differentiable": lambda: chain(*[Block] * 4, begin=Differentiable),
+    "in place": lambda: chain(Block, InPlace, Block, InPlace),
+    "sometimes": lambda: chain(Block, Sometimes, Block, Sometimes, Block),
+    "views": lambda: chain(Block, Views, Block, Views),
+    "swaps": lambda: chain(*[Swaps] * 4),
+}
+
+
+def train(model, *, memory="4MiB", num_devices=1, partition=None, **options):
+    task = ModelTask(
+        model, nn.functional.mse_loss, batches(), LR, name="chain", seed=SEED, partitioner=partition, **options
+    )
+    return exact.run([task], memory=memory, num_devices=num_devices)
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.parametrize(("num_devices", "memory"), [(1, "4MiB"), (1, "460KiB"), (2, "4MiB")])
+@pytest.mark.parametrize("name", CHAINS)
+def test_bits_are_those_of_plain_pytorch(name, num_devices, memory, accumulation_steps):
+    plain, model = CHAINS[name](), CHAINS[name]()
+    expected = reference.train(
+        plain, nn.functional.mse_loss, batches(), seed=SEED, lr=LR, accumulation_steps=accumulation_steps
+    )
+    each = Presharded(list(range(1, len(model) + 1)))
+    report = train(model, memory=memory, num_devices=num_devices, partition=each, accumulation_steps=accumulation_steps)
+    ours = report.tasks["chain"]
+    assert ours.status == "finished", ours.error
+    assert ours.losses == expected.losses
+    exact.assert_same_state(zoo.state(model), zoo.state(plain))
+
+
+def test_one_that_is_changed_past_versions_is_refused():
+    model = chain(Block, PastVersions, Block)
+    with pytest.raises(ValueError, match="run again on the same input, layers 2 gave another output"):
+        train(model, partition=Presharded(list(range(1, len(model) + 1))))
+
+
+def test_a_value_that_passes_crosses_the_link_once_in_a_step():
+    """With three blocks more, only these blocks' own bytes cross it more often."""
+    loaded, stored = {}, {}
+    for num_blocks in (2, 5):
+        model = chain(*[Block] * num_blocks)
+        device = train(model, partition=Presharded(list(range(1, len(model) + 1)))).devices[0]
+        loaded[num_blocks], stored[num_blocks] = device.loaded_bytes, device.stored_bytes
+    parameter_bytes = 4 * (WIDTH * WIDTH + WIDTH)
+    # What enters a block and the gradient of that are too small to be kept on the device.
+    own_bytes = 3 * NUM_STEPS * (parameter_bytes + 2 * HIDDEN_BYTES)
+    assert stored[5] - stored[2] == own_bytes
+    assert loaded[5] - loaded[2] == own_bytes
+
+
+def copy_into(place, tensor):
+    place.copy_(tensor)
+
+
+def entering(staging, shard):
+    return [tensor.tolist() for tensor in staging.entering(shard, 0).tensors]
+
+
+def put(staging, shard, values, passed=None):
+    staging.put_boundary(shard, 0, Boundary.of(values, "an output"), copy_into, passed=passed or {})
+
+
+def test_places_of_what_passed_are_never_written_to_from_above():
+    def number(value) -> Tensor:
+        return torch.tensor([float(value)])
+
+    staging = StepStaging()
+    staging.begin([(Boundary.of(number(0), ""), Boundary.of(number(0), ""))], [1.0], [None], None)
+    put(staging, 1, (number(1), number(2)))
+    put(staging, 2, (number(3), number(2)), {1: 1})
+    put(staging, 3, (number(2), number(3)), {0: 1, 1: 0})
+    assert staging.entering(3, 0).tensors[0] is staging.entering(1, 0).tensors[1]
+    # The next step passes less on.
+    put(staging, 1, (number(11), number(12)))
+    put(staging, 2, (number(13), number(14)))
+    put(staging, 3, (number(15), number(14)), {1: 1})
+    put(staging, 3, (number(16), number(17)))
+    assert entering(staging, 1) == [[11.0], [12.0]]
+    assert entering(staging, 2) == [[13.0], [14.0]]
+    assert entering(staging, 3) == [[16.0], [17.0]]
