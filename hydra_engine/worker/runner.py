@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hydra_engine.data import same_bits
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
 from hydra_engine.host import BuffersChanged
@@ -32,10 +33,9 @@ Report: TypeAlias = "Callable[[Event], None]"
 Entered: TypeAlias = "Sequence[tuple[Tensor, int]]"  # tensors that a forward starts from, with their versions
 
 
-def _memory(tensor: Tensor) -> tuple[object, ...]:
-    """Return where a tensor lies, and how it is read there."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    return tensor.data_ptr(), shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors that begin at one address are read alike."""
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
 
 
 class Runner:
@@ -269,9 +269,9 @@ class Runner:
         """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
         if out.value is None:
             return
-        intact = {_memory(tensor): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
-        found = ((i, intact.get(_memory(tensor))) for i, tensor in enumerate(out.value.tensors))
-        out.passed = {i: k for i, k in found if k is not None}
+        intact = {tensor.data_ptr(): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
+        found = ((i, tensor, intact.get(tensor.data_ptr())) for i, tensor in enumerate(out.value.tensors))
+        out.passed = {i: k for i, tensor, k in found if k is not None and _is_alike(tensor, entered[k][0])}
         saved, inputs = run.graphs.saved, set()
         if run.claim.unit.kind == FORWARD:  # of an evaluation no input is kept
             inputs = {tensor.untyped_storage().data_ptr() for tensor, version in entered if tensor._version == version}
