@@ -157,7 +157,7 @@ def test_the_plan_counts_a_skip_s_bytes_once_however_many_shards_it_passes():
     for middle in (0, 1, 6):
         skips = Skips()
         torch.manual_seed(1)
-        idle = [nn.Identity() for _ in range(middle)]
+        idle = [nn.Tanh() for _ in range(middle)]
         network = nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
         cuts = {"skipping": list(range(1, len(network) + 1)), "inside": [1, len(network) - 1, len(network)]}
         for name, ends in cuts.items():
@@ -178,7 +178,7 @@ def test_a_skip_crosses_the_link_only_where_it_is_put_and_gotten(*_):
     for middle in (1, 6):
         skips = Skips()
         torch.manual_seed(1)
-        idle = [nn.Identity() for _ in range(middle)]
+        idle = [nn.Tanh() for _ in range(middle)]
         network = nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
         report, _ = trained(task_of(network, vectors(1), Presharded(list(range(1, len(network) + 1)))), num_devices=1)
         moved.append((report.devices[0].loaded_bytes, report.devices[0].stored_bytes))
