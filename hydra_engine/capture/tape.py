@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
@@ -178,6 +179,7 @@ class Tape(TorchFunctionMode):
                 self._of_model.add(_storage(tensor))
         self.modules = {id(module): path for path, module in model.named_modules()}
         self._is_whole = False
+        self._hooks = _hooks_of_saved()
 
     # Inputs and outputs
 
@@ -298,6 +300,9 @@ class Tape(TorchFunctionMode):
         except Exception as error:
             found = self._with_values(func, args, kwargs, error)
         writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
+        is_written = any(_storage(each) in self._of_model for each in tensors if id(each) in writes)
+        if is_written or _moves_averages(func, args, kwargs):
+            self._check_runs_once()
         return self._noted(func, args, kwargs, found, writes)
 
     def _noted(
@@ -397,8 +402,18 @@ class Tape(TorchFunctionMode):
         finally:
             self._is_whole = False
             self._frames.pop()
+        if module.training and next(module.buffers(), None) is not None:
+            self._check_runs_once()
         self._frames[-1].called(name)
         return self._noted(Held(path), args, kwargs, found)
+
+    def _check_runs_once(self) -> None:
+        """Raise `Unknown` under `torch.utils.checkpoint`, which runs its part of a forward again before the backward.
+
+        What such a part does to buffers, it does twice. Recorded calls are not under it, and would do that once.
+        """
+        if _hooks_of_saved() != self._hooks:
+            raise self._unknown("may change a buffer in a part of the forward that torch.utils.checkpoint runs twice")
 
     # Values that Python asks for
 
@@ -582,6 +597,18 @@ def _storage(tensor: Tensor) -> int:
 
 def name_of(func: Any) -> str:
     return func.name if isinstance(func, Held) else getattr(func, "__name__", str(func))
+
+
+def _hooks_of_saved() -> Any:
+    """Return the innermost hooks of what autograd saves, which no public function tells."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _moves_averages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for a batch norm in training, which writes to its averages without counting that as a write."""
+    if func not in (functional.batch_norm, torch.batch_norm):
+        return False
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _is_machinery(module: str) -> bool:

@@ -13,7 +13,7 @@ from partitioners import Presharded
 from tests import exact, reference, zoo
 
 SEED, LR = 7, 1e-3
-MEMORY = "256MiB"  # of the emulated device; shards end where the case says, so that it decides nothing
+MEMORY = "1GiB"  # of the emulated device; shards end where the case says, so that it decides nothing
 
 
 class Case(NamedTuple):

@@ -1,0 +1,203 @@
+"""What networks for images do: activations in place at every cut, and blocks that are computed twice."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hydra_engine import Model, ModelTask
+from partitioners import Presharded
+from tests import exact, reference, zoo
+
+SEED, LR = 7, 1e-3
+
+
+def batches():
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(n, 3, side, side, generator=generator), torch.randint(3, (n,), generator=generator))
+        for n, side in ((4, 6), (4, 6), (3, 8))
+    ]
+
+
+def task_of(model, name, ends):
+    return ModelTask(
+        model,
+        F.cross_entropy,
+        batches(),
+        LR,
+        name=name,
+        optimizer=torch.optim.AdamW,
+        partitioner=Presharded(ends),
+        seed=SEED,
+        validation=batches()[1:],
+    )
+
+
+def assert_trains_as(make, tasks, networks):
+    """Train the tasks together; each gives what plain PyTorch does."""
+    plain = make()
+    expected = reference.train(
+        plain, F.cross_entropy, batches(), seed=SEED, lr=LR, optimizer=torch.optim.AdamW, validation=batches()[1:]
+    )
+    report = exact.run(tasks, memory="64MiB")
+    for task, network in zip(tasks, networks, strict=True):
+        found = report.tasks[task.name]
+        assert found.status == "finished", found.error
+        assert (found.losses, found.validation_losses) == (expected.losses, expected.validation_losses), task.name
+        exact.assert_same_state(zoo.state(network), zoo.state(plain))
+
+
+class Residual(nn.Module):
+    """As MNASNet's: its input is added to what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1)
+        )
+
+    def forward(self, x):
+        return self.layers(x) + x
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(x.mean([2, 3]))
+
+
+def chain():
+    torch.manual_seed(1)
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+    return nn.Sequential(stem, nn.ReLU(inplace=True), Residual(), nn.ReLU(inplace=True), Pooled())
+
+
+class Whole(nn.Module):
+    """The same with a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = chain()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def every_cut(num_layers):
+    """All ways to cut a chain: the ends of the shards."""
+    inner = range(1, num_layers)
+    return [[*ends, num_layers] for k in range(num_layers) for ends in itertools.combinations(inner, k)]
+
+
+def test_activations_in_place_train_however_a_chain_is_cut():
+    cuts = every_cut(len(chain()))
+    networks = [chain() for _ in cuts]
+    tasks = [task_of(network, str(ends), ends) for network, ends in zip(networks, cuts, strict=True)]
+    assert len(tasks) == 16
+    assert_trains_as(chain, tasks, networks)
+
+
+def test_activations_in_place_train_however_a_forward_is_cut():
+    cuts = every_cut(len(Model(Whole(), example=batches()[0][0])))
+    assert len(cuts) >= 8
+    networks = [Whole() for _ in cuts]
+    tasks = [
+        task_of(Model(network, example=batches()[0][0]), str(ends), ends)
+        for network, ends in zip(networks, cuts, strict=True)
+    ]
+    assert_trains_as(Whole, tasks, networks)
+
+
+class Functional(nn.Module):
+    """Calls a batch norm by its function, and counts in a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return F.relu_(F.batch_norm(self.conv(x), self.mean, self.var, training=self.training))
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += 1
+        return self.conv(x)
+
+
+class Again(nn.Module):
+    """As a memory-efficient DenseNet's: computed again in the backward pass."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(Again(make()) for _ in range(2))
+        self.pooled = Pooled()
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.pooled(x)
+
+
+INNER = {
+    "a module": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+    "a function": Functional,
+    "a buffer": Counting,
+    "no buffer": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout(0.3), nn.Conv2d(4, 4, 1)),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_block_that_is_computed_twice_changes_its_buffers_twice(name):
+    """As the plain loop's does: `torch.utils.checkpoint` runs batch norms again in the backward pass."""
+
+    def make():
+        torch.manual_seed(1)
+        return Checkpointed(INNER[name])
+
+    networks = [make(), make()]
+    models = [Model(network, example=batches()[0][0]) for network in networks]
+    num_layers = len(models[0])
+    cuts = [num_layers], list(range(1, num_layers + 1))
+    tasks = [task_of(model, str(ends), ends) for model, ends in zip(models, cuts, strict=True)]
+    assert_trains_as(make, tasks, networks)
+
+
+def test_a_model_that_is_computed_twice_itself_is_refused_with_its_line():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = INNER["a module"](), Pooled()
+            self.stem = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return self.b(checkpoint(self.a, self.stem(x), use_reentrant=False))
+
+    with pytest.raises(ValueError, match="torch.utils.checkpoint runs twice"):
+        Model(Net(), example=batches()[0][0])
