@@ -61,15 +61,25 @@ def conv(num_inputs, num_outputs):
     ]
 
 
+class Enlarged(nn.Module):
+    """A classifier of `transformers` for images of another size; its forward becomes layers by itself."""
+
+    def __init__(self, model, size):
+        super().__init__()
+        self.model = model
+        self.size = size
+
+    def forward(self, images):
+        return self.model(F.interpolate(images, self.size)).logits
+
+
 def vit():
     """ViT-H/14 with random weights, behind a layer that enlarges the digits."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    from hydra_engine.integrations.huggingface import sequential
-
     torch.manual_seed(SEED)
-    model = ViTForImageClassification(ViTConfig(**VIT, num_channels=1, num_labels=10)).train()
-    return nn.Sequential(nn.Upsample(VIT["image_size"]), *sequential(model))
+    model = ViTForImageClassification(ViTConfig(**VIT, num_channels=1, num_labels=10))
+    return Enlarged(model, VIT["image_size"]).train()
 
 
 def optimizer(parameters, lr):

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,11 +26,11 @@ LR = 1e-3
 LITTLE = "64MiB"
 
 
-def plain_s(batches):
+def plain_s(batches, model=None, loss_fn=None):
     """Seconds per step of the plain loop, from the second step on."""
-    model = gpt()
+    model = model or gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    loss_fn = nn.CrossEntropyLoss()
+    loss_fn = loss_fn or nn.CrossEntropyLoss()
     losses = []
     loader = Clocked(batches)
     for inputs, target in loader:
@@ -42,18 +42,18 @@ def plain_s(batches):
     return (loader.asked_s[-2] - loader.asked_s[1]) / (len(batches) - 2)
 
 
-def streamed_s(batches, boundaries, memory="1GiB"):
+def streamed_s(batches, boundaries, memory="1GiB", model=None, loss_fn=None):
     """The same through the engine: it asks for a batch when it begins the one before, so its steps are one later."""
     loader = Clocked(batches)
-    engine_s([task(loader, boundaries)], memory=memory)
+    engine_s([task(loader, boundaries, model=model, loss_fn=loss_fn)], memory=memory)
     return (loader.asked_s[-1] - loader.asked_s[2]) / (len(batches) - 2)
 
 
-def task(batches, boundaries, seed=0):
+def task(batches, boundaries, seed=0, model=None, loss_fn=None):
     """The same training as a task."""
     return ModelTask(
-        gpt(),
-        nn.CrossEntropyLoss(),
+        model or gpt(),
+        loss_fn or nn.CrossEntropyLoss(),
         batches,
         LR,
         optimizer=torch.optim.AdamW,
@@ -149,7 +149,72 @@ def interleave(name, boundaries, memory, limit, pairs):
     print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; {shares}", flush=True)
 
 
-EXPERIMENTS = {"shards": shards, "units": units, "together": together, "spilled": spilled}
+def converted(pairs):
+    """A Llama's layers by hand, and those made of its own forward, in turn with the plain loop and in the same cuts."""
+    # Only here: the library is an extra.
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from hydra_engine.integrations.huggingface import causal_lm_loss, sequential
+
+    ids = torch.randint(0, 512, (12, 2, 64), generator=torch.Generator().manual_seed(0))
+    batches = [(each, each) for each in ids]
+
+    def llama(use_cache=False):
+        sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 6}
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=512, use_cache=use_cache, **sizes)).train()
+
+    def its_loss(output, labels):
+        return ForCausalLMLoss(output.logits, labels, vocab_size=512)
+
+    def made(**options):
+        return Model(llama(**options), example=batches[0][0])
+
+    def hand_s(ends):
+        return lambda: streamed_s(batches, ends, model=sequential(llama()), loss_fn=causal_lm_loss)
+
+    def own_s(ends, **options):
+        return lambda: streamed_s(batches, ends, model=made(**options), loss_fn=its_loss)
+
+    by_hand = [1, *range(2, 10), 11]  # after the embedding, after each block, and all that stands after these
+    own = ends_of(made(), sequential(llama()), by_hand)
+    num_layers = own[-1]
+    rows = {
+        "plain": lambda: plain_s(batches, llama(), its_loss),
+        "plain again": lambda: plain_s(batches, llama(), its_loss),
+        "1 shard, by hand": hand_s([11]),
+        "1 shard, converted": own_s([num_layers]),
+        "1 shard, converted, use_cache=True": own_s([num_layers], use_cache=True),
+        "10 shards, by hand": hand_s(by_hand),
+        "10 shards, converted": own_s(own),
+        f"{num_layers} shards, converted": own_s(list(range(1, num_layers + 1))),
+    }
+    seconds = {name: [] for name in rows}
+    rows["plain"]()
+    for _ in range(pairs):
+        for name, measure in rows.items():
+            seconds[name].append(measure())
+    print(f"Llama of 8 blocks: 11 layers by hand, {num_layers} converted", flush=True)
+    for name, found in seconds.items():
+        ratios = [a / b for a, b in zip(found, seconds["plain"], strict=True)]
+        print(f"{name:34} {median(found) * 1e3:6.1f} ms, to plain {spread(ratios)}", flush=True)
+    for cut in ("1 shard", "10 shards"):
+        pair = zip(seconds[f"{cut}, converted"], seconds[f"{cut}, by hand"], strict=True)
+        print(f"{cut + ', converted to by hand':34} {spread([a / b for a, b in pair])}  at most 1.03", flush=True)
+
+
+def ends_of(layers, others, ends):
+    """Ends of shards that hold as many weights as those of other layers, with these ends."""
+    known = {weights_below(layers, end): end for end in range(1, len(layers) + 1)}
+    return [known[weights_below(others, end)] for end in ends]
+
+
+def weights_below(layers, end):
+    return sum(parameter.numel() for layer in list(layers)[:end] for parameter in layer.parameters())
+
+
+EXPERIMENTS = {"shards": shards, "units": units, "converted": converted, "together": together, "spilled": spilled}
 
 
 def main():

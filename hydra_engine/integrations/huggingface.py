@@ -7,13 +7,13 @@
     ModelOrchestrator([task], devices=[...]).train_models()
     model.save_pretrained("path/to/tuned")                       # the layers hold the model's own parameters
 
-The layers compute what `model(**inputs, use_cache=False).logits` does, bit for bit, with the model's own modules and
-attention implementation (`eager` or `sdpa`). Needs the extra `huggingface`.
+The layers compute what the model does, bit for bit, with its own modules. Needs the extra `huggingface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,7 +34,6 @@ try:
         CappedHead,
         ClassifierHead,
         GPT2Embedding,
-        PatchEmbedding,
         TokenEmbedding,
         hides_nothing,
     )
@@ -55,6 +54,8 @@ IGNORED = -100  # the label that `transformers` leaves out of a loss
 ATTENTION = ("eager", "sdpa")
 # Frequencies of these change with the longest sequence seen so far, or with the length of the present one.
 CHANGING_ROPE = ("dynamic", "longrope")
+# Entries of a config with which a model runs otherwise than its layers made by hand.
+OTHERWISE = ("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_bidirectional_attention")
 
 Head: TypeAlias = "Callable[[Any, Any], nn.Module]"  # (model, its base model) -> the last layer
 
@@ -99,7 +100,6 @@ MISTRAL = LLAMA._replace(attention=lambda config: FULL if config.sliding_window 
 QWEN = LLAMA._replace(attention=lambda config: config.layer_types)
 GEMMA3 = QWEN._replace(embedding=lambda base: TokenEmbedding(base, sorted(set(base.config.layer_types))))
 BERT = Family(BertEmbedding, "encoder.layer", lambda config: BIDIRECTIONAL, None)
-VIT = Family(PatchEmbedding, "layers", lambda config: BIDIRECTIONAL, "layernorm")
 
 MODELS = {
     "GPT2Model": Entry(GPT2),
@@ -122,49 +122,45 @@ MODELS = {
     "BertForMaskedLM": Entry(BERT, "bert", lambda model, base: model.cls),
     "BertForSequenceClassification": Entry(BERT, "bert", _pooled_classifier),
     "BertForTokenClassification": Entry(BERT, "bert", _token_classifier),
-    "ViTModel": Entry(VIT),
-    "ViTForImageClassification": Entry(VIT, "vit", lambda model, base: ClassifierHead(model.classifier, first=True)),
 }
 
 
 def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Sequential:
-    """The model as an `nn.Sequential`: embeddings, each block, the final norm, the head.
+    """The model as an `nn.Sequential` that shares its modules and Parameter objects, tied ones included.
 
-    The layers share the model's modules and Parameter objects, tied ones included, so what the engine trains is in the
-    model, which may then be saved. A PEFT model with LoRA adapters gives the layers of its base model with the adapters
-    in them. Dropout follows the model's mode: after `from_pretrained`, call `model.train()`. What the engine names by
-    layer, an average of the weights, say, goes into the model by `layers.load_state_dict`.
+    So what the engine trains is in the model, which may then be saved. Dropout follows the model's mode: after
+    `from_pretrained`, call `model.train()`. Gradient checkpointing is switched off with a warning: the engine
+    recomputes by itself.
 
-    model: an instance of a class in `MODELS`, or a `PeftModel` around one; on the CPU, or on meta to plan with.
-    example: a batch as the model takes it, a dict, say. With it any other model becomes layers as well, by its own
-        forward (`hydra_engine.Model`); these return what the model does, in place of logits alone.
+    model: a model of `transformers`, or a `PeftModel` around one; on the CPU, or on meta to plan with.
+    example: a batch as the model takes it, a dict, say, for a model that becomes layers by its own forward. Without it
+        the first batch of the task serves; see `hydra_engine.Model`.
 
-    The layers take a tensor of token ids (B, S), of pixel values (B, C, height, width) for ViT, or a dict as tokenizers
-    make it: `input_ids`, and where the model knows them `attention_mask`, `position_ids`, `token_type_ids`
-    (`pixel_values` and `interpolate_pos_encoding` for ViT). They return logits; for a model without a head the last
-    hidden states (B, S, H), and a pooler is left out.
+    Models of the classes in `MODELS`, also with LoRA adapters, become embeddings, each block, the final norm and the
+    head, for batches of any shape at once. These layers take a tensor of token ids (B, S) or a dict as tokenizers make
+    it: `input_ids`, and where the model knows them `attention_mask`, `position_ids`, `token_type_ids`. They compute
+    `model(**inputs, use_cache=False).logits`; for a model without a head the last hidden states (B, S, H), and a pooler
+    is left out. What the engine names by layer, an average of the weights, say, goes into the model by
+    `layers.load_state_dict`.
 
-    Raises TypeError for classes that are not in the table and for models that the engine could not run as they would:
-    quantized, on another device, with gradient checkpointing.
+    All other models, and other adapters and settings of these, become layers by their own forward. They take what the
+    model takes, and return what it does.
+
+    Raises TypeError for models that are quantized or on another device, and as `hydra_engine.Model` does.
 
     Sources: https://huggingface.co/docs/transformers/main_classes/model,
     https://huggingface.co/docs/transformers/attention_interface, https://huggingface.co/docs/peft/package_reference/lora.
     """
-    inner: Any = _without_peft(model)
+    _check(model)
+    _switch_off_checkpointing(model)
+    inner: Any = _without_lora(model)
     entry = MODELS.get(type(inner).__name__)
-    is_known = entry is not None and type(inner).__module__.startswith("transformers.models.")
-    if example is not None and not is_known:
+    if entry is None or not type(inner).__module__.startswith("transformers.models."):
         return Model(model, example=example)
-    if entry is None or not is_known:
-        raise _refusal(
-            inner,
-            f"known: {', '.join(MODELS)}",
-            "give example=, a batch as the model takes it, by which its own forward becomes layers",
-        )
     base = getattr(inner, entry.base) if entry.base else inner
     blocks = list(attrgetter(entry.family.blocks)(base))
-    for why, remedy in _obstacles(inner, base, len(blocks)):
-        raise _refusal(inner, why, remedy)
+    if not _is_usual(inner, base, len(blocks)):
+        return Model(model, example=example)
     layers = [entry.family.embedding(base)]
     kinds = entry.family.attention(base.config)
     each = [kinds] * len(blocks) if isinstance(kinds, str) else kinds
@@ -177,17 +173,19 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
     return nn.Sequential(*layers)
 
 
-def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def causal_lm_loss(output: Any, labels: Tensor) -> Tensor:
     """The mean cross-entropy of each next token, as a causal language model computes it from `labels=`.
 
-    logits: (B, S, vocabulary), cast to float32. labels: (B, S), as the input ids: they are shifted here; where -100,
-    left out. Without any label left the loss is NaN, as the model's is: leave such samples out of the data.
+    output: logits (B, S, vocabulary), which are cast to float32, or what a model returns, with `logits` in it.
+    labels: (B, S), as the input ids: they are shifted here; where -100, left out. Without any label left the loss is
+    NaN, as the model's is: leave such samples out of the data.
 
     With micro-batches, `ModelTask(loss_reduction=num_target_tokens)` weighs each by the tokens its loss is the mean of,
     so that a step is that of the whole batch.
 
     Source: `ForCausalLMLoss` of https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py.
     """
+    logits: Tensor = getattr(output, "logits", output)
     loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size=logits.shape[-1])
     return loss
 
@@ -219,63 +217,57 @@ def inputs_and_labels(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return inputs, batch["labels"]
 
 
-def _without_peft(model: Any) -> Any:
-    """The model inside a PEFT model, which runs by itself where adapters are all that was added."""
+def _without_lora(model: Any) -> Any:
+    """The model inside a PEFT model, which runs by itself where LoRA adapters are all that was added."""
     if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
         return model
-    for name, config in model.peft_config.items():
+    for config in model.peft_config.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != "LORA" or getattr(config, "alora_invocation_tokens", None) is not None:
-            raise _refusal(
-                model,
-                f"adapter {name!r} is {'activated LoRA' if kind == 'LORA' else kind}, known: LORA",
-                "use LoraConfig, whose adapters lie inside the layers",
-            )
+            return model
     return model.get_base_model()
 
 
-def _obstacles(model: Any, base: Any, num_blocks: int) -> Iterator[tuple[str, str]]:
-    """What the layers would not do as the model does, each with its remedy."""
-    config = base.config
-    if config.num_hidden_layers != num_blocks:
-        yield (
-            f"it has {num_blocks} blocks, and its config says {config.num_hidden_layers}",
-            "let config.num_hidden_layers, and config.layer_types where there are, say what it has",
-        )
-    if getattr(model, "is_quantized", False) or getattr(config, "quantization_config", None) is not None:
-        yield "its weights are quantized, limit: float32", "load it without a quantization_config, as float32"
+def _check(model: Any) -> None:
+    """Raise TypeError for a model that the engine cannot hold."""
+    settings = getattr(getattr(model, "config", None), "quantization_config", None)
+    if getattr(model, "is_quantized", False) or settings is not None:
+        raise _refusal(model, "its weights are quantized, limit: float32", "load it without a quantization_config")
     places = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
     if places or hasattr(model, "_hf_hook"):
         where = f"on {', '.join(sorted(places))}" if places else "dispatched by accelerate"
-        yield (
+        raise _refusal(
+            model,
             f"it is {where}, limit: the CPU",
             "load it without device_map=, or call model.cpu(); the engine streams it",
         )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        yield (
-            "it has gradient checkpointing",
-            "remove it with model.activation_checkpointing_disable(); the engine recomputes already",
+
+
+def _switch_off_checkpointing(model: nn.Module) -> None:
+    checkpointed = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
+    for module in checkpointed:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    if checkpointed:
+        warnings.warn(
+            f"gradient checkpointing of the model ({type(model).__name__}) is switched off: the engine recomputes "
+            f"each shard where memory asks for it, and checkpointing would compute it once more",
+            stacklevel=3,
         )
-    if config._attn_implementation not in ATTENTION:
-        yield (
-            f"its attention is {config._attn_implementation!r}, known: {', '.join(map(repr, ATTENTION))}",
-            "call model.set_attn_implementation('sdpa')",
-        )
-    for name in ("is_encoder_decoder", "is_decoder", "add_cross_attention"):
-        if getattr(config, name, False):
-            yield f"its config sets {name}", "use a decoder by itself, or an encoder by itself"
-    # Set to the other direction, attention is another one in every block.
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", None) is not None:
-        yield "its config sets the direction of attention", "leave is_causal and use_bidirectional_attention unset"
+
+
+def _is_usual(model: Any, base: Any, num_blocks: int) -> bool:
+    """Return True if the layers made by hand do all that the model does."""
+    config = base.config
     kinds = getattr(getattr(base, "rotary_emb", None), "rope_type", None)
-    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-        if kind in CHANGING_ROPE:
-            yield (
-                f"its rotary positions are {kind!r}, which change from batch to batch",
-                "use fixed ones: 'yarn', 'llama3'",
-            )
-    if any(each._forward_hooks or each._forward_pre_hooks for each in (model, base)):
-        yield "it has hooks of its own, which running its layers would not call", "register them on its blocks"
+    return (
+        config.num_hidden_layers == num_blocks
+        and config._attn_implementation in ATTENTION
+        and not any(getattr(config, name, False) for name in OTHERWISE)
+        # Set to the other direction, attention is another one in every block.
+        and getattr(config, "is_causal", None) is None
+        and not any(kind in CHANGING_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+        and not any(each._forward_hooks or each._forward_pre_hooks for each in (model, base))
+    )
 
 
 def _refusal(model: Any, why: str, remedy: str) -> TypeError:

@@ -82,19 +82,6 @@ class BertEmbedding(nn.Module):
         return {"hidden_states": hidden, **_what_masks_need(given, causal=False)}
 
 
-class PatchEmbedding(nn.Module):
-    """Patch and position embeddings of ViT."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.embeddings = base.embeddings
-
-    def forward(self, inputs: Any) -> State:
-        given = _named(inputs, "pixel_values", ("interpolate_pos_encoding",))
-        pixels = given.pop("pixel_values").to(self.embeddings.patch_embeddings.projection.weight.dtype)
-        return {"hidden_states": self.embeddings(pixels, **given)}
-
-
 class Block(nn.Module):
     """One transformer block with attention of one kind; the last returns its hidden states alone."""
 
@@ -142,7 +129,7 @@ class CappedHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Classes of a whole input, by what `pooler` makes of it or by its `first` token, or else of every token."""
+    """Classes of a whole input, by what `pooler` makes of it, or else of every token."""
 
     def __init__(
         self,
@@ -150,19 +137,15 @@ class ClassifierHead(nn.Module):
         *,
         pooler: nn.Module | None = None,
         dropout: nn.Module | None = None,
-        first: bool = False,
     ) -> None:
         super().__init__()
         self.pooler = pooler
         self.dropout = dropout
         self.classifier = classifier
-        self.first = first
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.pooler is not None:
             hidden = self.pooler(hidden)
-        elif self.first:
-            hidden = hidden[:, 0, :]
         if self.dropout is not None:
             hidden = self.dropout(hidden)
         logits: Tensor = self.classifier(hidden)

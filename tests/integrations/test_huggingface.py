@@ -16,7 +16,7 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from hydra_engine import ModelTask, split  # noqa: E402
+from hydra_engine import Model, ModelTask, split  # noqa: E402
 from hydra_engine.integrations import huggingface_loading  # noqa: E402
 from hydra_engine.integrations.huggingface import (  # noqa: E402
     MODELS,
@@ -28,6 +28,8 @@ from hydra_engine.integrations.huggingface import (  # noqa: E402
 )
 from partitioners import Presharded, profile  # noqa: E402
 from tests import exact, reference  # noqa: E402
+from tests.any_model import harness  # noqa: E402
+from tests.any_model.huggingface import CASES  # noqa: E402
 
 # Of peft's call of a property that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -49,10 +51,10 @@ DECODER = TOKENS | {
 ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 WINDOW = {"sliding_window": 5, "query_pre_attn_scalar": 8}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+OPT = TOKENS | {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+OPT |= {"num_attention_heads": 4, "max_position_embeddings": 32}
 QWEN2 = DECODER | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 BERT = ENCODER | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
-VIT = ENCODER | {"image_size": 8, "patch_size": 4, "num_labels": 3}
-VIT |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 
 CONFIGS = {
     "GPT2LMHeadModel": ("GPT2Config", GPT2),
@@ -78,8 +80,6 @@ CONFIGS = {
     "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 3}),
     "BertForTokenClassification": ("BertConfig", BERT | {"num_labels": 3}),
     "BertModel": ("BertConfig", BERT),
-    "ViTForImageClassification": ("ViTConfig", VIT),
-    "ViTModel": ("ViTConfig", VIT),
 }
 TRAINED = (
     "GPT2LMHeadModel",
@@ -90,7 +90,6 @@ TRAINED = (
     "Gemma3ForCausalLM",
     "BertForMaskedLM",
     "BertForSequenceClassification",
-    "ViTForImageClassification",
 )
 TIED = ("GPT2LMHeadModel", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "BertForMaskedLM")
 
@@ -123,8 +122,7 @@ class Plain(nn.Module):
     def forward(self, inputs):
         if isinstance(inputs, torch.Tensor):
             inputs = {self.model.main_input_name: inputs}
-        options = {} if "pixel_values" in inputs else {"use_cache": False}
-        return output_of(self.model(**inputs, **options))
+        return output_of(self.model(**inputs, use_cache=False))
 
 
 def output_of(result):
@@ -142,10 +140,6 @@ def ids_and_masks(batch_size=3):
 
 def all_inputs(name):
     """The forms of input that the model's layers take."""
-    if name.startswith("ViT"):
-        pixels = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-        larger = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
-        return [pixels, {"pixel_values": pixels}, {"pixel_values": larger, "interpolate_pos_encoding": True}]
     ids, none, right, left = ids_and_masks()
     restart = torch.arange(LENGTH).expand(3, -1) % 5  # two sequences in one row
     found = [
@@ -193,7 +187,7 @@ def test_layers_give_the_bits_of_the_model_and_its_gradients(name, attention):
     model = new_model(name, attention)
     layers = sequential(model)
     forms = all_inputs(name)
-    if attention == "eager" and not name.startswith("ViT"):  # it adds a mask of two dimensions more
+    if attention == "eager":  # it adds a mask of two dimensions more
         mask = forms[4]["attention_mask"]
         forms[4] = forms[4] | {"attention_mask": torch.zeros(mask.shape).masked_fill(~mask, -1e9)}
     for inputs in forms:
@@ -212,7 +206,7 @@ def test_layers_share_every_parameter_but_an_unused_pooler(name):
     blocks = model.config.num_hidden_layers
     assert len(layers) == 1 + blocks + (MODELS[name].family.norm is not None) + (MODELS[name].head is not None)
     shared = {id(parameter) for parameter in layers.parameters()}
-    left_out = {id(p) for p in base.pooler.parameters()} if name in ("BertModel", "ViTModel") else set()
+    left_out = {id(p) for p in base.pooler.parameters()} if name == "BertModel" else set()
     assert shared == {id(parameter) for parameter in model.parameters()} - left_out
     assert not list(layers.parameters()) or shared.isdisjoint(left_out)
 
@@ -223,9 +217,6 @@ def test_layers_share_every_parameter_but_an_unused_pooler(name):
 def batches(name):
     """Five batches as a collator makes them, with padding; for one of the models only every other one."""
     generator = torch.Generator().manual_seed(4)
-    if name.startswith("ViT"):
-        images = torch.randn(STEPS, 3, 3, 8, 8, generator=generator)
-        return [{"pixel_values": each, "labels": torch.tensor([0, 1, 2])} for each in images]
     found = []
     for step in range(STEPS):
         ids = torch.randint(3, VOCABULARY, (3, LENGTH), generator=generator)
@@ -251,7 +242,7 @@ def masked_lm_loss(logits, labels):
 
 def train_both(model, plain, name, **options):
     """Train the layers of `model` in one-layer shards, and `plain` in the plain loop; their losses are the same."""
-    layers = sequential(model)
+    layers = sequential(model, example=inputs_and_labels(batches(name)[0])[0])
     shards = Presharded(list(range(1, len(layers) + 1)))
     settings = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
     settings |= options
@@ -359,7 +350,66 @@ def test_lora_on_tied_embeddings_with_a_trained_copy_of_the_head():
     assert_same_weights(model, plain)
 
 
+def opt():
+    """A model that has no layers by hand."""
+    torch.manual_seed(1)
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**OPT)).train()
+
+
+INSIDE = {"target_modules": ["q_proj", "v_proj"]}
+OTHER_ADAPTERS = {
+    "IA3": ("IA3Config", INSIDE | {"feedforward_modules": []}, lambda: new_model("LlamaForCausalLM")),
+    "DoRA": ("LoraConfig", INSIDE | {"r": 4, "lora_dropout": 0.1, "init_lora_weights": False, "use_dora": True}, opt),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_ADAPTERS)
+def test_adapters_are_trained_by_the_models_own_forward(case):
+    peft = pytest.importorskip("peft")
+    config, options, build = OTHER_ADAPTERS[case]
+    model = peft.get_peft_model(build(), getattr(peft, config)(**options))
+    plain, before = copy.deepcopy(model), copy.deepcopy(model)
+    train_both(model, plain, "LlamaForCausalLM")
+    assert_same_weights(model, plain)
+    moved = {key for key, each in before.named_parameters() if not torch.equal(each, model.get_parameter(key))}
+    assert moved == {key for key, each in model.named_parameters() if each.requires_grad}
+
+
 # --- losses and batches ---
+
+
+def prompted():
+    """One whose inputs and labels grow by tokens that are trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(new_model("LlamaForCausalLM"), config)
+
+
+OWN_LOSS = {
+    "OPT": (opt, "LlamaForCausalLM"),
+    "prompt tuning": (prompted, "LlamaForCausalLM"),
+    "a head for classes": (lambda: new_model("BertForSequenceClassification"), "BertForSequenceClassification"),
+}
+
+
+@pytest.mark.parametrize("case", OWN_LOSS)
+def test_the_models_own_loss_is_trained_with_labels_in_the_batch(case):
+    build, data = OWN_LOSS[case]
+    model = build()
+    plain = copy.deepcopy(model)
+    layers = Model(model, example=batches(data)[0])
+    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "unpack": lambda batch: (batch, batch["labels"])}
+    shards = Presharded([2, len(layers)])
+    task = ModelTask(layers, own_loss, batches(data), LR, name="a", partitioner=shards, **settings)
+    report = exact.run([task]).tasks["a"]
+    assert report.status == "finished", report.error
+    result = reference.train(harness.Called(plain), own_loss, batches(data), lr=LR, **settings)
+    assert report.losses == result.losses
+    assert_same_weights(model, plain)
+
+
+def own_loss(output, labels):
+    return output.loss
 
 
 def test_the_loss_is_the_models_own():
@@ -367,8 +417,9 @@ def test_the_loss_is_the_models_own():
     labels = ids.masked_fill(mask == 0, -100)
     model = new_model("LlamaForCausalLM").eval()
     expected = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-    loss = causal_lm_loss(sequential(model)({"input_ids": ids, "attention_mask": mask}), labels)
-    assert torch.equal(loss, expected)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    assert torch.equal(causal_lm_loss(sequential(model)(inputs), labels), expected)
+    assert torch.equal(causal_lm_loss(model(**inputs), labels), expected)  # what converted layers return
     logits = torch.randn(2, 4, 5)
     assert causal_lm_loss(logits.bfloat16(), torch.tensor([[1, 2, 3, 4]] * 2)).dtype == torch.float32
 
@@ -422,24 +473,8 @@ def test_inputs_that_no_layer_knows_are_refused():
 # --- refusals ---
 
 
-def mixture_of_experts():
-    config = transformers.MixtralConfig(**DECODER | {"num_local_experts": 2})
-    return transformers.MixtralForCausalLM(config)
-
-
-def encoder_and_decoder():
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": VOCABULARY}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-
-
 class LlamaForCausalLM(nn.Module):
     """A class of the user's own, by a known name."""
-
-
-def checkpointed():
-    model = new_model("LlamaForCausalLM")
-    model.activation_checkpointing_enable()
-    return model
 
 
 def quantized():
@@ -496,38 +531,55 @@ def pruned():
 
 
 REFUSED = {
-    "mixture of experts": (mixture_of_experts, r"MixtralForCausalLM; known: GPT2Model, .*; give example="),
-    "encoder and decoder": (encoder_and_decoder, r"T5ForConditionalGeneration; known: .*BertForMaskedLM"),
-    "own class": (LlamaForCausalLM, r"LlamaForCausalLM; known: "),
-    "gradient checkpointing": (checkpointed, r"LlamaForCausalLM; it has gradient checkpointing; remove it with"),
-    "quantized": (quantized, r"its weights are quantized, limit: float32; load it without"),
-    "another device": (elsewhere, r"it is on cuda:1, limit: the CPU; .* call model\.cpu\(\)"),
-    "dispatched": (dispatched, r"it is dispatched by accelerate, limit: the CPU"),
-    "hooks": (hooked, r"it has hooks of its own"),
-    "decoder of BERT": (with_config("BertForMaskedLM", is_decoder=True), r"its config sets is_decoder"),
-    "cross attention": (with_config("GPT2LMHeadModel", add_cross_attention=True), r"sets add_cross_attention"),
-    "direction": (other_direction, r"sets the direction of attention"),
-    "both directions": (with_config("Gemma3ForCausalLM", use_bidirectional_attention=True), r"the direction of"),
-    "dynamic positions": (with_rope("dynamic"), r"its rotary positions are 'dynamic', which change from batch"),
-    "blocks": (pruned, r"GPT2LMHeadModel; it has 1 blocks, and its config says 2"),
-    "attention": (lambda: new_model("LlamaForCausalLM", "flex_attention"), r"'flex_attention', known: 'eager', 'sdpa'"),
+    "own class": (LlamaForCausalLM, ValueError, r"the model \(LlamaForCausalLM\) has no layers"),
+    "quantized": (quantized, TypeError, r"its weights are quantized, limit: float32; load it without"),
+    "another device": (elsewhere, TypeError, r"it is on cuda:1, limit: the CPU; .* call model\.cpu\(\)"),
+    "dispatched": (dispatched, TypeError, r"it is dispatched by accelerate, limit: the CPU"),
+    "hooks": (hooked, ValueError, r"has hooks of its own"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_layers_would_not_run_as_the_model_does_is_refused(case):
-    build, message = REFUSED[case]
+    build, error, message = REFUSED[case]
     model = build()
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(error, match=message):
         sequential(model)
 
 
-def test_adapters_that_are_not_inside_layers_are_refused():
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(new_model("LlamaForCausalLM"), config)
-    with pytest.raises(TypeError, match=r"PeftModelForCausalLM; adapter 'default' is PROMPT_TUNING, known: LORA"):
-        sequential(model)
+OTHERWISE = {
+    "decoder of BERT": with_config("BertForMaskedLM", is_decoder=True),
+    "cross attention": with_config("GPT2LMHeadModel", add_cross_attention=True),
+    "direction": other_direction,
+    "dynamic positions": with_rope("dynamic"),
+    "blocks": pruned,
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_models_that_run_otherwise_than_layers_by_hand_become_layers_by_their_own_forward(case):
+    model = OTHERWISE[case]().eval()
+    ids, _, right, _ = ids_and_masks()
+    inputs = {"input_ids": ids, "attention_mask": right}
+    layers = sequential(model, example=inputs)
+    assert isinstance(layers, Model)
+    assert torch.equal(layers(inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
+def test_gradient_checkpointing_is_switched_off_with_a_word(name):
+    is_by_hand = name in MODELS
+    model = new_model(name) if is_by_hand else opt()
+    model.activation_checkpointing_enable()
+    plain = copy.deepcopy(model)
+    with pytest.warns(
+        UserWarning, match=rf"gradient checkpointing of the model \({name}\) is switched off: the engine"
+    ):
+        layers = sequential(model, example=ids_and_masks()[0])
+    assert isinstance(layers, Model) != is_by_hand
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    train_both(model, plain, "LlamaForCausalLM")  # without a second word
+    assert_same_weights(model, plain)
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
@@ -543,9 +595,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
-@pytest.mark.parametrize(
-    "name", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "BertForMaskedLM", "ViTForImageClassification"]
-)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "BertForMaskedLM"])
 def test_loaded_values_are_those_of_from_pretrained(name, shard_size, tmp_path):
     new_model(name).save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors").exists() == (shard_size == "50GB")
@@ -563,7 +613,7 @@ def test_loaded_values_are_those_of_from_pretrained(name, shard_size, tmp_path):
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ViTForImageClassification"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
 def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path):
     new_model(name).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "written")
@@ -688,17 +738,47 @@ def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
 
 
 def test_any_other_model_becomes_layers_by_an_example():
-    config = transformers.OPTConfig(
-        vocab_size=40,
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
-    model = transformers.OPTForCausalLM(config).eval()
-    ids = torch.randint(0, 40, (2, 7))
+    model = opt().eval()
+    ids, _, _, _ = ids_and_masks()
     layers = sequential(model, example={"input_ids": ids})
     assert torch.equal(layers({"input_ids": ids}).logits, model(input_ids=ids).logits)
     assert [*layers.state_dict()] == [*model.state_dict()]
+
+
+def harness_case(name):
+    """One of the architectures of the table of any model."""
+    return next(case for case in CASES if case.name == name)
+
+
+LOADED = ("T5", "BERT, sequences", "OPT", "ViT", "Mixtral", "Whisper", "Falcon")
+
+
+@pytest.mark.parametrize(("shard_size", "dtype"), [("50GB", torch.float32), ("20KB", torch.bfloat16)])
+@pytest.mark.parametrize("name", LOADED)
+def test_any_model_is_loaded_value_for_value_and_becomes_layers(name, shard_size, dtype, tmp_path):
+    case = harness_case(name)
+    harness.new_module(case).to(dtype).save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (shard_size == "50GB")
+    model = load_pretrained(tmp_path)
+    expected = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same_weights(model, expected)
+    assert names_of_tensors(model) == names_of_tensors(expected)  # tied where they are
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    for tensor in (*model.parameters(), *model.buffers()):  # in memory of its own: no file, no second copy
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.data_ptr() % 64 == 0
+    inputs = case.batches()[0][0]
+    layers = Model(model, example=inputs)
+    assert [parameter.data_ptr() for parameter in layers.parameters()] == addresses
+    for tensor in (*expected.parameters(), *expected.buffers()):  # from the mapped file: kernels choose by addresses
+        tensor.data = tensor.data.clone()
+    ours, theirs = layers(inputs), harness.Called(expected)(inputs)
+    assert torch.equal(ours[0], theirs[0])
+
+
+def names_of_tensors(model):
+    """The names that each parameter and buffer has, those that no file holds included."""
+    found = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        found.setdefault(id(tensor), []).append(name)
+    return sorted(found.values())
