@@ -188,7 +188,6 @@ def converted(pairs):
         "1 shard, converted, use_cache=True": own_s([num_layers], use_cache=True),
         "10 shards, by hand": hand_s(by_hand),
         "10 shards, converted": own_s(own),
-        f"{num_layers} shards, converted": own_s(list(range(1, num_layers + 1))),
     }
     seconds = {name: [] for name in rows}
     rows["plain"]()

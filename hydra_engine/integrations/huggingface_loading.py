@@ -30,8 +30,9 @@ def load_pretrained(
     """A model from its files, as `model_class.from_pretrained(path, dtype=torch.float32)` gives it, value for value.
 
     The model is built without memory and filled one tensor at a time, each copied from its file into memory of its own:
-    DRAM holds the model and at most one tensor beside it. What `from_pretrained` gives may be mapped from the file
-    instead, at addresses for which kernels round otherwise, and is lost when the file is written over.
+    DRAM holds the model and at most one tensor beside it, or what one is merged from (experts of a mixture). What
+    `from_pretrained` gives may be mapped from the file instead, at addresses for which kernels round otherwise, and is
+    lost when the file is written over.
 
     path: a folder with `config.json` and `model.safetensors`, or the files that `model.safetensors.index.json` lists:
         what `save_pretrained` writes and `huggingface_hub.snapshot_download` returns.
