@@ -12,14 +12,13 @@ The layers compute what the model does, bit for bit, with its own modules. Needs
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from hydra_engine.tasks import Model
+from hydra_engine.tasks import Model, switch_off_checkpointing
 
 try:
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -152,7 +151,7 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
     https://huggingface.co/docs/transformers/attention_interface, https://huggingface.co/docs/peft/package_reference/lora.
     """
     _check(model)
-    _switch_off_checkpointing(model)
+    switch_off_checkpointing(model)
     inner: Any = _without_lora(model)
     entry = MODELS.get(type(inner).__name__)
     if entry is None or not type(inner).__module__.startswith("transformers.models."):
@@ -240,18 +239,6 @@ def _check(model: Any) -> None:
             model,
             f"it is {where}, limit: the CPU",
             "load it without device_map=, or call model.cpu(); the engine streams it",
-        )
-
-
-def _switch_off_checkpointing(model: nn.Module) -> None:
-    checkpointed = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
-    for module in checkpointed:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    if checkpointed:
-        warnings.warn(
-            f"gradient checkpointing of the model ({type(model).__name__}) is switched off: the engine recomputes "
-            f"each shard where memory asks for it, and checkpointing would compute it once more",
-            stacklevel=3,
         )
 
 

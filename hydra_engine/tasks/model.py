@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -77,6 +78,7 @@ class Model(nn.Sequential):
 
     def convert(self, inputs: Any) -> None:
         """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
+        switch_off_checkpointing(self.source)
         layers = layers_of(self.source, inputs)
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
@@ -127,6 +129,19 @@ class Model(nn.Sequential):
         if isinstance(source, Model):
             return source.has_own_forward
         return source is not None and not self.is_converted and type(source).forward is not nn.Sequential.forward
+
+
+def switch_off_checkpointing(module: nn.Module) -> None:
+    """Set the flag `gradient_checkpointing`, as models of `transformers` have it, to False, with a warning."""
+    checkpointed = [each for each in module.modules() if getattr(each, "gradient_checkpointing", False)]
+    for each in checkpointed:
+        each.gradient_checkpointing = False  # type: ignore[assignment]
+    if checkpointed:
+        warnings.warn(
+            f"gradient checkpointing of the model ({type(module).__name__}) is switched off: the engine recomputes "
+            f"each shard where memory asks for it, and checkpointing would compute it once more",
+            stacklevel=4,
+        )
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -57,6 +57,16 @@ def test_a_block_of_attention_and_mlp_is_at_least_two_layers():
     assert len(model) >= 2 + 2 * 2  # an embedding, a head, and two blocks
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_gradient_checkpointing_is_switched_off_with_a_word():
+    case = BY_NAME["Mixtral"]
+    module = harness.new_module(case)
+    module.activation_checkpointing_enable()
+    with pytest.warns(UserWarning, match=rf"checkpointing of the model \({type(module).__name__}\) is switched off"):
+        Model(module, example=case.batches()[0][0])
+    assert not any(getattr(each, "gradient_checkpointing", False) for each in module.modules())
+
+
 class Branching(nn.Module):
     """Decides by what its first layer computed."""
 
