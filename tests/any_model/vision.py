@@ -17,8 +17,8 @@ def _import_torchvision():
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
-    # A wheel for another build of torch (CUDA's, beside a torch for the CPU) cannot load its operators, and stops at the
-    # first that its own import describes. None of the models here calls one, so it is enough that they have a name.
+    # A wheel for another build of torch (CUDA's, beside a torch for the CPU) cannot load its operators, and its import
+    # stops at the first that it describes. None of the models here calls one, so it is enough that they have a name.
     for name, schema in (
         ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
         ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
@@ -265,7 +265,11 @@ BY_HAND = [case("U-Net", UNet, 32, 44, is_dense=True)]
 
 def timm_case(name, side, larger=None, *, is_listed=True, **options):
     return case(
-        f"timm {name}", partial(timm.create_model, name, num_classes=CLASSES, **options), side, larger, is_listed=is_listed
+        f"timm {name}",
+        partial(timm.create_model, name, num_classes=CLASSES, **options),
+        side,
+        larger,
+        is_listed=is_listed,
     )
 
 

@@ -199,5 +199,5 @@ def test_a_model_that_is_computed_twice_itself_is_refused_with_its_line():
         def forward(self, x):
             return self.b(checkpoint(self.a, self.stem(x), use_reentrant=False))
 
-    with pytest.raises(ValueError, match="torch.utils.checkpoint runs twice"):
+    with pytest.raises(ValueError, match=r"torch\.utils\.checkpoint runs twice"):
         Model(Net(), example=batches()[0][0])
