@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Shadow
-from hydra_engine.capture.tape import HERE, Answers, Asked, Call, Constant, Held, Site, Tape, Unknown, Value, name_of
+from hydra_engine.capture.tape import (
+    HERE,
+    Answers,
+    Asked,
+    Call,
+    Constant,
+    Held,
+    Site,
+    Tape,
+    Unknown,
+    Value,
+    is_leaf,
+    name_of,
+)
 from partitioners.reach import Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
@@ -77,7 +92,9 @@ class Programs(Shared):
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
         self._kept: set[str] = set()
-        self._left: Any = None  # what forwards have left in attributes of the shadow's modules
+        self._left: dict[
+            torch.dtype | None, Shadow
+        ] = {}  # by `narrow`: one in whose attributes forwards left something
         self._roots: dict[Form, _Node] = {}
         self._by_name: dict[str, Program] = {}
         self._cuts: list[Site] | None = None
@@ -157,13 +174,43 @@ class Programs(Shared):
             # A new one each time: the first forward of a model may add hooks to it.
             shadow = Shadow(self.model, form.narrow)
             try:
-                recorded = self._run(shadow, form, inputs, batch, here)
-                changed, now = shadow.changed()
-                if changed is not None:
-                    self._check_left(shadow, changed, now, recorded, (form, inputs, batch, here))
-                return recorded
+                with shadow.apart():
+                    return self._settled(shadow, form, inputs, batch, here)
             except Unknown as unknown:
                 self._keep(unknown)
+
+    def _settled(self, shadow: Shadow, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+        """Record the forward, and see that no call of it depends on what those before have left."""
+
+        def left() -> dict[str, str]:
+            return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
+
+        before = left()
+        recorded, asked = self._run(shadow, form, inputs, batch, here), list(batch.asked)
+        for path in shadow.rebound():
+            if not any(each == path or path.startswith(f"{each}.") for each in self._kept):
+                raise self._depends(path, "replaces a parameter or a buffer (write into it: copy_)")
+        if changed := _difference(before, after := left()):
+            owner, named = shadow.owner(changed), _shown(changed)
+            text = self._run(shadow, form, inputs, batch, here).text()
+            if text != recorded.text():
+                raise self._depends(owner, f"changes {named}, which its next call depends on")
+            if again := _difference(after, left()):
+                raise self._depends(
+                    shadow.owner(again), f"changes {_shown(again)} with each call, which its layers would not"
+                )
+            # Nor on what batches of another form have left.
+            other = self._left.setdefault(form.narrow, shadow)
+            if other is not shadow and self._run(other, form, inputs, batch, here).text() != text:
+                raise self._depends(owner, f"changes {named}, which calls for other batches depend on")
+            batch.asked[:] = asked
+        return recorded
+
+    def _depends(self, path: str, why: str) -> Unknown:
+        forward = type(self._named[path]).forward
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        where = "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
+        return Unknown(path, f"{where}{type(self._named[path]).__name__}.forward", why)
 
     def _run(self, shadow: Shadow, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
         """Run the shadow's forward, and record it."""
@@ -182,16 +229,6 @@ class Programs(Shared):
             return _Recorded(tape, numbers, output, spec)
         finally:
             shadow.recorder = None
-
-    def _check_left(self, shadow: Shadow, path: str, now: Any, recorded: _Recorded, run: tuple[Any, ...]) -> None:
-        """Raise `Unknown` if what a forward leaves in attributes matters to the next, whatever batches came before."""
-        why = Unknown(path, f"{type(self._named[path]).__name__}.forward", "changes what its next call depends on")
-        if now is None:
-            raise why
-        shadow.put(now if self._left is None else self._left)
-        if self._run(shadow, *run).text() != recorded.text():
-            raise why
-        self._left = shadow.changed()[1]
 
     def _keep(self, unknown: Unknown) -> None:
         """Keep the module that asks as one call, or refuse the model."""
@@ -277,6 +314,15 @@ class _Recorded(NamedTuple):
     def text(self) -> str:
         """Return what is run, to compare."""
         return repr([(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls])
+
+
+def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
+    """Return a path at which something else is."""
+    return next((each for each in {**after, **before} if before.get(each) != after.get(each)), None)
+
+
+def _shown(where: str) -> str:
+    return where.replace("__globals__.", "").replace("__class__.", "")
 
 
 class _Any:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from partitioners.precision import compute_norms_in_float32, kept_parameters
-from partitioners.reach import PLAIN
+from partitioners.reach import PLAIN, reach
 
 
 class Recorder(Protocol):
@@ -54,7 +55,7 @@ class Shadow:
             if own not in classes:
                 classes[own] = self._class(own)
             module.__class__ = classes[own]
-        self._before = {path: _state(module) for path, module in self._paths.items()}
+        self._before = {path: _tensors(module) for path, module in self._paths.items()}
 
     def _class(self, own: type) -> type:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -70,48 +71,55 @@ class Shadow:
         for path, flag in flags.items():
             self._paths[path].training = flag
 
-    def changed(self) -> tuple[str | None, dict[str, Any] | None]:
-        """Return the path of a module that a forward has changed, and the state now; None where a tensor is another."""
-        now = {path: _state(module) for path, module in self._paths.items()}
-        paths = [path for path in now if now[path] != self._before[path]]
-        tensors = [path for path in paths if _tensors(now[path]) != _tensors(self._before[path])]
-        if tensors:
-            return tensors[-1], None
-        return (paths[-1], now) if paths else (None, now)
+    def rebound(self) -> list[str]:
+        """Return the paths of modules of which a forward has replaced a parameter or a buffer."""
+        now = {path: _tensors(module) for path, module in self._paths.items()}
+        return [path for path in now if not _are_same(now[path], self._before[path])]
 
-    def put(self, state: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Give the modules attributes and tensors."""
-        for path, module in self._paths.items():
-            for key, value in state[path].items():
-                if isinstance(key, str):
-                    module.__dict__[key] = value
-                else:
-                    getattr(module, key[0])[key[1]] = value.tensor
+    def left(self, runs_as_it_is: Callable[[str], bool]) -> dict[str, str]:
+        """Return what is in the modules' attributes, and what their closures and globals hold, by path.
+
+        Of a tensor on meta no more than that it is there. runs_as_it_is: leave out a module, by path.
+        """
+        ends = {id(module) for path, module in self._paths.items() if path and runs_as_it_is(path)}
+        ends |= {id(tensor) for each in self._paths.values() for tensor in _tensors(each).values()}
+        found = {}
+        for where, value, _ in reach(("", self.model), plain=True, besides=ends):
+            if isinstance(value, Tensor):
+                found[where] = f"a tensor{'' if value.is_meta else f' {id(value)} {value._version}'}"
+            elif isinstance(value, np.ndarray):
+                found[where] = f"an array {hash(value.tobytes())}"
+            elif isinstance(value, PLAIN) and where.rpartition(".")[2] not in ("training", "keys()"):
+                found[where] = repr(value)
+        return found
+
+    def owner(self, where: str) -> str:
+        """Return the path of the module that a path to an attribute of it leads through."""
+        inside = (path for path in self._paths if where.startswith(f"{path}."))
+        return max(inside, key=len, default="")
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep what the body leaves in lists, dicts and sets that closures and globals share with the model."""
+        shared = [each.value for each in reach(("", self.model), plain=True) if not each.is_copied]
+        before = [(each, copy.copy(each)) for each in shared if type(each) in (list, dict, set)]
+        try:
+            yield
+        finally:
+            for each, contents in before:
+                if not _are_same(each, contents):
+                    each.clear()
+                    (each.extend if isinstance(each, list) else each.update)(contents)
 
 
-class _Same:
-    """A tensor, compared by identity."""
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self.tensor = tensor
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.tensor is self.tensor
-
-    __hash__ = None  # type: ignore[assignment]
+def _tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    return {**module._parameters, **module._buffers}
 
 
-def _state(module: nn.Module) -> dict[Any, Any]:
-    """Return what a forward may change of a module: its tensors, and attributes that are plain values."""
-    found: dict[Any, Any] = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
-    found.pop("training", None)
-    for kind in ("_parameters", "_buffers"):
-        found.update({(kind, name): _Same(tensor) for name, tensor in getattr(module, kind).items()})
-    return found
-
-
-def _tensors(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in state.items() if not isinstance(key, str)}
+def _are_same(a: Any, b: Any) -> bool:
+    """Return True if two lists, sets or dicts hold the same objects."""
+    xs, ys = ([*each, *each.values()] if isinstance(each, dict) else list(each) for each in (a, b))
+    return len(xs) == len(ys) and all(x is y for x, y in zip(xs, ys, strict=True))
 
 
 @contextmanager

@@ -146,7 +146,10 @@ _REFUSED = {
     torch.autograd.backward: "calls backward() in the forward",
 }
 _CONSTRUCTORS = frozenset(_device_constructors())
-_DRAWING = ("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "cauchy")
+_DRAWING = (
+    *("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "cauchy"),
+    *("geometric", "rrelu", "attention", "gamma", "dirichlet", "binomial", "fractional", "gumbel"),
+)
 
 
 class Tape(TorchFunctionMode):
@@ -180,6 +183,8 @@ class Tape(TorchFunctionMode):
         self.modules = {id(module): path for path, module in model.named_modules()}
         self._is_whole = False
         self._hooks = _hooks_of_saved()
+        self._settings: dict[str, Any] = {}
+        self._of_inputs: set[int] = set()
 
     # Inputs and outputs
 
@@ -187,7 +192,7 @@ class Tape(TorchFunctionMode):
         """Return a tensor on meta that stands for one of the inputs."""
         with torch._C.DisableTorchFunction():
             stand_in = _on_meta(tensor)
-        self._name(stand_in)
+        self._of_inputs.add(self._storages[self._name(stand_in)])
         return stand_in
 
     def described(self, tensor: Tensor) -> Value | Held | Constant:
@@ -223,7 +228,7 @@ class Tape(TorchFunctionMode):
     def drop_unused(self, outputs: Sequence[int]) -> None:
         """Leave out calls that nothing comes of: what fills a cache that is dropped, say."""
         needed = set(outputs)
-        storages = self._of_model | {self._storages[number] for number in needed}
+        storages = self._of_model | self._of_inputs | {self._storages[number] for number in needed}
         kept = []
         for call in reversed(self.calls):
             is_module = isinstance(call.func, Held)  # which may draw, and change its buffers
@@ -239,7 +244,8 @@ class Tape(TorchFunctionMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record what the body runs."""
-        with torch.enable_grad(), self:
+        with torch.enable_grad(), torch.autocast(self.here.type, enabled=False), self:
+            self._settings = _settings(self.here)
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,8 +266,6 @@ class Tape(TorchFunctionMode):
             return self._ask(func, args, kwargs)
         if func in (Tensor.__repr__, Tensor.__str__, Tensor.__format__):
             return func(*args, **kwargs)
-        if torch.is_autocast_enabled(self.here.type):
-            raise self._unknown("runs under autocast")
         return self.record(func, func, args, kwargs)
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -286,8 +290,9 @@ class Tape(TorchFunctionMode):
         makes_nothing = not tensors and func not in _CONSTRUCTORS and not _takes_device(kwargs)
         if has_values or makes_nothing:
             return run(*args, **kwargs)  # of tensors that have values: the result is a constant
-        for each in tensors:
-            self.described(each)
+        refs = [self.described(each) for each in tensors]
+        if any(isinstance(each, torch.Generator) for each in _leaves((args, kwargs))):
+            raise self._unknown("draws from a generator of its own")
         before = {id(each): each._version for each in tensors if not each.is_inference()}
         on_meta = _replaced((args, kwargs), self._to_meta)
         options = on_meta[1]
@@ -299,6 +304,10 @@ class Tape(TorchFunctionMode):
             raise
         except Exception as error:
             found = self._with_values(func, args, kwargs, error)
+        on_meta_tensors = [each for each in _leaves(on_meta) if isinstance(each, Tensor)]
+        for ref, each in zip(refs, on_meta_tensors, strict=False):
+            if isinstance(ref, Constant) and each._version:  # just made
+                raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
         writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
         is_written = any(_storage(each) in self._of_model for each in tensors if id(each) in writes)
         if is_written or _moves_averages(func, args, kwargs):
@@ -316,6 +325,9 @@ class Tape(TorchFunctionMode):
         made = [each for each in _leaves(found) if isinstance(each, Tensor)]
         if not made and not writes:
             return found
+        if (now := _settings(self.here)) != self._settings:
+            changed = next(name for name, value in now.items() if value != self._settings[name])
+            raise self._unknown(f"runs with {changed} set otherwise than around the model")
         entering = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
         written = frozenset(_storage(each) for each in entering if id(each) in writes)
         described = _replaced((args, kwargs), self._describe)
@@ -352,15 +364,6 @@ class Tape(TorchFunctionMode):
 
     # Modules
 
-    def is_leaf(self, module: nn.Module, path: str) -> bool:
-        """Return True for a module that is called as a whole."""
-        if path in self._kept:
-            return True
-        if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder)):
-            return False
-        own = type(module).__mro__[1] if getattr(type(module), "is_shadow", False) else type(module)
-        return own.__module__.startswith("torch.nn.") or is_norm(module)
-
     def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the shadow: as one call, or through its own forward."""
         if self._is_whole:
@@ -368,7 +371,7 @@ class Tape(TorchFunctionMode):
         path = self.modules.get(id(module), "")
         times = self._occurrences[path] = self._occurrences.get(path, 0) + 1
         name = f"{path}#{times}"
-        if path and self.is_leaf(module, path):
+        if path and (path in self._kept or (is_leaf(module) and self._has_own(module))):
             with torch._C.DisableTorchFunction():
                 return self._whole(module, path, call, args, kwargs, name)
         self._frames.append(_Frame(path, name))
@@ -377,6 +380,11 @@ class Tape(TorchFunctionMode):
         finally:
             self._frames.pop()
             self._frames[-1].called(name)
+
+    def _has_own(self, module: nn.Module) -> bool:
+        """Return True if a module has the model's parameters and buffers, and no others for now (functional_call)."""
+        tensors = (*module.parameters(), *module.buffers())
+        return all(isinstance(self._values.get(id(each)), Held) for each in tensors)
 
     def _whole(
         self, module: nn.Module, path: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
@@ -565,6 +573,28 @@ class _Frame:
     def site(self) -> Site:
         self.number += 1
         return Site(self.name, self.after, self.number)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True for a module that is called as a whole."""
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder)):
+        return False
+    own = type(module).__mro__[1] if getattr(type(module), "is_shadow", False) else type(module)
+    return own.__module__.startswith("torch.nn.") or is_norm(module)
+
+
+def _settings(here: torch.device) -> dict[str, Any]:
+    """Return what decides how torch computes and a forward may change around some of its calls."""
+    return {
+        "autocast": (torch.is_autocast_enabled(here.type), torch.get_autocast_dtype(here.type)),
+        "the default dtype": torch.get_default_dtype(),
+        "the kernels of attention": [
+            getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ("flash", "mem_efficient", "math", "cudnn")
+        ],
+        "the precision of products": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+    }
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -99,6 +99,13 @@ class Reader:
         assert found is not None
         return found.inputs
 
+    @property
+    def sample_target(self) -> Any:
+        """The sample's target, as the loader gave it."""
+        found = self._largest or self._peek()
+        assert found is not None
+        return found.target
+
     def _peek(self) -> Item | None:
         if self._pending is None:
             try:

@@ -57,6 +57,7 @@ from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
 from partitioners.profile import noted
+from partitioners.reach import reach
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
 UNIT_S = 450e-6
@@ -549,7 +550,7 @@ class Planner:
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         for training in (True, False) if self._validates else (self._trains,):
             if task.model.is_converted:
-                check_converted(task.model, self._planned.reader.sample_inputs, training=training)
+                self._check_converted(training=training)
             elif task.model.has_own_forward and not training:  # otherwise seen when it was made
                 check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=False)
         is_auto = task.accumulation_steps == "auto"
@@ -743,6 +744,15 @@ class Planner:
             if not may_cut:
                 raise
             return list(range(1, number + 1)), error
+
+    def _check_converted(self, *, training: bool) -> None:
+        """Compare a model's own forward with the layers made of it; with the loss, if that may read the model."""
+        model, loss_fn, reader = self._task.model, self._task.loss_fn, self._planned.reader
+        modules = {id(module) for module in model.source.modules()}
+        reads_model = any(id(each.value) in modules for each in reach(("", loss_fn), plain=True))
+        target = reader.sample_target if reads_model else None
+        loss = (lambda output: loss_fn(output, target)) if reads_model else None
+        check_converted(model, reader.sample_inputs, training=training, loss=loss)
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture import called_with, without_caches
-from hydra_engine.data import Stream, capture, copy_of, identical, installed
+from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
+
+# Of the random state that a model's forward and its layers are compared from.
+SEED = 9973
+REMEDY = "; give the model as an nn.Sequential of its layers"
 
 
 class _Trail:
@@ -124,34 +131,47 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         raise _refusal(f"changes the value that {last} returned")
 
 
-def check_converted(model: Model, inputs: Any, *, training: bool = True) -> None:
+def check_converted(
+    model: Model, inputs: Any, *, training: bool = True, loss: Callable[[Any], Any] | None = None
+) -> None:
     """Run a converted module's own forward and its layers on a sample, from one random state, and compare their bits.
 
     Both run on the model's own weights, of which no copy is made; buffers, attributes and modes are put back. A model
-    on meta has no bits. Raises LayerFault with the first output that differs.
+    on meta has no bits. loss: of what the forward returns; it may read what the forward has left in the model. Raises
+    LayerFault with the first output that differs, or if the layers draw other random numbers.
     """
     source = model.source
     if any(each.device.type == "meta" for each in (*source.parameters(), *source.buffers())):
         return
     modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
     attributes = [(module, dict(vars(module))) for module in modules]
-    # Hooks, buffers: a forward that is the model's first may add some.
-    held = [(value, dict(value)) for _, named in attributes for value in named.values() if isinstance(value, dict)]
+    # Hooks, buffers, records: a forward that is the model's first may add some.
+    held = [
+        (value, copy.copy(value))
+        for _, named in attributes
+        for value in named.values()
+        if isinstance(value, (dict, list, set))
+    ]
     buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
-    stream = capture()
+    mode = "training" if training else "evaluation"
+    # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.
+    state = RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state())
 
-    def run(forward: Callable[..., Any]) -> Any:
+    def run(forward: Callable[..., Any]) -> tuple[list[Any], RandomState]:
         args, kwargs = called_with(pytree.tree_map_only(Tensor, copy_of, inputs))
+        stream = Stream(state)
         try:
-            with torch.no_grad(), installed(Stream(stream)):
-                return forward(args, kwargs)
+            with torch.no_grad(), installed(stream):
+                found = forward(args, kwargs)
+                results = pytree.tree_leaves(found)
+                return results if loss is None else [*results, *pytree.tree_leaves(loss(found))], capture()
         finally:
             for module, before in attributes:
                 vars(module).clear()
                 vars(module).update(before)
             for value, entries in held:
                 value.clear()
-                value.update(entries)
+                (value.extend if isinstance(value, list) else value.update)(entries)
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -167,19 +187,30 @@ def check_converted(model: Model, inputs: Any, *, training: bool = True) -> None
             value = layer(value)
         return value
 
-    expected, found = pytree.tree_leaves(run(own)), pytree.tree_leaves(run(layers))
+    (expected, drawn), (found, redrawn) = run(own), run(layers)
+    # A forward may be recorded at any time, beside others that draw from those.
+    if (outside := drawn.moved_outside_torch(state)) or not drawn.same_as(redrawn):
+        raise LayerFault(
+            f"the model's own forward draws random numbers from {' and '.join(sorted(outside))} ({mode} mode), limit: "
+            f"torch's functions"
+            if outside
+            else f"the layers that the model's own forward was made into draw other random numbers than the forward "
+            f"itself ({mode} mode); let it draw with torch's functions from torch's generator, and not seed that"
+        )
     for k, (a, b) in enumerate(zip(expected, found, strict=False)):
         is_same = identical(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
         if not is_same:
+            is_loss = loss is not None and k == len(expected) - 1
+            what = "lead to another loss" if is_loss else f"give another output {k}"
             raise LayerFault(
-                f"the layers that the model's own forward was made into give another output {k} than the forward "
-                f"itself ({'training' if training else 'evaluation'} mode, {_difference(a, b)}): it does what its "
-                f"recorded calls do not show; give the model as an nn.Sequential of its layers"
+                f"the layers that the model's own forward was made into {what} than the forward "
+                f"itself ({mode} mode, {_difference(a, b)}): it does what its recorded calls do not show"
+                + (", such as to leave in an attribute what loss_fn reads; return that too" if is_loss else REMEDY)
             )
     if len(expected) != len(found):
         raise LayerFault(
             f"the layers that the model's own forward was made into give {len(found)} outputs, and the forward itself "
-            f"{len(expected)}; give the model as an nn.Sequential of its layers"
+            f"{len(expected)}{REMEDY}"
         )
 
 

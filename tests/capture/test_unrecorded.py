@@ -1,0 +1,346 @@
+"""What a recording cannot show is refused by name, or runs as a module of its own, before any work."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hydra_engine import Model, ModelTask
+from tests import exact
+from tests.any_model import harness
+
+SHAPES = ((4, 6), (3, 6), (1, 6), (4, 6))
+
+
+class Three(nn.Module):
+    """Three layers; what a case adds is made in `more`."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.more()
+
+    def more(self):
+        pass
+
+    def forward(self, x):
+        return self.c(self.b(self.inner(self.a(x))))
+
+    def inner(self, h):
+        return h
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(*shape, generator=generator), torch.randn(shape[0], 3)) for shape in SHAPES]
+
+
+def train(module, loss_fn=F.mse_loss, **options):
+    """Train the module as layers."""
+    model = Model(module, example=batches()[0][0])
+    task = ModelTask(model, loss_fn, batches(), 1e-3, name="t", optimizer=torch.optim.AdamW, seed=7, **options)
+    exact.run([task]).raise_failures()
+
+
+def assert_exact(make):
+    """As layers it trains to the bits of its own forward."""
+    torch.manual_seed(3)
+    data = batches()
+    case = harness.Case(make.__name__, make, lambda: data, lambda: data[:2], F.mse_loss)
+    harness.check(case, harness.one_shard)
+    harness.check(case, harness.each_layer)
+
+
+class InDict(Three):
+    def more(self):
+        self.state = {"calls": 0}
+
+    def inner(self, h):
+        self.state["calls"] += 1
+        return h * self.state["calls"]
+
+
+class InList(Three):
+    def more(self):
+        self.seen = []
+
+    def inner(self, h):
+        self.seen.append(1)
+        return h * len(self.seen)
+
+
+class Late(Three):
+    """What it counts matters only once there were many calls."""
+
+    def more(self):
+        self.calls = 0
+
+    def inner(self, h):
+        self.calls += 1
+        return h * 2 if self.calls > 9 else h
+
+
+CALLS = [0]
+
+
+class InGlobal(Three):
+    def inner(self, h):
+        CALLS[0] += 1
+        return h * 2 if CALLS[0] > 9 else h
+
+
+class Annealed(Three):
+    def more(self):
+        self.heat = torch.tensor(1.0)
+
+    def inner(self, h):
+        self.heat *= 0.9
+        return h / self.heat
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (InDict, r"InDict.forward changes state\['calls'\], which its next call depends on"),
+        (InList, r"InList.forward changes seen\[0\], which its next call"),
+        (Late, r"Late.forward changes calls with each call"),
+        (InGlobal, r"InGlobal.forward changes inner.CALLS\[0\] with each call"),
+        (Annealed, r"Annealed.forward changes heat with each call"),
+    ],
+)
+def test_a_forward_that_counts_its_calls_is_refused(make, named):
+    with pytest.raises(ValueError, match=r"test_unrecorded.py:\d+: " + named):
+        Model(make(), example=torch.ones(2, 6))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h):
+        return self.linear(h) + 1
+
+
+class Outer(Three):
+    def more(self):
+        self.inside = Inner()
+
+    def inner(self, h):
+        return self.inside(h)
+
+
+def test_a_list_that_a_hook_appends_to_gets_what_layers_compute_alone():
+    features = []
+    module = Outer()
+    module.inside.register_forward_hook(lambda module, args, output: features.append(output))
+    model = Model(module, example=torch.ones(2, 6))
+    assert not features
+    model(torch.ones(2, 6))
+    assert [each.device.type for each in features] == ["cpu"]
+
+
+class Memory(Three):
+    def more(self):
+        self.memory = torch.zeros(4, 6)
+
+    def inner(self, h):
+        out = h + self.memory.sum(0)
+        self.memory[: len(h)] = h.detach()
+        return out
+
+
+class Rebinds(Three):
+    def more(self):
+        self.register_buffer("mean", torch.zeros(6))
+
+    def inner(self, h):
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+class Generated(Three):
+    def more(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def inner(self, h):
+        return h + torch.randn(h.shape, generator=self.generator)
+
+
+class Autocast(Three):
+    def inner(self, h):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.b(h).float()
+
+
+class Kernels(Three):
+    def inner(self, h):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(h[None], h[None], h[None])[0]
+
+
+class Doubles(Three):
+    def inner(self, h):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return h + torch.rand(6).float()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Memory, "writes to a tensor that is no buffer"),
+        (Rebinds, "replaces a parameter or a buffer"),
+        (Generated, "draws from a generator of its own"),
+        (Autocast, "runs with autocast set otherwise"),
+        (Kernels, "runs with the kernels of attention set otherwise"),
+        (Doubles, "runs with the default dtype set otherwise"),
+    ],
+)
+def test_what_calls_do_not_show_is_refused_with_its_line(make, named):
+    with pytest.raises(ValueError, match=rf"test_unrecorded.py:\d+: .*{named}"):
+        Model(make(), example=torch.ones(2, 6))
+
+
+class Inside(Three):
+    """A part that is refused in the model's own forward, as a module of its own."""
+
+    part: type
+
+    def more(self):
+        self.inside = self.part()
+
+    def inner(self, h):
+        return self.inside(h)
+
+
+class Mean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, h):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.linear(h).float()
+
+
+@pytest.mark.parametrize("part", [Mean, Narrow])
+def test_a_module_of_its_own_is_one_layer(part):
+    assert_exact(type(f"Inside{part.__name__}", (Inside,), {"part": part}))
+
+
+class Functional(Three):
+    def inner(self, h):
+        doubled = {name: 2 * each for name, each in self.b.named_parameters()}
+        return torch.func.functional_call(self.b, doubled, (h,))
+
+
+class DrawsMore(Three):
+    """Draws what nothing is made of; the draws after it are others."""
+
+    def inner(self, h):
+        h = F.dropout(h, 0.2, self.training)
+        torch.empty(3).geometric_(0.5)
+        F.rrelu(h, training=self.training)
+        F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3 if self.training else 0.0)
+        return h
+
+
+@pytest.mark.parametrize("make", [Functional, DrawsMore])
+def test_weights_of_a_functional_call_and_unused_draws(make):
+    assert_exact(make)
+
+
+class Python(Three):
+    def inner(self, h):
+        return self.b(h) if random.random() < 0.5 else h
+
+
+class NumPy(Three):
+    def inner(self, h):
+        return h + torch.from_numpy(np.random.rand(6).astype(np.float32))
+
+
+class Seeds(Three):
+    def inner(self, h):
+        torch.manual_seed(5)
+        return h + torch.randn(h.shape)
+
+
+class Forks(Three):
+    def inner(self, h):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return h + torch.randn(h.shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Python, "draws random numbers from `random`"),
+        (NumPy, "draws random numbers from `numpy.random`"),
+        (Seeds, "other random numbers than the forward itself"),
+        (Forks, "other random numbers than the forward itself"),
+    ],
+)
+def test_draws_past_the_recorded_calls_are_refused(make, named):
+    for seed in range(4):  # whatever the branch is that is taken as it is recorded
+        random.seed(seed)
+        with pytest.raises(ValueError, match=named):
+            train(make())
+
+
+class Auxiliary(Three):
+    """Leaves a part of the loss in an attribute."""
+
+    def more(self):
+        self.auxiliary = torch.tensor(0.0)
+
+    def inner(self, h):
+        self.auxiliary = h.square().mean()
+        return h
+
+
+def test_a_loss_that_the_forward_leaves_in_an_attribute_is_refused():
+    module = Auxiliary()
+
+    def loss_fn(model, output, target):
+        return F.mse_loss(output, target) + model.auxiliary
+
+    with pytest.raises(ValueError, match="leave in an attribute what loss_fn reads; return that too"):
+        train(module, functools.partial(loss_fn, module))
+
+
+class WritesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x, scale):
+        h = self.a(x) + scale
+        scale.mul_(2)  # nothing that it returns is made of it
+        return self.b(h)
+
+
+def test_a_batch_that_is_written_to_is_refused_though_nothing_reads_it():
+    data = [((x, torch.ones(len(x), 1)), y) for x, y in batches()]
+    task = ModelTask(Model(WritesInput(), example=data[0][0]), F.mse_loss, data, 1e-3, name="t")
+    with pytest.raises(ValueError, match="works in place on the inputs of a batch"):
+        exact.run([task])
