@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import threading
@@ -104,6 +105,12 @@ class Programs(Shared):
         self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
         self.is_settled = False  # its layers are made, and hold what they hold
         self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
+
+    def of(self, model: nn.Module) -> Programs:
+        """Return these programs for a copy of the model."""
+        made = copy.copy(self)
+        made.model, made._named = model, dict(model.named_modules())
+        return made
 
     def named(self, name: str) -> Program:
         return self._by_name[name]
@@ -273,34 +280,53 @@ class Programs(Shared):
             self._cuts = [calls[p].site for p in positions]
             self.holdings = [set() for _ in range(len(positions) + 1)]
         else:
-            places = {call.site: p for p, call in enumerate(calls)}
-            positions = [places.get(site, -1) for site in self._cuts]
-            if sorted({0, *positions}) != [0, *positions]:
-                lost = next(site for site, p in zip(self._cuts, positions, strict=True) if p < 1)
-                raise ValueError(
-                    f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for "
-                    f"which it calls the same modules in the same order, as far as these begin a layer: {lost.frame} "
-                    f"(after {lost.after}); give Model(module, example=...) a batch that runs all of them"
-                )
+            positions = self._placed(calls, lives.entangled(calls, tape.storage))
         ends = [0, *positions, len(calls)]
         pieces = []
         entering = inputs
-        crossing = lives.crossing(1, len(calls)) if calls else {}
+        crossing = lives.crossing(0, len(calls))
         for k, (first, last) in enumerate(itertools.pairwise(ends)):
             leaving = returned if last == len(calls) else sorted(crossing[last])
             piece = Piece(calls[first:last], entering, leaving, tape.constants)
             pieces.append(piece)
             entering = leaving
             needed = {".".join(path) for path in piece.held}
-            if self.is_settled and not needed <= self.holdings[k]:
-                raise ValueError(
-                    f"the model's own forward uses {', '.join(sorted(needed - self.holdings[k])[:3])} in layer {k} for "
-                    f"this batch, and did not for the first one; give Model(module, example=...) a batch that runs all"
-                )
             self.holdings[k] |= needed
         program = Program(f"p{len(self._by_name)}", pieces, output, spec)
         self._by_name[program.name] = program
         return program
+
+    def _placed(self, calls: Sequence[Call], entangled: set[int]) -> list[int]:
+        """Return the positions of the cuts in another form of the forward: at their sites, or where layers can run it.
+
+        Raises ValueError if a call needs what no layer has at its place in the order.
+        """
+        assert self._cuts is not None
+        places = {call.site: p for p, call in enumerate(calls)}
+        sites = [places.get(site, -1) for site in self._cuts]
+        if not self.is_settled and sorted({0, *sites}) == [0, *sites]:
+            return sites  # its layers are yet to be made
+        lacking = ""
+        for wanted in (sites, [-1] * len(sites)):
+            ends = [0]
+            for k, site in enumerate(wanted):
+                most = next((p for p in range(ends[-1], len(calls)) if not self._has(k, calls[p])), len(calls))
+                free = [p for p in range(ends[-1], most + 1) if p not in entangled or p == ends[-1]]
+                ends.append(site if site in free else free[-1])
+            rest = [call for call in calls[ends[-1] :] if not self._has(len(sites), call)]
+            if not rest:
+                return ends[1:]
+            lacking = f"{rest[0].line} uses {', '.join(sorted(rest[0].held)[:3])}"
+        raise ValueError(
+            f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
+            f"it uses its weights in the order of its layers: {lacking} where no layer has it; give "
+            f"Model(module, example=...) a batch that runs all of its modules, and the longest of loops"
+        )
+
+    def _has(self, layer: int, call: Call) -> bool:
+        """Return True if a layer has all that a call needs of the model."""
+        held = self.holdings[layer]
+        return all(any(name == each or name.startswith(f"{each}.") for each in held) for name in call.held)
 
 
 class _Recorded(NamedTuple):

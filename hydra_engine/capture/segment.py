@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.capture.programs import Programs
+from hydra_engine.capture.tape import is_leaf
 from partitioners.reach import Shared
 
 
@@ -19,6 +21,9 @@ class _Place(Shared):
         self.programs = programs
         self.index = index
         self.last = last
+
+    def __reduce__(self) -> Any:
+        return _Place, (None, self.index, self.last)  # code and locks are not saved: the model is recorded anew
 
 
 class Holder(nn.Module):
@@ -100,9 +105,30 @@ def layers_of(model: nn.Module, inputs: Any) -> list[Segment]:
     for layer, names in zip(layers, programs.holdings, strict=True):
         for name in sorted(names, key=lambda each: each.count(".")):
             layer.add(model, name)
-    programs.is_settled = True
     held = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in held:  # used by no forward; saved with the others
+        if id(tensor) not in held:  # used by no forward so far; saved with the others
+            owner = name.rpartition(".")[0]
+            module = model.get_submodule(owner)
+            tensors = [id(each) for each in (*module.parameters(), *module.buffers())]
+            if owner and is_leaf(module) and held.isdisjoint(tensors):
+                name = owner  # for a batch that it is used for
+                held.update(tensors)
             layers[-1].add(model, name)
+            programs.holdings[-1].add(name)
+    programs.is_settled = True
     return layers
+
+
+def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:
+    """Tell copies of a model's layers which copy of the model they are of. What was recorded is theirs as well.
+
+    Returns False where nothing is: for layers that were saved, and for none.
+    """
+    segments = [layer for layer in layers if isinstance(layer, Segment)]
+    if not segments or segments[0].place.programs is None:
+        return False
+    programs = segments[0].place.programs.of(model)
+    for segment in segments:
+        segment.place = _Place(programs, segment.place.index, segment.place.last)
+    return True

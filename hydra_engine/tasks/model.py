@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import layers_of
+from hydra_engine.capture import layers_for, layers_of
 
 
 class Model(nn.Sequential):
@@ -83,6 +83,19 @@ class Model(nn.Sequential):
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
         self._set(is_converted=True, is_pending=False)
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers; those of a module that is not converted yet are made by this input."""
+        if self.is_pending:
+            self.convert(input)
+        return super().forward(input)  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, or what was saved: of a converted module, which then is converted by its first inputs."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.is_converted and not layers_for(self._modules.values(), self.source):
+            self._modules.clear()
+            self._set(is_converted=True, is_pending=True)
 
     def _set(self, *, is_converted: bool, is_pending: bool) -> None:
         # Not as attributes of a module, which would be compared with those of the copies that devices have.

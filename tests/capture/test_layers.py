@@ -1,6 +1,7 @@
 """A module's own forward as layers: the same bits, gradients and random draws, for each form of a batch."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -194,3 +195,70 @@ def test_weights_and_example_on_meta():
     with torch.device("meta"):
         net, example = Residual(), torch.empty(2, 3, 6, 6)
     assert len(Model(net, example=example)) >= 3
+
+
+class Optional(nn.Module):
+    """A batch may lack what one of its modules is for; a loop is as long as the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x, mask=None):
+        h = self.a(x)
+        if mask is not None:
+            h = self.b(h) * mask
+        for k in range(x.shape[0]):
+            h = torch.tanh(self.c.weight.T @ self.c(h).T).T + k
+        return self.c(h)
+
+
+def test_a_batch_that_runs_fewer_or_more_modules_than_the_first():
+    x, mask = torch.randn(3, 4), torch.ones(3, 1)
+    assert_same(Optional(), {"x": x, "mask": mask}, {"x": x}, {"x": x[:1], "mask": mask[:1]}, {"x": x[:1]})
+    assert_same(Optional(), {"x": x}, {"x": x, "mask": mask}, {"x": x[:2]})
+
+
+class Swapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, swap=False):
+        return self.a(self.b(x)) if swap else self.b(self.a(x))
+
+
+def test_a_batch_that_needs_weights_in_another_order_is_refused_with_its_line():
+    model = Model(Swapped(), example=(torch.ones(2, 4),))
+    with pytest.raises(ValueError, match=r"test_layers.py:\d+: .* uses a where no layer has it"):
+        model((torch.ones(2, 4), True))
+
+
+def test_a_copy_is_of_a_module_of_its_own():
+    first = Model(Residual(), example=torch.randn(2, 3, 6, 6))
+    second = copy.deepcopy(first)
+    second.eval()
+    x = torch.randn(3, 3, 6, 6)
+    assert first.source.training
+    assert not second.source.training
+    with torch.no_grad():
+        second.source.scale.mul_(2)
+        assert torch.equal(second(x), second.source(x))
+        first.eval()
+        assert torch.equal(first(x), first.source(x))
+        assert not torch.equal(first(x), second(x))
+    assert {id(each) for each in second.parameters()}.isdisjoint(map(id, first.parameters()))
+
+
+def test_what_was_pickled_is_converted_by_its_first_inputs():
+    first = Model(Residual(), example=torch.randn(2, 3, 6, 6)).eval()
+    second = pickle.loads(pickle.dumps(first))
+    x = torch.randn(3, 3, 6, 6)
+    assert second.is_pending
+    assert torch.equal(second(x), first(x))
+    assert len(second) == len(first)
+
+
+def test_a_module_without_example_is_converted_as_it_is_called():
+    net, x = Residual().eval(), torch.randn(2, 3, 6, 6)
+    assert torch.equal(Model(net)(x), net(x))
