@@ -62,18 +62,25 @@ class Deadlines(Generic[K]):
 
 
 class Inbox(Generic[T]):
-    """Events for the thread that decides, one at a time: `with inbox as event: ...`. None is lost to Ctrl-C."""
+    """Events for the thread that decides, one at a time: `with inbox as event: ...`. None is lost to Ctrl-C.
+
+    They come in order, but a stop comes before all that wait: SIGTERM to a group of processes ends a loader's workers
+    too, and that the loader failed may be told before the signal is.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
         self._taken: deque[T | StopRequested | Overdue] = deque()
         self.deadline_s = math.inf  # of time.monotonic(): then, `Overdue` is the next event if there is no other
+        self._is_stop_put = False  # and not moved ahead of the others
         self._depth = 0  # of events being handled
         self._is_deferred = False  # an interrupt waits for the end of what is being handled
 
     def put(self, event: T | StopRequested) -> None:
         """Tell something; from any thread, and from a signal's handler."""
         self._queue.put(event)
+        if isinstance(event, StopRequested):
+            self._is_stop_put = True
 
     @property
     def is_empty(self) -> bool:
@@ -84,17 +91,23 @@ class Inbox(Generic[T]):
         """Wait for the next event, or until the deadline."""
         if not self._taken:
             self._wait()
+        if self._is_stop_put:
+            self._is_stop_put = False
+            self._take(self._queue.qsize())
+            self._taken = deque(sorted(self._taken, key=lambda event: not isinstance(event, StopRequested)))
         self._depth += 1
         return self._taken.popleft()
 
     def _wait(self) -> None:
         left_s = min(self.deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
-        get = partial(self._queue.get, True, None if self.deadline_s == math.inf else max(0.0, left_s))
         try:
-            # In one call of C: an exception out of a signal handler strikes before it or after it.
-            self._taken.extend(islice(iter(get, None), 1))
+            self._take(1, None if self.deadline_s == math.inf else max(0.0, left_s))
         except Empty:
             self._taken.append(Overdue())
+
+    def _take(self, count: int, timeout_s: float | None = None) -> None:
+        # In one call of C: an exception out of a signal handler strikes before it or after it.
+        self._taken.extend(islice(iter(partial(self._queue.get, True, timeout_s), None), count))
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1

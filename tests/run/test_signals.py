@@ -11,7 +11,7 @@ import pytest
 
 from hydra_engine.run import signals as interrupt
 from hydra_engine.run.signals import Inbox, Signals
-from hydra_engine.schedule.events import DataEnded, DeviceAdded, StopRequested
+from hydra_engine.schedule.events import DataEnded, DataFailed, DeviceAdded, StopRequested
 
 # What each is raised as.
 RAISED = {signal.SIGINT: (KeyboardInterrupt, None), signal.SIGTERM: (SystemExit, 143)}
@@ -75,6 +75,20 @@ def test_events_come_in_order():
     assert found == events
 
 
+def test_a_stop_comes_before_what_was_told_earlier():
+    inbox = Inbox()
+    events = [DeviceAdded(0), DataFailed("task", RuntimeError("a worker was killed"), "reading"), DeviceAdded(1)]
+    for event in events:
+        inbox.put(event)
+    with inbox as event:
+        found = [event]
+    inbox.put(StopRequested())
+    while not inbox.is_empty:
+        with inbox as event:
+            found.append(event)
+    assert found == [events[0], StopRequested(), *events[1:]]
+
+
 @pytest.mark.parametrize("number", RAISED)
 def test_first_signal_is_raised_at_once(number):
     kind, code = RAISED[number]
@@ -103,9 +117,9 @@ def test_first_signal_is_an_event_of_a_run(number):
         signals.tell(inbox)
         signal.raise_signal(number)
         with inbox as event:
-            assert event == DeviceAdded(0)
-        with inbox as event:
             assert event == StopRequested()
+        with inbox as event:
+            assert event == DeviceAdded(0)
         assert inbox.is_empty
 
 
@@ -183,7 +197,7 @@ def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):
 @pytest.mark.usefixtures("prompt")
 def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
     inbox, done = Inbox(), []
-    for device in range(3):
+    for device in range(2):
         inbox.put(DeviceAdded(device))
 
     def work():
@@ -198,9 +212,9 @@ def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
     with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
         signals.tell(inbox)
         work()
-    assert done == [DeviceAdded(1), DeviceAdded(0)]
+    assert done == [DeviceAdded(0), StopRequested()]
     with inbox as event:  # nothing is lost
-        assert event == DeviceAdded(2)
+        assert event == DeviceAdded(1)
     assert exits == []
 
 
