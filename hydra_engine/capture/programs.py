@@ -230,6 +230,8 @@ class Programs(Shared):
         try:
             with tape.recording():
                 out = without_caches(shadow.model(*args, **kwargs))
+            if tape.raised is not None:
+                raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
             output = [tape.described(each) if isinstance(each, Tensor) else each for each in leaves]
             tape.drop_unused([each.number for each in output if isinstance(each, Value)])

@@ -28,6 +28,12 @@ class Shadow:
 
     def __init__(self, model: nn.Module, narrow: torch.dtype | None = None) -> None:
         """`narrow`: what its parameters are cast to for devices. Raises TypeError for what cannot be copied."""
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{path or 'the model'} is a TorchScript module ({module.original_name}), limit: modules whose "
+                    f"calls Python makes; give the module that was scripted or traced, with its weights"
+                )
         memo: dict[int, Any] = {}
         self.originals = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
         kept = kept_parameters(model) if narrow is not None else set()

@@ -185,6 +185,8 @@ class Tape(TorchFunctionMode):
         self._hooks = _hooks_of_saved()
         self._settings: dict[str, Any] = {}
         self._of_inputs: set[int] = set()
+        self._parameters = {_storage(each): name for name, each in model.named_parameters()}
+        self.raised: Unknown | None = None  # the first; the forward may have caught it
 
     # Inputs and outputs
 
@@ -249,8 +251,17 @@ class Tape(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), self._noting():
             return self._called(func, tuple(args), kwargs or {})
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note what is raised: `except Exception` in the model's code would hide it."""
+        try:
+            yield
+        except Unknown as unknown:
+            self.raised = self.raised or unknown
+            raise
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
@@ -309,8 +320,12 @@ class Tape(TorchFunctionMode):
             if isinstance(ref, Constant) and each._version:  # just made
                 raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
         writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
-        is_written = any(_storage(each) in self._of_model for each in tensors if id(each) in writes)
-        if is_written or _moves_averages(func, args, kwargs):
+        written = [_storage(each) for each in tensors if id(each) in writes]
+        if changed := [self._parameters[each] for each in written if each in self._parameters]:
+            raise self._unknown(
+                f"changes parameter {changed[0]}, which only the optimizer may; keep what a forward changes in a buffer"
+            )
+        if not self._of_model.isdisjoint(written) or _moves_averages(func, args, kwargs):
             self._check_runs_once()
         return self._noted(func, args, kwargs, found, writes)
 
@@ -372,7 +387,7 @@ class Tape(TorchFunctionMode):
         times = self._occurrences[path] = self._occurrences.get(path, 0) + 1
         name = f"{path}#{times}"
         if path and (path in self._kept or (is_leaf(module) and self._has_own(module))):
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), self._noting():
                 return self._whole(module, path, call, args, kwargs, name)
         self._frames.append(_Frame(path, name))
         try:

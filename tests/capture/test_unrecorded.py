@@ -192,9 +192,38 @@ class Doubles(Three):
             torch.set_default_dtype(torch.float32)
 
 
+class Normalizes(Three):
+    def inner(self, h):
+        with torch.no_grad():
+            self.b.weight.div_(self.b.weight.norm())
+        return h
+
+
+class MovesTeacher(Three):
+    """Of a frozen copy, whose mean goes with the weights."""
+
+    def more(self):
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def inner(self, h):
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.b.parameters(), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+        return h + self.teacher(h)
+
+
+class Clamps(Three):
+    def inner(self, h):
+        self.b.weight.data.clamp_(-0.1, 0.1)
+        return h
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
+        (Normalizes, "changes parameter b.weight"),
+        (MovesTeacher, "changes parameter teacher.weight"),
+        (Clamps, "changes parameter b.weight"),
         (Memory, "writes to a tensor that is no buffer"),
         (Rebinds, "replaces a parameter or a buffer"),
         (Generated, "draws from a generator of its own"),
@@ -206,6 +235,46 @@ class Doubles(Three):
 def test_what_calls_do_not_show_is_refused_with_its_line(make, named):
     with pytest.raises(ValueError, match=rf"test_unrecorded.py:\d+: .*{named}"):
         Model(make(), example=torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("kind", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 6))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused_by_name(kind):
+    module = Three()
+    module.b = kind(module.b)
+    with pytest.raises(TypeError, match=r"b is a TorchScript module \(Linear\).*give the module that was scripted"):
+        Model(module, example=torch.ones(2, 6))
+
+
+class Catches(Three):
+    """Hides from its caller that something could not be known, and goes the way of small numbers."""
+
+    def inner(self, h):
+        try:
+            if h.abs().max() > 1e3:
+                h = h * 0
+        except Exception:
+            pass
+        return h
+
+
+def test_what_the_forward_catches_is_refused_all_the_same():
+    with pytest.raises(ValueError, match=r"test_unrecorded.py:\d+: if h.abs\(\).max\(\) > 1e3: .*asks for the value"):
+        Model(Catches(), example=torch.ones(2, 6))
+
+
+class CatchesInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h):
+        try:
+            if h.abs().max() > 1:
+                h = h * 0.5
+        except Exception:
+            pass
+        return self.linear(h)
 
 
 class Inside(Three):
@@ -241,7 +310,7 @@ class Narrow(nn.Module):
             return self.linear(h).float()
 
 
-@pytest.mark.parametrize("part", [Mean, Narrow])
+@pytest.mark.parametrize("part", [Mean, Narrow, CatchesInside])
 def test_a_module_of_its_own_is_one_layer(part):
     assert_exact(type(f"Inside{part.__name__}", (Inside,), {"part": part}))
 
