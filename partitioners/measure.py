@@ -141,7 +141,7 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
     The operation's tag says only that it may draw: attention if it has dropout, some activations in training.
     """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _may_draw(func):
         return False
     given = given_generators(args, kwargs)
     if given and generator_key(torch.default_generator) not in given:
@@ -151,6 +151,11 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         if value is not None and not value:  # a probability of 0, or not in training
             return False
     return True
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags  # asked for each operation that a layer runs
 
 
 @functools.cache
