@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Shadow
+from hydra_engine.capture.shadow import Shadow, caches_apart
 from hydra_engine.capture.tape import (
     HERE,
     Answers,
@@ -228,7 +228,7 @@ class Programs(Shared):
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape
         try:
-            with tape.recording():
+            with caches_apart(), tape.recording():
                 out = without_caches(shadow.model(*args, **kwargs))
             if tape.raised is not None:
                 raise tape.raised

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from partitioners.precision import compute_norms_in_float32, kept_parameters
 from partitioners.reach import PLAIN, reach
+
+_CACHE = type(lru_cache(len))  # no public name
+_NOT_OF_MODELS = ("torch", "hydra_engine", "partitioners")
 
 
 class Recorder(Protocol):
@@ -116,6 +120,26 @@ class Shadow:
                 if not _are_same(each, contents):
                     each.clear()
                     (each.extend if isinstance(each, list) else each.update)(contents)
+
+
+@contextmanager
+def caches_apart() -> Iterator[None]:
+    """Empty the caches of functions (`functools.lru_cache`) that the body fills: what is in them may lie on meta.
+
+    The model's own forward would take it from there, for batches that have values.
+    """
+    caches = [
+        each
+        for each in gc.get_objects()
+        if type(each) is _CACHE and str(each.__module__).partition(".")[0] not in _NOT_OF_MODELS
+    ]
+    before = [each.cache_info().misses for each in caches]
+    try:
+        yield
+    finally:
+        for each, misses in zip(caches, before, strict=True):
+            if each.cache_info().misses != misses:
+                each.cache_clear()
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor | None]:

@@ -263,6 +263,47 @@ def test_what_the_forward_catches_is_refused_all_the_same():
         Model(Catches(), example=torch.ones(2, 6))
 
 
+@functools.lru_cache
+def positions(count):
+    return torch.arange(count) / count
+
+
+class Cached(Three):
+    """Keeps tensors that depend on nothing for the next call, of the plain loop too."""
+
+    def inner(self, h):
+        return h + positions(h.shape[1])
+
+
+def test_caches_of_functions_hold_nothing_that_was_recorded():
+    assert_exact(Cached)
+    positions.cache_clear()
+    Model(Cached(), example=torch.ones(2, 6))
+    assert not positions(6).is_meta
+
+
+class Aligned(Three):
+    """Has a loss of sequences in its forward, which torch does not run on meta."""
+
+    def more(self):
+        self.reduction = "mean"
+
+    def forward(self, x):
+        log_probs = F.log_softmax(self.c(self.b(self.a(x))), -1)[:, None]
+        lengths = torch.full((1,), len(x)), torch.ones(1, dtype=torch.long)
+        return F.ctc_loss(log_probs, torch.ones(1, 1, dtype=torch.long), *lengths, 0, self.reduction)
+
+
+@pytest.mark.parametrize(("reduction", "shape"), [("mean", ()), ("sum", ()), ("none", (1,))])
+def test_ctc_loss_in_the_forward(reduction, shape):
+    torch.manual_seed(0)
+    module, inputs = Aligned(), torch.randn(4, 6)
+    module.reduction = reduction
+    found = Model(module, example=inputs)(inputs)
+    assert found.shape == shape
+    assert torch.equal(found, module(inputs))
+
+
 class CatchesInside(nn.Module):
     def __init__(self):
         super().__init__()
