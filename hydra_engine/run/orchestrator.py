@@ -618,7 +618,8 @@ class ModelOrchestrator:
                 )
             finally:
                 loggers.close()  # where the run was never begun
-                self._loggers = [each for each in self._loggers if each not in loggers.left_behind]
+                left = {id(each) for each in loggers.left_behind}
+                self._loggers = [each for each in self._loggers if id(each) not in left]
                 torch.set_num_threads(site.host.intra_op_threads)
 
     def _train(self, site: Site, signals: Signals, resume: bool) -> Report:
