@@ -42,7 +42,7 @@ class LoggerThread:
         self._num_lost = 0  # values that found the queue full
         self._num_failed = 0
         self._is_over = False  # dropped, or left behind: no more calls
-        self._ending = threading.Event()  # nothing more will come
+        self._hurried = threading.Event()  # what waits is to be passed on at once
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -59,7 +59,11 @@ class LoggerThread:
     def end(self) -> None:
         """Let the logger be closed, after all that waits."""
         self._queue.put(None)
-        self._ending.set()
+        self._hurried.set()
+
+    def hurry(self) -> None:
+        """Let the logger be called at once with what waits."""
+        self._hurried.set()
 
     def join(self, deadline_s: float) -> bool:
         """Wait until it is closed, by `time.monotonic()` until then; False: it was left behind."""
@@ -96,7 +100,8 @@ class LoggerThread:
             return self._queue.get_nowait()
         except Empty:
             call = self._queue.get()
-            self._ending.wait(GATHER_S)
+            self._hurried.wait(GATHER_S)
+            self._hurried.clear()  # all that it was set for is in the queue, which is emptied now
             return call
 
     def _failed(self, about: str, error: BaseException) -> None:
@@ -145,6 +150,11 @@ class RunLoggers:
         if task in self._begun:
             self._begun.remove(task)
             self._put("end_task", (task, status), f"the end of {task}")
+
+    def hurry(self) -> None:
+        """A checkpoint is being written: what it has should be logged by then, in case the process is killed."""
+        for each in self._threads:
+            each.hurry()
 
     def close(self) -> list[str]:
         """Close all loggers side by side, with one deadline; return what went wrong in the run. Once is enough."""

@@ -1,25 +1,34 @@
 """A run tells its loggers every step and validation, and trains as if they were not there, whatever they do."""
 
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, PauseTask, StepReport, ValidationReport
+from hydra_engine.adaptive import AdaptiveDataLoader
+from hydra_engine.checkpoints import load_newest
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, Logger, TaskStart, threads
 from hydra_engine.sweep import Sweep
 from partitioners import Presharded
-from tests.loggers.support import KINDS, Recorder, read_csv
+from tests.loggers.support import KINDS, Recorder, read_csv, step_of, validation_of
 from tests.sweep import space
 
 STEPS, EPOCHS, LR = 4, 3, 0.1
 LIMIT = 0.05  # of gradients' norms, so that each step is clipped
 PATIENCE_S = 30
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Draws:
@@ -243,6 +252,37 @@ def test_a_logger_that_hangs_holds_nothing_up_and_is_left_behind(hangs, alone, m
     assert [each.step for each in recorder.of(StepReport, "b")] == list(range(1, STEPS * EPOCHS + 1))
 
 
+def test_a_logger_has_what_waits_at_once_where_it_is_hurried_or_ended(monkeypatch):
+    monkeypatch.setattr(threads, "GATHER_S", 10 * PATIENCE_S)
+    recorder, met = Recorder(), threading.Event()
+    monkeypatch.setattr(recorder, "log_validation", lambda _: met.set())
+    loggers = threads.RunLoggers([recorder])
+    loggers.step(step_of(1))
+    loggers.validation(validation_of(1))
+    loggers.hurry()
+    assert met.wait(PATIENCE_S)
+    loggers.step(step_of(2))
+    assert loggers.close() == []
+    assert recorder.calls == [step_of(1), step_of(2)]
+
+
+@pytest.mark.parametrize("bounds", [None, (4, 16)])
+def test_batches_that_adapt_have_the_norm_that_they_measure(bounds):
+    found = []
+    for limit in (None, 1e6):  # which clips nothing, and computes the norm
+        loader = AdaptiveDataLoader(
+            TensorDataset(*(torch.cat(each) for each in zip(*space.batches(8), strict=True))), 10
+        )
+        if bounds:
+            loader.autoscale_batch_size(20, local_bsz_bounds=bounds)
+        mine = ModelTask(model()[:1], F.cross_entropy, loader, LR, 1, name="a", max_grad_norm=limit, seed=0)
+        recorder = Recorder()
+        orchestra_of(mine, loggers=[recorder]).train_models().raise_failures()
+        found.append([each.grad_norm for each in recorder.of(StepReport)])
+    measured, computed = found
+    assert measured[:1] == [pytest.approx(computed[0], rel=1e-5) if bounds else None]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_goes_on_in_the_same_files_with_each_step_once(tmp_path, kind):
     if kind == "tensorboard":
@@ -269,6 +309,43 @@ def test_a_resumed_run_goes_on_in_the_same_files_with_each_step_once(tmp_path, k
     validations = [(step, row["validation_loss"]) for step, row in rows if "validation_loss" in row]
     assert validations == list(zip(report.validation_steps, map(pytest.approx, report.validation_losses), strict=True))
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+class Kills(CsvLogger):
+    """Kills its process once it has logged step 7, and something is saved."""
+
+    def __init__(self, directory, saved):
+        super().__init__(directory)
+        self.saved = saved
+
+    def log_step(self, step):
+        super().log_step(step)
+        while step.step == 7 and load_newest(self.saved) is None:
+            pass
+        if step.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_be_killed(folder):
+    """In a process of its own."""
+    saved = Path(folder, "saved")
+    options = {"checkpoint_dir": saved, "checkpoint_every": 2, "loggers": [Kills(Path(folder, "logs"), saved)]}
+    orchestra_of(task(), **options).train_models()
+
+
+def test_a_run_whose_process_was_killed_goes_on_in_the_same_file_with_each_step_once(tmp_path):
+    code = f"from tests.loggers.test_runs import train_and_be_killed; train_and_be_killed({str(tmp_path)!r})"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
+    killed = read_csv(tmp_path / "logs" / "a.csv")
+    steps = load_newest(tmp_path / "saved").data["tasks"]["a"]["steps"]
+    options = {"checkpoint_dir": tmp_path / "saved", "loggers": [CsvLogger(tmp_path / "logs")]}
+    report = orchestra_of(task(), **options).train_models(resume=True).tasks["a"]
+    assert [step for step, row in killed if "loss" in row] == list(range(1, 8))
+    assert steps > 0
+    rows = read_csv(tmp_path / "logs" / "a.csv")
+    assert [(step, row["loss"]) for step, row in rows if "loss" in row] == list(enumerate(report.losses, 1))
+    assert [step for step, row in rows if "loss" not in row] == report.validation_steps
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["a.csv"]
 
 
 class Pauses(Callback):
