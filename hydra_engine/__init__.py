@@ -37,8 +37,10 @@ if TYPE_CHECKING:
         Report,
         Retry,
         Revision,
+        StepReport,
         TaskPlan,
         TaskReport,
+        ValidationReport,
         split,
     )
     from partitioners import Skips
@@ -71,10 +73,12 @@ __all__ = [
     "ShardDoesNotFit",
     "Simulation",
     "Skips",
+    "StepReport",
     "StopTask",
     "TaskCost",
     "TaskPlan",
     "TaskReport",
+    "ValidationReport",
     "__version__",
     "simulate",
     "split",

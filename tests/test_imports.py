@@ -26,6 +26,7 @@ ROOMS = (
     "checkpoints",
     "planning",
     "display",
+    "loggers",
     "run",
     "sweep",
     "integrations",
@@ -43,7 +44,7 @@ WITHOUT = {
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
-OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "sklearn")
+OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "sklearn", "tensorboard", "wandb")
 # Only modules of hydra_engine/integrations import these.
 INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The modules that may mention CUDA, streams and pinning.

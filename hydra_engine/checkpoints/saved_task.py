@@ -39,11 +39,11 @@ class SavedTask:
         self.max_devices: int | None = self._state.get("max_devices")
         self.position = TaskPosition.from_state(self._state["position"])
         # Another task's, in whose state it begins: nothing of its own was saved yet.
-        self._is_fork = "fork_of" in checkpoint.data["tasks"].get(name, {})
+        self.is_fork = "fork_of" in checkpoint.data["tasks"].get(name, {})
 
     def begin(self, task: ModelTask) -> None:
         """Give a task the seed that it had; a fork keeps its own, and draws from its own random stream from now on."""
-        if not self._is_fork:
+        if not self.is_fork:
             task.seed = self.seed
             return
         self.seed = task.seed
@@ -91,7 +91,7 @@ class SavedTask:
     def put_optimizer(self, optimizer: TaskOptimizer) -> None:
         """Let a task's optimizer and schedule go on as they stood. Raises ValueError if they are of another kind."""
         state, self._optimizer = self._optimizer_state(), None
-        optimizer.restore(state, self._state["schedule"], keeps_options=self._is_fork)
+        optimizer.restore(state, self._state["schedule"], keeps_options=self.is_fork)
 
     def read_optimizer(self) -> None:
         """Read optimizer and best weights into DRAM now: the checkpoint may be removed before they are put back."""

@@ -115,7 +115,7 @@ class StepRecord:
 
     groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters and parameters of each group
     has_gradient: dict[int, bool] = field(default_factory=dict)
-    total_norm: Tensor | None = None
+    total_norm: Tensor | None = None  # of all gradients, before clipping; None: nothing clips
     is_first: bool = False
     loss_scale: float | None = None  # that the gradients carry
     is_skipped: bool = False  # a gradient was not finite: nothing is updated
@@ -192,7 +192,7 @@ class TaskOptimizer:
         finished = partial(self._finished, pool, scale, hooked)
         total_norm = None
         if self._task.optimizer_scope == "task":
-            self._update_all(pool, staging.has_gradient, finished)
+            total_norm = self._update_all(pool, staging.has_gradient, finished)
         elif self._task.max_grad_norm is not None:
             total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
         record = StepRecord(
@@ -313,13 +313,19 @@ class TaskOptimizer:
         gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
-    def _update_all(self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]) -> None:
-        """One step of the user's optimizer itself, which may keep what it likes wherever it likes."""
+    def _update_all(
+        self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]
+    ) -> Tensor | None:
+        """One step of the user's optimizer itself, which may keep what it likes wherever it likes.
+
+        Return the norm of the gradients, where they are clipped.
+        """
         slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
+        total_norm = None
         try:
             with _gradients_set(slots, finished) as parameters:
                 if self._task.max_grad_norm is not None:
-                    nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
+                    total_norm = nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
                 refused = (
                     nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
                 )
@@ -328,6 +334,12 @@ class TaskOptimizer:
         finally:
             pool.bring_back(self._slots)
         pool.renew(self._slots)
+        return total_norm
+
+    def learning_rates(self, record: StepRecord) -> tuple[float, ...]:
+        """Return those that a step was made with, or was to be, by parameter group; none where groups have no "lr"."""
+        groups = record.groups or self.optimizer.param_groups
+        return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
     def reach_epoch(self, epoch: int) -> None:
         """Step a scheduler of interval "epoch" for each epoch that has ended before this one."""

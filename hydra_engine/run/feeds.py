@@ -132,6 +132,7 @@ class Feeds:
         if event.training:
             # With early release, updates go on at any time.
             task.is_updated = task.state.pool.early_release or not task.updates
+            task.figures.log_step()
             task.notifier.step(is_updated=task.is_updated)
         self._look_ahead(task)
         self._begin_epoch(task)
@@ -495,7 +496,7 @@ class Joining:
             draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
         )
         retries = Retries(planned.task.max_retries, planned.report)
-        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier))
+        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier, self._common.loggers))
         task.epoch = 0 if planned.saved is None else planned.saved.position.epoch
         self._common.tasks[planned.name] = task
         self._saves.began(task)
@@ -617,6 +618,7 @@ class Joining:
 
     def _begin(self, task: RunningTask) -> None:
         task.life = Life.TRAINING
+        task.figures.begin()
         planned, state, num_steps = task.planned, task.state, task.feed.num_steps
         self._common.due.append(
             TaskAdded(

@@ -272,6 +272,7 @@ class HostWork:
                     task.report.ema_state = task.optimizer.ema_state()
                 task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
                 task.end.write(task.report)  # callbacks may have failed since
+                self._common.loggers.end(task.name, task.report.status)
                 if is_paused:
                     task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
             finally:  # an iterator may raise as it is closed
@@ -343,7 +344,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
         return TaskStopped(report.name, uncommitted=True)
     state.loss_scale = optimizer.loss_scale
-    _report_step(task, record, _learned(task, None if record.is_skipped else measures, put))
+    _report_step(task, record, _learned(task, None if record.is_skipped else measures, put), measures)
     _take_buffers(state)
     if not state.task.read_ahead:  # whose loader may look at the user's modules
         state.layout.put_buffers(state.pool.buffers)
@@ -376,7 +377,9 @@ def _take_buffers(state: TaskState) -> None:
         state.pool.buffers[index] = value
 
 
-def _report_step(task: RunningTask, record: StepRecord, choice: StepChoice | None) -> None:
+def _report_step(
+    task: RunningTask, record: StepRecord, choice: StepChoice | None, measures: StepMeasures | None = None
+) -> None:
     report = task.report
     if record.loss_scale is not None:
         report.loss_scales.append(record.loss_scale)
@@ -386,6 +389,11 @@ def _report_step(task: RunningTask, record: StepRecord, choice: StepChoice | Non
     if choice is not None:
         report.adaptive.append(choice)
     report.steps += 1
+    assert task.optimizer is not None
+    norm = None if record.total_norm is None else float(record.total_norm)
+    if norm is None and measures is not None and task.planned.task.loss_reduction != "sum":
+        norm = math.sqrt(sum(measures.total))
+    task.figures.end_step(task.batch, task.loss, task.optimizer.learning_rates(record), norm)
 
 
 def _measures(task: RunningTask) -> StepMeasures | None:

@@ -26,6 +26,7 @@ from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.display import ProgressLine
 from hydra_engine.elastic import DevicePool, Quotas
+from hydra_engine.loggers import RunLoggers
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
@@ -67,6 +68,7 @@ class EngineRun:
         saver: Saver | None = None,
         rescue: Callable[[], Saver] | None = None,
         *,
+        loggers: RunLoggers,
         trains: bool = False,
     ) -> None:
         """`quotas`: of tasks that train. saver: saves tasks while they train, and at their ends.
@@ -78,8 +80,9 @@ class EngineRun:
         self._signals = signals
         self._progress = ProgressLine(verbose)
         self._makespan_s = 0.0
+        self.messages: list[str] = []  # of its loggers, once it is over
         self.site = site
-        self._common = common = Common(site.host)
+        self._common = common = Common(site.host, loggers)
         self.workers = Workers(common, pool, site.devices, trains=trains)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
@@ -291,6 +294,7 @@ class EngineRun:
             task.state.close()
         self._makespan_s = self._common.trace.now_s()
         self._progress.close((task.progress for task in tasks.values()), self._makespan_s)
+        self.messages += self._common.loggers.close()
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._hears.clear()
         self._actions.clear()

@@ -21,6 +21,7 @@ from hydra_engine.data import drawing_as_usual
 from hydra_engine.devices import DeviceSpec, GpuWatcher, active_autocast, resolve_device, resolve_devices
 from hydra_engine.elastic import DevicePool, FreeGpus, PoolLimits, Quota, Quotas
 from hydra_engine.errors import DeviceLost
+from hydra_engine.loggers import Logger, RunLoggers, checked_loggers
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
@@ -65,6 +66,8 @@ class ModelOrchestrator:
         fairness: how devices are shared out among fewer tasks (docs/schedules.md). None: for the last task to end
             soonest. A number p: for the greatest power mean of the tasks' speedups, which is the sum for 1, the
             geometric mean for 0, the harmonic mean for -1, and the lower, the nearer to the slowest task's speedup.
+        loggers: `hydra_engine.loggers.Logger`s, such as `CsvLogger("logs")`, that `train_models` gives the values of
+            all tasks. Training waits for none of them (docs/logging.md).
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
@@ -93,7 +96,9 @@ class ModelOrchestrator:
         quotas: Mapping[str, int | Quota] | None = None,
         dram: int | str | None = None,
         fairness: float | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
+        self._loggers = checked_loggers(loggers)
         self._fairness = checked_fairness(fairness)
         self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
         self._policy = resolve_policy(policy)
@@ -590,18 +595,31 @@ class ModelOrchestrator:
         self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        verbose, saver, rescue, quotas = 0, None, None, None
+        verbose, saver, rescue, quotas, loggers = 0, None, None, None, RunLoggers()
         if trains:
-            quotas = self._quotas
+            quotas, loggers = self._quotas, RunLoggers(self._loggers)
             verbose, saver = self.verbose, self._store.saver(self._about)
             rescue = partial(self._store.rescue, self._about)
         self._pool.begin()
         with signals.deferred():
             try:
                 yield EngineRun(
-                    planned, site, self._pool, quotas, self._policy, verbose, signals, saver, rescue, trains=trains
+                    planned,
+                    site,
+                    self._pool,
+                    quotas,
+                    self._policy,
+                    verbose,
+                    signals,
+                    saver,
+                    rescue,
+                    loggers=loggers,
+                    trains=trains,
                 )
             finally:
+                loggers.close()  # where the run was never begun
+                left = {id(each) for each in loggers.left_behind}
+                self._loggers = [each for each in self._loggers if id(each) not in left]
                 torch.set_num_threads(site.host.intra_op_threads)
 
     def _train(self, site: Site, signals: Signals, resume: bool) -> Report:
@@ -649,7 +667,7 @@ class ModelOrchestrator:
                     saved = self._store.nothing_saved
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
-                messages += [] if run is None else run.workers.messages
+                messages += [] if run is None else [*run.workers.messages, *run.messages]
                 self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):

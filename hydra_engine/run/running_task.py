@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from hydra_engine.data import Batch, RandomState, TaskPosition
 from hydra_engine.display import TaskProgress
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
+from hydra_engine.loggers import RunLoggers, TaskStart
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
@@ -37,7 +39,9 @@ from hydra_engine.tasks import (
     Purpose,
     Retry,
     Revision,
+    StepReport,
     TaskReport,
+    ValidationReport,
     batch_size,
     joined,
 )
@@ -136,10 +140,12 @@ class LastCommit(NamedTuple):
 
 
 class Figures:
-    """Figures of evaluated batches, outputs of predicted ones, and the epochs that are over."""
+    """Figures of steps and of evaluated batches, outputs of predicted ones, and the epochs that are over."""
 
-    def __init__(self, planned: PlannedTask, notifier: Notifier) -> None:
-        self._planned, self._report, self._notifier = planned, planned.report, notifier
+    def __init__(self, planned: PlannedTask, notifier: Notifier, loggers: RunLoggers) -> None:
+        self._planned, self._report, self._notifier, self._loggers = planned, planned.report, notifier, loggers
+        self._lap_began_s = 0.0  # the last commit, or where training began, by time.perf_counter()
+        self._evaluated_epoch = 0
         self._means: EvaluationMeans | None = None  # of the evaluation in progress
         self._told_parts: set[tuple[int, int]] = set()  # (samples, parts) that were reported
         self._ended_epoch = -1  # the last one that was told to be over
@@ -147,8 +153,48 @@ class Figures:
         self.best: BestWeights | None = None  # with keep_best
         self.outputs: list[Any] = []  # of the batch that was predicted last; the caller takes it
 
+    def begin(self) -> None:
+        """The task begins to train, or goes on."""
+        report, saved = self._report, self._planned.saved
+        self._lap_began_s = time.perf_counter()
+        self._loggers.begin(
+            TaskStart(
+                task=report.name,
+                seed=report.seed,
+                hparams=dict(report.hparams),
+                steps=report.steps,
+                validated_at=report.validation_steps[-1] if report.validation_steps else None,
+                is_new=saved is None or saved.is_fork,
+            )
+        )
+
+    def _lap_s(self) -> float:
+        """Return the seconds since the last commit, and begin anew."""
+        began_s, self._lap_began_s = self._lap_began_s, time.perf_counter()
+        return max(self._lap_began_s - began_s, 1e-9)
+
+    def end_step(self, batch: Batch, loss: float, learning_rates: tuple[float, ...], grad_norm: float | None) -> None:
+        """Report the values of a training step that was committed."""
+        self._report.last_step = StepReport(
+            task=self._report.name,
+            step=self._report.steps,
+            epoch=batch.epoch,
+            loss=loss,
+            learning_rates=learning_rates,
+            grad_norm=grad_norm,
+            num_samples=batch.num_samples,
+            samples_per_s=batch.num_samples / self._lap_s(),
+            time_s=time.time(),
+        )
+
+    def log_step(self) -> None:
+        """Tell the loggers the step that was committed last."""
+        assert self._report.last_step is not None
+        self._loggers.step(self._report.last_step)
+
     def commit(self, batch: Batch) -> None:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
+        self._lap_s()  # no time of the next step
         if self._planned.task.purpose is Purpose.PREDICT:
             self._commit_prediction()
         else:
@@ -159,6 +205,7 @@ class Figures:
         if self._means is None:
             self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
         self._note_parts(batch)
+        self._evaluated_epoch = batch.epoch
         # In one piece, unless it did not fit so.
         loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.given.weights))
         metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
@@ -213,6 +260,15 @@ class Figures:
         self._report.validation_steps.append(self._report.steps)
         for name, value in found.metrics.items():
             self._report.validation_metrics.setdefault(name, []).append(value)
+        self._report.last_validation = ValidationReport(
+            task=self._report.name,
+            step=self._report.steps,
+            epoch=self._evaluated_epoch,
+            loss=found.loss,
+            metrics=found.metrics,
+            time_s=time.time(),
+        )
+        self._loggers.validation(self._report.last_validation)
         if self.best is not None and (by := self.best.best.by) != TRAINING_LOSS:
             value = found.loss if by == VALIDATION_LOSS else found.metrics[by]
             self._judge(self.best, self.best.best.after(value, self._report.steps))
@@ -533,8 +589,9 @@ class Job(NamedTuple):
 class Common:
     """Touched by the thread that decides; `events`, `trace`, `pool` and `later` by any."""
 
-    def __init__(self, host: HostThreads) -> None:
+    def __init__(self, host: HostThreads, loggers: RunLoggers) -> None:
         self.host = host
+        self.loggers = loggers
         self.events: Inbox[Any] = Inbox()
         self.due: deque[Event] = deque()  # to be decided upon before the event in hand is
         self.trace = Trace()

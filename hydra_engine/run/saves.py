@@ -88,6 +88,7 @@ class Saves:
         if self._saver is None:
             then(None)
             return
+        self._common.loggers.hurry()
         try:
             snapshot = None
             if is_settled and not task.is_torn:
@@ -144,6 +145,7 @@ class Saves:
         task.snapshot = snapshot = self._snapshot(saver, task, None)
         assert snapshot is not None
         self._common.pool.submit(_captured, snapshot, saver.give(task.name, snapshot))
+        self._common.loggers.hurry()
 
     def _can_be_saved(self, task: RunningTask) -> bool:
         has_state = task.last_commit is not None and task.optimizer is not None

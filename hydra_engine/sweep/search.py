@@ -25,6 +25,7 @@ from hydra_engine.checkpoints import furthest
 from hydra_engine.data import CallbackDraws, stream_seed
 from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.errors import HostOutOfMemory
+from hydra_engine.loggers import Logger
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
 from hydra_engine.sweep.folder import SweepFolder
@@ -57,6 +58,7 @@ class SearchSettings:
     checkpoint_every: str | int
     seed: int
     population: Population | None = None
+    loggers: Sequence[Logger] = ()
 
     def build(self, trial: Any) -> Any:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
@@ -225,6 +227,7 @@ class Search:
                     checkpoint_dir=self._checkpoints,
                     checkpoint_every=settings.checkpoint_every,
                     dram=settings.dram_bytes,
+                    loggers=settings.loggers,
                 )
                 orchestra.verbose = 0
                 self._begin_at(live, orchestra)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra_engine.checkpoints import CheckpointStore, furthest, load_newest
 from hydra_engine.devices import DeviceSpec, resolve_devices
+from hydra_engine.loggers import Logger, checked_loggers
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.sweep.cluster import ClusterSearch, load_ray
@@ -62,6 +63,8 @@ class Sweep:
             nodes with a CPU, on each in one engine over `devices` there. A node that dies gives its trials back: they
             go on from their checkpoints, if nodes share `checkpoint_dir`, or else begin again, with the same bits. A
             node that joins gets trials, too. `parallel` is per node. None: this machine alone.
+        loggers: as of `ModelOrchestrator`; trials are logged under their names, "trial-0" and so on, with their
+            parameters as hparams. On a cluster each node has copies of them.
 
     Attributes:
         verbose: 0 silent, 1 a line for each trial that is over.
@@ -94,6 +97,7 @@ class Sweep:
         rungs: Rungs | None = None,
         population: Population | None = None,
         cluster: str | None = None,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         load_optuna()
         if cluster is not None:
@@ -148,6 +152,7 @@ class Sweep:
             checkpoint_every=checkpoint_every,
             seed=seed,
             population=population,
+            loggers=checked_loggers(loggers),
         )
         self._study = study
         self._num_trials = num_trials

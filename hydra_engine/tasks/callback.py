@@ -13,6 +13,12 @@ class Callback:
     A call sees the report and the model's weights and buffers as they were at its step: the task's next commit waits
     for it, while devices compute on. One that does not return in the task's `callback_timeout_s` fails the task.
 
+    `report.last_step` and `report.last_validation` have the values that loggers get.
+
+    Copy the model's weights, with `clone()`, in `on_epoch_begin`, where they are those of the last step of the epoch
+    before, whatever the task's options; or in any other call, unless `early_release` or `optimizer_device` lets updates
+    of the next step begin earlier.
+
     Look at the model, and leave it as it is: a call that changes an attribute, a `training` flag, `requires_grad`,
     hooks, submodules, parameters or buffers, or writes to them, fails the task by name; `on_task_end` and
     `on_task_pause` may do what they like. Draw nothing from `random` and `numpy.random`. docs/tasks.md says more, and

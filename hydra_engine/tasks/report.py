@@ -13,6 +13,7 @@ from hydra_engine.adaptive import StepChoice
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
+from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.trace import Span
 from partitioners import format_bytes
 
@@ -144,6 +145,7 @@ class TaskReport:
             not finite. Each has its place in `losses`.
         best_step: with `keep_best`, training steps committed before the model's weights had the best value; None: there
             was no number, and they are those of the last step.
+        last_step, last_validation: values of those of this run, as loggers are given them; None: there was none yet.
         error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
     """
 
@@ -164,6 +166,8 @@ class TaskReport:
     best_value: float | None = None
     stopped_early: bool = False  # it is finished, since nothing was better for so long as `patience`
     hparams: dict[str, Any] = field(default_factory=dict)  # the task's, for tables
+    last_step: StepReport | None = field(default=None, repr=False)
+    last_validation: ValidationReport | None = field(default=None, repr=False)
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
     exception: BaseException | None = None

@@ -1,0 +1,159 @@
+"""Loggers that write text: a file for each task, a row for each step and each validation."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hydra_engine.loggers.logger import Logger, TaskStart, file_name, set_aside
+from hydra_engine.tasks import StepReport, ValidationReport
+
+# A row of one of these is a validation's, since a step has none of them.
+VALIDATION = "validation_loss"
+
+
+class _TextLogger(Logger):
+    """Writes rows of values to a file per task; each is with the system at once, so that a killed process has it."""
+
+    suffix = ""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory)
+        self._files: dict[str, TextIO] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._directory)!r})"
+
+    def begin_task(self, start: TaskStart) -> None:
+        """Open the task's file: a new one, or where the task goes on, without the rows that will come again."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{file_name(start.task)}{self.suffix}"
+        if start.is_new:
+            set_aside(path)
+        elif path.exists():
+            _cut_to_whole_lines(path)
+            self._cut(path, start)
+        self._files[start.task] = path.open("a", encoding="utf-8", newline="", buffering=1)
+
+    def log_step(self, step: StepReport) -> None:
+        self._write(step, step.values())
+
+    def log_validation(self, validation: ValidationReport) -> None:
+        self._write(validation, validation.values())
+
+    def end_task(self, task: str, status: str) -> None:
+        if task in self._files:
+            self._files.pop(task).close()
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _write(self, of: StepReport | ValidationReport, values: Mapping[str, float]) -> None:
+        row = {"task": of.task, "step": of.step, "epoch": of.epoch, "time": of.time_s, **values}
+        self._write_row(of.task, row)
+
+    def _write_row(self, task: str, row: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _cut(self, path: Path, start: TaskStart) -> None:
+        """Remove rows that will come again."""
+        raise NotImplementedError
+
+
+class JsonLinesLogger(_TextLogger):
+    """Writes DIRECTORY/TASK.jsonl: a JSON object per line for each step and each validation.
+
+    Each has "task", "step", "epoch" and "time" (seconds since 1970); a step "loss", "lr", "grad_norm" and
+    "samples_per_s", a validation "validation_loss" and "metrics_NAME". A number that is not finite is null. Where a
+    task begins anew, a file that is there is renamed (TASK.1.jsonl); where it goes on, its file does.
+    """
+
+    suffix = ".jsonl"
+
+    def _write_row(self, task: str, row: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self._files[task].write(f"{json.dumps(finite)}\n")
+
+    def _cut(self, path: Path, start: TaskStart) -> None:
+        num_bytes = 0
+        with path.open("r+b") as file:
+            for line in file:
+                row = json.loads(line)
+                if not start.has(row["step"], validation=VALIDATION in row):
+                    break
+                num_bytes += len(line)
+            file.truncate(num_bytes)
+
+
+class CsvLogger(_TextLogger):
+    """Writes DIRECTORY/TASK.csv: a row for each step and each validation.
+
+    Columns: task, step, epoch, time (seconds since 1970); of steps loss, lr, grad_norm and samples_per_s, of
+    validations validation_loss and metrics_NAME. What a row has no value of is empty. Where a task begins anew, a file
+    that is there is renamed (TASK.1.csv); where it goes on, its file does.
+    """
+
+    suffix = ".csv"
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(directory)
+        self._columns: dict[str, list[str]] = {}  # of the files that are open, by task
+
+    def begin_task(self, start: TaskStart) -> None:
+        self._columns[start.task] = []
+        super().begin_task(start)
+
+    def _write_row(self, task: str, row: dict[str, Any]) -> None:
+        columns = self._columns[task]
+        if missing := [name for name in row if name not in columns]:
+            self._add_columns(task, [*columns, *missing])
+            columns = self._columns[task]
+        csv.writer(self._files[task], lineterminator="\n").writerow([row.get(name, "") for name in columns])
+
+    def _add_columns(self, task: str, columns: list[str]) -> None:
+        """Write the file anew with more columns: once as the first row comes, and once as the first validation does."""
+        file = self._files[task]
+        path = Path(file.name)
+        file.flush()
+        with path.open(encoding="utf-8", newline="") as old:
+            _replace(path, columns, csv.DictReader(old))
+        file.close()
+        self._files[task] = path.open("a", encoding="utf-8", newline="", buffering=1)
+        self._columns[task] = columns
+
+    def _cut(self, path: Path, start: TaskStart) -> None:
+        with path.open(encoding="utf-8", newline="") as old:
+            reader = csv.DictReader(old)
+            columns = list(reader.fieldnames or ())
+            kept = (row for row in reader if start.has(int(row["step"]), validation=bool(row.get(VALIDATION))))
+            if columns:
+                _replace(path, columns, kept)
+        self._columns[start.task] = columns
+
+
+def _replace(path: Path, columns: list[str], rows: Iterable[Mapping[str, str]]) -> None:
+    """Put a file of these rows in a file's place; until it is whole, the old one is there."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(new, path)
+
+
+def _cut_to_whole_lines(path: Path) -> None:
+    """Remove a last line that a killed process has not written to its end."""
+    with path.open("r+b") as file:
+        end, found = file.seek(0, os.SEEK_END), -1
+        while end and found < 0:
+            start = max(0, end - 4096)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            end = start
+        file.truncate(end + found + 1)
