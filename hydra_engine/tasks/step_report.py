@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -63,7 +62,7 @@ class ValidationReport:
     step: int
     epoch: int
     loss: float
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     time_s: float
 
     def values(self) -> dict[str, float]:
