@@ -16,11 +16,10 @@ th, td { padding: 2px 12px 2px 0; text-align: left; border-bottom: 1px solid #dd
 """
 
 
-def html_table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows of text as a table; the first row is the head."""
-    head, *body = rows
-    lines = ["<table>", _row("th", head), *(_row("td", row) for row in body), "</table>"]
-    return "\n".join(lines) + "\n"
+def html_table(rows: Sequence[tuple[str, ...]], *, has_head: bool = True) -> str:
+    """Rows of text as a table; the first row is the head, where it has one."""
+    lines = [_row("th" if has_head and k == 0 else "td", row) for k, row in enumerate(rows)]
+    return "\n".join(["<table>", *lines, "</table>"]) + "\n"
 
 
 def _row(tag: str, cells: tuple[str, ...]) -> str:

@@ -134,7 +134,7 @@ def write_png(picture: Picture, path: str | os.PathLike[str]) -> None:
         artist.set_zorder(order)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a task's name may have signs that the font lacks
-        FigureCanvasAgg(figure).print_png(os.fspath(path))  # type: ignore[no-untyped-call]
+        FigureCanvasAgg(figure).print_png(os.fspath(path))
 
 
 def _artists(picture: Picture, axes: Any) -> Iterator[Any]:

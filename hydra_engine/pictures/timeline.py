@@ -31,7 +31,7 @@ from hydra_engine.pictures.lanes import (
     task_of,
     unit_of,
 )
-from hydra_engine.pictures.picture import FAINT, INK, Area, Box, Line, Picture, Shape, Words, colour
+from hydra_engine.pictures.picture import FAINT, Area, Box, Line, Picture, Shape, Words, colour
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
 from hydra_engine.trace import MemoryUse, Span
 from partitioners import format_bytes
@@ -295,7 +295,8 @@ def _draw_memory(drawing: _Drawing, figures: RunFigures, sizes: _Sizes) -> None:
     used: dict[str, list[MemoryUse]] = {}
     for each in figures.memory:
         used.setdefault(each.device, []).append(each)
-    drawing.shapes.append(Words(MARGIN, drawing.y, "Memory in use; a row's height is the budget", size=12, is_bold=True))
+    text = "Memory in use; a row's height is the budget; dashed: the peak"
+    drawing.shapes.append(Words(MARGIN, drawing.y, text, size=12, is_bold=True))
     drawing.y += 14
     top = drawing.y
     for device in figures.devices:
@@ -377,7 +378,8 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
     for curve, points in zip(curves, finite, strict=True):
         if points:
             kind = "validation loss" if curve.is_validation else "loss"
-            title = f"{curve.task}: {kind} {points[0][1]:.6g} -> {points[-1][1]:.6g}, lowest {min(points, key=_value)[1]:.6g}"
+            lowest = min(points, key=_value)[1]
+            title = f"{curve.task}: {kind} {points[0][1]:.6g} -> {points[-1][1]:.6g}, lowest {lowest:.6g}"
             places = tuple(place(step, value) for step, value in _thinned(points))
             if len(places) == 1:
                 [(x, y)] = places

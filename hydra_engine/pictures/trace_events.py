@@ -63,5 +63,5 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _meta(name: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+def _meta(name: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
     return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
