@@ -368,7 +368,7 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
         up = (scaled(value) - bottom_value) / (top_value - bottom_value)
         return LEFT + step * drawing.plot_width / last, bottom - 6 - up * (CURVES_HEIGHT - 12)
 
-    for value in _log_ticks(low, high) if is_log else ticks(bottom_value, top_value, 4):
+    for value in _log_ticks(low, high) if is_log else ticks(bottom_value, top_value, 6):
         _, y = place(0, value)
         drawing.shapes.append(Line(((LEFT, y), (LEFT + drawing.plot_width, y)), "#cccccc", 0.5))
         drawing.shapes.append(Words(LEFT - 8, y, f"{value:.4g}", "end", 10))
