@@ -42,7 +42,15 @@ def task(name, *, seed, width, depth, num_batches, epochs=1, lr=0.3, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(*layers, nn.Linear(width, 8))
     return ModelTask(
-        model, F.cross_entropy, data, lr, epochs, name=name, seed=seed, validation=[batch() for _ in range(2)], **options
+        model,
+        F.cross_entropy,
+        data,
+        lr,
+        epochs,
+        name=name,
+        seed=seed,
+        validation=[batch() for _ in range(2)],
+        **options,
     )
 
 

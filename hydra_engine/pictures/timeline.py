@@ -7,8 +7,8 @@
     cpu:0   |__--__--___|   peak 61 MiB of 64 MiB      by device: memory in use, up to its budget
     loss    |\\_          |                              by task: of each step, and of validations
 
-A row shows spans exactly as long as they draw wider than a pixel. Shorter ones that are neighbours share a box, whose
-parts are as high as their tasks' shares of its time. So the area of a row that is filled is the share of the time in
+A row shows each span that is wider than a pixel as a box. Shorter ones that are neighbours share a box, whose parts are
+as high as their tasks' shares of its time. So the area of a row that is filled is the share of the time in
 which the lane worked, at any scale.
 """
 
@@ -39,7 +39,7 @@ from partitioners import format_bytes
 LEFT, RIGHT, MARGIN = 132, 168, 14  # pixels, beside and around the plots
 LEAST_WIDTH = LEFT + RIGHT + 100
 CURVES_HEIGHT = 190
-# The most boxes of all rows together, as far as that leaves the longer spans a box each: an HTML file of a few MB.
+# Of a run with more spans, more of them share a box, so that there are about so many: an HTML file of a few MB.
 MOST_BOXES = 20_000
 # Points of one loss curve.
 MOST_POINTS = 400
@@ -188,8 +188,8 @@ def _draw_head(drawing: _Drawing, figures: RunFigures, names: Sequence[str], num
 
 def _draw_rows(drawing: _Drawing, spans: Sequence[Span], devices: Sequence[str], sizes: _Sizes) -> None:
     found = lane_rows(span for span in spans if span.lane != AGAIN and span.end_s > span.start_s)
-    num_rows = max(1, sum(map(len, found.values())))
-    least = max(1.0, drawing.plot_width * num_rows / MOST_BOXES)
+    num_rows = sum(map(len, found.values()))
+    least = 1.0 if len(spans) <= MOST_BOXES else max(1.0, drawing.plot_width * num_rows / MOST_BOXES)
     top = drawing.y
     for device in devices:
         computing = [span for row in found.get((device, COMPUTE), []) for span in row]
