@@ -81,6 +81,7 @@ class RunFigures:
     memory: Sequence[MemoryUse] = ()
     curves: Sequence[Curve] = ()
     is_cut: bool = False  # the first spans are not there any more
+    is_memory_cut: bool = False  # nor is the memory that was in use at first
 
 
 class _Sizes(NamedTuple):
@@ -298,18 +299,20 @@ def _draw_memory(drawing: _Drawing, figures: RunFigures, sizes: _Sizes) -> None:
     text = "Memory in use; a row's height is the budget; dashed: the peak"
     drawing.shapes.append(Words(MARGIN, drawing.y, text, size=12, is_bold=True))
     drawing.y += 14
-    top = drawing.y
+    top, right = drawing.y, LEFT + drawing.plot_width
+    # What is not known any more stays white.
+    known_s = figures.memory[0].at_s if figures.is_memory_cut else 0.0
+    left = min(right, max(LEFT, drawing.x(known_s)))
     for device in figures.devices:
         peak = f"peak {format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
         _label(drawing, device.name, peak, sizes.memory, sizes.font)
-        drawing.shapes.append(Box(LEFT, drawing.y, drawing.plot_width, sizes.memory, FAINT))
+        drawing.shapes.append(Box(left, drawing.y, right - left, sizes.memory, FAINT))
         height = sizes.memory / max(1, device.memory_bytes)
         bottom = drawing.y + sizes.memory
         points = _steps(drawing, used.get(device.name, []), lambda num, at=bottom, per=height: at - num * per)  # type: ignore[misc]
         if points:
             drawing.shapes.append(Area(points, MEMORY, f"{device.name}: {peak}"))
         y = bottom - device.peak_bytes * height
-        right = LEFT + drawing.plot_width
         drawing.shapes.append(Line(((LEFT, y), (right, y)), MARK, 0.8, is_dashed=True, title=f"{device.name}: {peak}"))
         drawing.y += sizes.memory + sizes.gap
     _time_axis(drawing, top)

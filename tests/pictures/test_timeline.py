@@ -119,6 +119,13 @@ def test_memory_stands_as_high_as_its_share_of_the_budget():
     assert "peak 60 B of 100 B" in words(picture)
 
 
+def test_memory_that_is_not_known_any_more_is_white():
+    given = figures([], memory=[MemoryUse("cpu:0", 4.0, 20)], is_memory_cut=True)
+    picture = draw_timeline(given, width=WIDTH)
+    [row] = [each for each in picture.shapes if isinstance(each, Box) and each.height == 40]
+    assert (row.x, row.width) == (LEFT + 400, 600)
+
+
 @pytest.mark.parametrize("number", [1, 2, 4, 5, 16, 17, 64])
 def test_every_device_has_its_rows_and_names_do_not_overlap(number):
     names = [f"cuda:{k}" for k in range(number)]
