@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import Branch, layers_of
+from hydra_engine.capture import Branch, check_call, layers_of
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -372,14 +372,26 @@ class PlannedTask:
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
+        inputs, source = self.reader.sample_inputs, self.task.model.source
+        try:
+            check_call(source, (inputs,))
+        except TypeError:  # it takes other arguments than one
+            return False
         layout = layout_of(self.task, alignment_bytes)
         training = self.task.purpose is Purpose.TRAIN
         try:
-            check_own_forward(self.task.model, layout, self.reader.sample_inputs, training=training)
+            check_own_forward(self.task.model, layout, inputs, training=training)
         except LayerFault:
             return False
+        except Exception:
+            if not isinstance(inputs, (tuple, dict)):
+                raise
+            with suppress(TypeError):  # it may take what is in there one by one
+                check_call(source, inputs)
+                return False
+            raise
         try:
-            layers_of(self.task.model.source, self.reader.sample_inputs)
+            layers_of(source, inputs)
         except Branch as error:  # for another batch it may be another chain
             raise ValueError(f"{self.name}: {error}") from error
         except Exception:  # its children run as they are: nobody has to follow what they do

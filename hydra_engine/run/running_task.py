@@ -557,7 +557,8 @@ class Common:
     def end_early(self, task: RunningTask) -> None:
         """End a task as finished where nothing has become better for as long as its user waits."""
         if task.figures.has_waited and task.end.ending is None and task.life is Life.TRAINING:
-            task.end.finish(is_early=True)
+            patience, by = task.planned.task.patience, task.planned.task.keep_best
+            task.end.finish(early_because=f"{by} was no better for {patience} times (patience)")
             self.due.append(TaskStopped(task.name))
 
     def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:

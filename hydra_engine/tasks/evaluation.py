@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hydra_engine.tasks.options import check_loader, naming_task
 from hydra_engine.tasks.report import Evaluation
 from hydra_engine.tasks.task import ModelTask, Purpose
 from partitioners import Partitioner
@@ -72,12 +73,8 @@ class EvaluationTask(ModelTask):
         purpose: Purpose = Purpose.EVALUATE,
         **options: Any,
     ) -> None:
-        if isinstance(loader, (Tensor, nn.Module)) or not (
-            hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-        ):
-            raise TypeError(
-                f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
-            )
+        with naming_task(options.get("name")):
+            check_loader("loader", loader)
         self.purpose = purpose
         super().__init__(model, loss_fn, (), validation=loader, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -145,6 +146,8 @@ class TaskReport:
         best_step: with `keep_best`, training steps committed before the model's weights had the best value; None: there
             was no number, and they are those of the last step.
         error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
+        stop_reason: who ended the task before its last batch, where nothing failed, and why: the text of a callback's
+            StopTask, a call of stop_task, patience, an interrupt.
     """
 
     name: str
@@ -167,6 +170,27 @@ class TaskReport:
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
     exception: BaseException | None = None
+    stop_reason: str | None = None
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on what a reader of the figures has to know: an early end, losses that are no numbers, other plans."""
+        found = [] if self.stop_reason is None else [f"{self.status} after step {self.steps}: {self.stop_reason}"]
+        skipped = set(self.skipped_steps)
+        bad = [step for step, loss in enumerate(self.losses) if not (math.isfinite(loss) or step in skipped)]
+        if bad:
+            found.append(
+                f"the loss is infinite or NaN in {len(bad)} of {len(self.losses)} steps, first in step {bad[0]}, and "
+                f"was trained on; lower lr, set max_grad_norm, or choose what becomes of such steps with nonfinite="
+            )
+        if self.skipped_steps:
+            number = len(self.skipped_steps)
+            found.append(f"{number} step{'s' * (number > 1)} changed nothing (skipped_steps), first {min(skipped)}")
+        missing = [step for step, loss in zip(self.validation_steps, self.validation_losses, strict=False) if not math.isfinite(loss)]
+        if missing:
+            found.append(f"the validation loss is infinite or NaN {len(missing)} times, first after step {missing[0]}")
+        found += map(str, (*self.revisions, *self.retries))
+        return [*found, *(f"at the end {choice}" for choice in self.adaptive[-1:])]
 
     def lighten(self) -> None:
         """Let go of what holds a model: `ema_state`, and the frames that `exception` came through; `error` has them."""
@@ -361,11 +385,8 @@ class Report:
             loaded, stored = format_bytes(device.loaded_bytes), format_bytes(device.stored_bytes)
             peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
             columns.append((device.name, busy, loaded, stored, peak))
-        told = [
-            f"{task.name}: {each}"
-            for task in self.tasks.values()
-            for each in (*task.revisions, *task.retries, *(f"at the end {choice}" for choice in task.adaptive[-1:]))
-        ]
+        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in task.remarks]
+        told += self.messages
         end = [str(self.host)] if self.host is not None else []
         end += [str(self.checkpoints)] if self.checkpoints is not None else []
         end.append(f"makespan {self.makespan_s:.1f} s")
