@@ -353,7 +353,7 @@ def _can_run(place: torch.device, parts: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(layer: str, blamed: Callable[[], tuple[bool, bool]] = lambda: (True, False)) -> Iterator[None]:
+def _naming(layer: str, blamed: Callable[[], tuple[bool, bool]]) -> Iterator[None]:
     """Add the layer, the loss, or both to an exception's text, as they are to be blamed, and raise it on."""
     try:
         yield

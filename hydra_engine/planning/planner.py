@@ -326,7 +326,7 @@ class PlannedTask:
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
-        self.doubts: list[str] = []  # about what they drew
+        self.doubts: list[str] = []  # about what they drew, and weights that lose what they learn
         self.adaptation: Adaptation | None = None
         if task.adapts:
             try:
@@ -357,6 +357,12 @@ class PlannedTask:
         if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
             self._convert()
         self.layout = layout_of(task, alignment_bytes)
+        narrow = sum(slot.dtype == torch.bfloat16 for slot in self.layout.trainable_slots())
+        if narrow and task.purpose is Purpose.TRAIN:
+            self.doubts.append(
+                f"{name}: {narrow} of its parameters are trained in bfloat16, which loses updates under 1/256 of a "
+                f"weight; model.float() with precision='bfloat16' computes as narrow and keeps them"
+            )
         self.frozen = FrozenBlocks() if frozen is None else frozen
         self.frozen.plan(self.layout)
         self._limit = DramLimit() if limit is None else limit
@@ -821,7 +827,13 @@ def _naming(name: str) -> Iterator[None]:
             isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
         )
         if not reads_another and not isinstance(error, ChangesParameters):
-            noted(error, f"task {name}")
+            remedy = "a plain loss_fn(model(inputs), target) on its first batch shows the same"
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                remedy = (
+                    "layers take one argument, what the one before returned; a module whose own forward passes them "
+                    "several is given whole: Model(module)"
+                )
+            noted(error, f"task {name}: {remedy}")
             raise
         note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
         remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""

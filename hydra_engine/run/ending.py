@@ -12,7 +12,6 @@ from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
 from partitioners.profile import noted
 
-
 INTERRUPTED = "the run was interrupted"
 
 
@@ -96,7 +95,7 @@ class TaskEnd:
         remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
         if event.task not in str(event.error):  # user code's, which `train_models` or `raise_failures` may raise alone
             noted(event.error, f"{event.task} failed{where}")
-        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits))
+        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits=commits))
 
     def write(self, report: TaskReport) -> None:
         """Say in the report how the task has ended, or that the run has ended before it."""

@@ -186,7 +186,8 @@ class TaskReport:
         if self.skipped_steps:
             number = len(self.skipped_steps)
             found.append(f"{number} step{'s' * (number > 1)} changed nothing (skipped_steps), first {min(skipped)}")
-        missing = [step for step, loss in zip(self.validation_steps, self.validation_losses, strict=False) if not math.isfinite(loss)]
+        validations = zip(self.validation_steps, self.validation_losses, strict=False)  # a callback may look between
+        missing = [step for step, loss in validations if not math.isfinite(loss)]
         if missing:
             found.append(f"the validation loss is infinite or NaN {len(missing)} times, first after step {missing[0]}")
         found += map(str, (*self.revisions, *self.retries))
