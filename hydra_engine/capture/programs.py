@@ -59,6 +59,7 @@ class Form(NamedTuple):
     place: str
     narrow: torch.dtype | None  # what parameters are cast to
 
+
 # Parameters of a forward that take any number of arguments.
 _GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ from partitioners import (
     profile,
     profile_evaluation,
     shard_bytes,
+    slab_bytes,
 )
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
@@ -85,6 +87,16 @@ class _Target(NamedTuple):
     most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
     opened: Opened  # the device, for a rehearsal
     can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
+
+
+class LeastBytes(NamedTuple):
+    """The least memory of a device on which a task runs."""
+
+    task: str
+    num_bytes: int  # of its largest shard, slab and work
+    layers: str  # of that shard, for messages
+    slab_bytes: int  # of the largest slab
+    work_bytes: int  # of the largest work
 
 
 class Spreading(NamedTuple):
@@ -467,6 +479,15 @@ class PlannedTask:
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
         self._most_devices = len(devices)
 
+    def least_bytes(self, device: DeviceSpec) -> LeastBytes:
+        """Return the least memory of a device on which the task runs.
+
+        Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
+        """
+        budget = Budget(memory_bytes=2**62)
+        target = _Target(device, budget, 1, [device], 1, None, partial(own_device, device, 1), lambda *_: True)
+        return Planner(self, target).least_bytes()
+
     def split_first(self, number: int) -> None:
         """Split the first batch of an adaptive task into so many micro-batches, and let none be larger."""
         assert self.adaptation is not None
@@ -587,9 +608,9 @@ class Planner:
                     number, _ = task.partitioner.choose(self._costs, powers, budget)
         if self._estimate.steps_on_device(device):
             state.step_on_device()
-        # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+        # A validation computes such a batch in parts, and so do evaluations and predictions.
         adapts = task.adapts and not task.replay
-        may_split = is_auto or adapts if self._trains else task.purpose is Purpose.EVALUATE
+        may_split = is_auto or adapts if self._trains else True
         while True:
             try:
                 self.cut(number)
@@ -605,6 +626,28 @@ class Planner:
             number = self._raised(number, step_s)
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes))
         return self._as_plan(number)
+
+    def least_bytes(self) -> LeastBytes:
+        """Return the least memory of a device on which the task runs; of the user's shards, where these are fixed."""
+        task, self.state.place = self._task, self._target.device.torch_device
+        number = self._sample().num_samples if task.accumulation_steps == "auto" or not self._trains else 1
+        number = task.accumulation_steps if isinstance(task.accumulation_steps, int) and self._trains else number
+        if task.max_device_batch is not None or task.adapts:
+            number = len(self._sample().micro_batches)
+        if not self._trains:
+            self._evaluated_parts, number = number, 1
+        costs = self._costs(number)
+        number = len(self._sample().micro_batches)
+        budget = self._target.budget.with_micro_batches(number)
+        may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
+        ends = [*range(1, len(costs) + 1)] if may_cut else task.partitioner.partition(costs, budget)
+        shards = [*pairwise([0, *ends])]
+        needed = [shard_bytes(costs, first, last, number) for first, last in shards]
+        first, last = shards[needed.index(max(needed))]
+        what = f"layer {first} ({costs[first].name})" if last - first == 1 else f"layers {first} to {last - 1}"
+        slabs = [slab_bytes(costs, *shard) for shard in shards]
+        work = max(both - slab for both, slab in zip(needed, slabs, strict=True))
+        return LeastBytes(self._planned.name, max(needed), what, max(slabs), work)
 
     def _beside(self) -> Hashable:
         """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""

@@ -247,8 +247,10 @@ def naming_task(name: str | None) -> Iterator[None]:
 def check_loader(field: str, loader: object) -> None:
     """Raise TypeError for what gives no batches: no iterable, one batch, or a data set, which gives single samples."""
     kind = type(loader).__name__
-    if loader is None or isinstance(loader, (Tensor, nn.Module, Mapping, str, bytes)) or not (
-        hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if (
+        loader is None
+        or isinstance(loader, (Tensor, nn.Module, Mapping, str, bytes))
+        or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
     ):
         raise TypeError(f"{field}: a {kind} is no iterable of batches; give a DataLoader, or a list of batches")
     # Those of Hugging Face are no torch.utils.data.Dataset.
