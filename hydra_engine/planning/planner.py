@@ -820,7 +820,7 @@ class Planner:
         task, place = self._task, self.state.place
         self.state.split_into(number)
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())), _naming(self._planned.name):
+        with installed(Stream(capture())), _naming(self._planned.name, task.purpose):
             if self._trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -859,7 +859,7 @@ class Planner:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str, purpose: Purpose) -> Iterator[None]:
     """Refuse in the task's name what shows as layers are profiled."""
     try:
         yield
@@ -871,6 +871,11 @@ def _naming(name: str) -> Iterator[None]:
         )
         if not reads_another and not isinstance(error, ChangesParameters):
             remedy = "a plain loss_fn(model(inputs), target) on its first batch shows the same"
+            if purpose is Purpose.PREDICT:
+                remedy = (
+                    "a batch is what the first layer takes; of pairs (inputs, target), unpack=lambda batch: batch[0] "
+                    "gives that, or predict(task, ...) as the task does"
+                )
             if isinstance(error, TypeError) and "positional argument" in str(error):
                 remedy = (
                     "layers take one argument, what the one before returned; a module whose own forward passes them "

@@ -536,9 +536,9 @@ class ModelOrchestrator:
                         found = list(islice(outputs, 1))
                     if not found:
                         break
-                    for revision in planned.report.revisions[num_told:]:
+                    for doubt in planned.doubts[num_told:]:
                         num_told += 1
-                        warnings.warn(f"{planned.name}: {revision.reason}", stacklevel=2)
+                        warnings.warn(doubt, stacklevel=2)
                     yield found.pop()
             finally:
                 with signals, torch.inference_mode(False), at_work():

@@ -195,6 +195,8 @@ class Figures:
                 f"or the loss does not treat each sample by itself, by more"
             )
             self.revise(reason)
+            if self._planned.task.purpose is Purpose.PREDICT:  # nobody gets its report
+                self._planned.doubts.append(f"{self._report.name}: {reason}")
 
     def revise(self, reason: str) -> None:
         """Report that the task goes on otherwise than planned."""

@@ -73,7 +73,7 @@ def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     def join(column: Sequence[Any]) -> Any:
         tensors = all(isinstance(each, Tensor) and each.dim() > 0 for each in column)
         if tensors and [each.shape[0] for each in column] == list(sizes):
-            return torch.cat(column)
+            return torch.cat(list(column))
         same = (torch.equal(each, column[0]) if isinstance(each, Tensor) else each == column[0] for each in column)
         if not all(same):
             kind = tuple(column[0].shape) if isinstance(column[0], Tensor) else type(column[0]).__name__
@@ -134,10 +134,8 @@ class EvaluationTask(ModelTask):
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(model, ModelTask):
             pair, shared = model.unpack, {name: getattr(model, name) for name in _SHARED}
-            model, options = (
-                model.model,
-                {"name": model.name, **shared, "split": None, "loss_reduction": "mean", **given},
-            )
+            alone = {"name": model.name, "split": None, "loss_reduction": "mean"}  # those take a target
+            model, options = model.model, {**shared, **alone, **given}
         else:
             pair, options = None, {"precision": "float32", "seed": 0, **given}
 
