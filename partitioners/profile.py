@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -372,6 +373,12 @@ def noted(error: BaseException, note: str) -> BaseException:
     elif error.args and isinstance(error.args[0], str):  # Python 3.10
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
     return error
+
+
+def names(error: BaseException, task: str) -> bool:
+    """Return True if an exception, or a note of it, names a task."""
+    name, text = re.escape(task), "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return re.search(rf"^{name}(:| failed)|\btasks? '?{name}\b", text, re.MULTILINE) is not None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ from partitioners import (
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
-from partitioners.profile import noted
+from partitioners.profile import names, noted
 from partitioners.reach import reach
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -390,7 +390,7 @@ class PlannedTask:
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
-        inputs, source = self.reader.sample_inputs, self.task.model.source
+        inputs, source = self._inputs(), self.task.model.source
         try:
             check_call(source, (inputs,))
         except TypeError:  # it takes other arguments than one
@@ -419,9 +419,18 @@ class PlannedTask:
     def _convert(self) -> None:
         """Make layers of the model by the first batch, which the reader keeps for the first step."""
         try:
-            self.task.model.convert(self.reader.sample_inputs)
+            self.task.model.convert(self._inputs())
         except Exception as error:  # of user code, too: its errors name no task
-            noted(error, f"task {self.name}, as its model was made into layers by its first batch")
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as its model was made into layers by its first batch")
+            raise
+
+    def _inputs(self) -> Any:
+        try:
+            return self.reader.sample_inputs
+        except Exception as error:  # of the user's loader
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as the first batch of its loader was read")
             raise
 
     @property
@@ -468,6 +477,10 @@ class PlannedTask:
             return Planner(self, target).plan()
         except LayerFault as error:
             raise ValueError(f"{self.name}: {error}") from error
+        except Exception as error:  # a partitioner's or a loader's
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as its plan was made")
+            raise
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -724,7 +737,7 @@ class Planner:
         try:
             return self._planned.reader.sample(training=training)
         except Exception as error:  # of the user's loader, whose errors name no task
-            if self._planned.name not in str(error):
+            if not names(error, self._planned.name):
                 noted(error, f"task {self._planned.name}, as the first batch of its loader was read")
             raise
 
@@ -909,15 +922,20 @@ def check_dram(planned: list[PlannedTask]) -> None:
     """Refuse tasks whose gradients and optimizer states do not fit beside the weights, which are in DRAM already."""
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
-        with installed(Stream(capture())):
-            each.state.measured.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+        try:
+            with installed(Stream(capture())):
+                found = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+        except Exception as error:
+            if not names(error, each.name):
+                noted(error, f"task {each.name}, as a step of its optimizer was tried")
+            raise
+        each.state.measured.state_bytes = found
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
     if needed > available:
-        names = ", ".join(each.name for each in planned)
         raise HostOutOfMemory(
-            f"{names}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM for gradients and optimizer "
-            f"state, available: {format_bytes(available)} ({available} bytes); train fewer tasks at once, freeze "
+            f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM "
+            f"for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train fewer tasks at once, freeze "
             f"layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
         )
 

@@ -10,7 +10,7 @@ from enum import Enum
 from hydra_engine.schedule import DataFailed, Failed
 from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
-from partitioners.profile import noted
+from partitioners.profile import names, noted
 
 INTERRUPTED = "the run was interrupted"
 
@@ -93,7 +93,7 @@ class TaskEnd:
         where = " in " + ", ".join(filter(None, (unit, event.where)))
         text = "".join(traceback.format_exception(event.error))
         remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
-        if event.task not in str(event.error):  # user code's, which `train_models` or `raise_failures` may raise alone
+        if not names(event.error, event.task):  # user code's, which `train_models` or `raise_failures` may raise alone
             noted(event.error, f"{event.task} failed{where}")
         self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits=commits))
 

@@ -25,7 +25,7 @@ from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
-from hydra_engine.run.task_list import Site, Station, TaskList
+from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
 from hydra_engine.system import bound, host_threads
@@ -173,7 +173,7 @@ class ModelOrchestrator:
         """
         _refuse_autocast("add_task")
         if not isinstance(task, ModelTask):
-            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+            raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
         with self._quotas.coming(task, quota):
             return self._add_task(task)
 

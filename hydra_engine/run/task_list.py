@@ -205,7 +205,9 @@ class TaskList:
             names = [each.name for each in self.all if each.task is task]
             return task, names[0] if names else task.name or what
         if not isinstance(task, str):
-            raise TypeError(f"{what}: {task!r} is a {type(task).__name__}; give a ModelTask, or the name of one")
+            raise TypeError(
+                f"{what}: {one_line(task)} is a {type(task).__name__}; give a ModelTask, or the name of one"
+            )
         return self.named(task, what, "; give one of these names, or a ModelTask").task, task
 
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
@@ -376,6 +378,11 @@ class Site:
             device.check_free()
 
 
+def one_line(value: object) -> str:
+    """Return a value for a message: a model's repr is of many lines."""
+    return " ".join(repr(value).split())
+
+
 def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
     if not isinstance(tasks, Sequence):
         raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
@@ -384,7 +391,7 @@ def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelT
     named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
     for task, _ in named:
         if not isinstance(task, ModelTask):
-            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+            raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
     names = [name for _, name in named]
     for name in names:
         if names.count(name) > 1:

@@ -54,7 +54,7 @@ class Model(nn.Sequential):
         if isinstance(x, nn.Module):
             layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
         elif not isinstance(x, Iterable) or isinstance(x, (str, Tensor)):
-            kind = f"the class {x.__name__}" if isinstance(x, type) else f"a {type(x).__name__}"
+            kind = f"the class {x.__name__}" if isinstance(x, type) else f"a value of type {type(x).__name__}"
             raise TypeError(f"model: {kind} is no model; give an nn.Module, or a list of layers in the order they run")
         elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
             layers = list(x.items())
@@ -62,7 +62,10 @@ class Model(nn.Sequential):
             layers = [(str(k), layer) for k, layer in enumerate(x)]
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
-                raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
+                raise TypeError(
+                    f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module; "
+                    f"put what it does into the forward of one"
+                )
             if not _can_be_called(layer):
                 raise TypeError(
                     f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "

@@ -85,7 +85,7 @@ TYPES: tuple[Rule, ...] = (
     (
         "optimizer",
         lambda value: not isinstance(value, torch.optim.Optimizer),
-        "a {0.__class__.__name__} that is made already, limit: what makes one, since the engine steps each shard by "
+        "an optimizer ({0.__class__.__name__}) that is made already, limit: what makes one, since the engine steps each shard by "
         "itself; give optimizer=torch.optim.{0.__class__.__name__} and lr=, or partial(torch.optim."
         "{0.__class__.__name__}, weight_decay=0.01) for other options",
     ),
@@ -222,7 +222,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for error, rules in ((TypeError, TYPES), (ValueError, LIMITS)):
         for field, is_fit, text in rules:
             if not is_fit(options[field]):
-                raise error(f"{field}: {text.format(options[field])}")
+                shown = text.format(options[field])
+                raise error(f"{field}: {' '.join(shown.split())}")  # a model's repr is of many lines
     for field in ("dataloader", "validation"):
         if options[field] is not None or field == "dataloader":
             check_loader(field, options[field])
@@ -239,7 +240,7 @@ def naming_task(name: str | None) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not isinstance(name, str) or type(error) not in (TypeError, ValueError, UnfitTensor):
+        if not (isinstance(name, str) and name) or type(error) not in (TypeError, ValueError, UnfitTensor):
             raise
         raise type(error)(f"{name}: {error}") from None
 
