@@ -935,8 +935,8 @@ def check_dram(planned: list[PlannedTask]) -> None:
     if needed > available:
         raise HostOutOfMemory(
             f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM "
-            f"for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train fewer tasks at once, freeze "
-            f"layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
+            f"for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train fewer "
+            f"tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
         )
 
 

@@ -389,7 +389,7 @@ LINES = {
     "nonfinite": "a: nonfinite: 'ignore', known: 'skip', 'stop', 'raise'",
     "loader_timeout": "a: loader_timeout_s: 0, limit: finite, above 0; None waits for ever",
     "compile": "a: compile: 'max-autotune' is not a bool; give True for torch.compile of each layer, or False",
-    "early release with clip": "a: early_release: with max_grad_norm a step waits until all gradients are there; leave out one",
+    "early release with clip": "a: early_release: with max_grad_norm a step waits until all gradients are there; ...",
     "scaling rule": (
         "a: scaling_rule: 'linear' is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), "
         "SqrtScale() or LEGWScale(...)"
