@@ -934,9 +934,10 @@ def check_dram(planned: list[PlannedTask]) -> None:
     available = dram.available_dram_bytes()
     if needed > available:
         raise HostOutOfMemory(
-            f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM "
-            f"for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train fewer "
-            f"tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
+            f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of "
+            f"DRAM for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train "
+            f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with more "
+            f"DRAM"
         )
 
 

@@ -85,8 +85,8 @@ TYPES: tuple[Rule, ...] = (
     (
         "optimizer",
         lambda value: not isinstance(value, torch.optim.Optimizer),
-        "an optimizer ({0.__class__.__name__}) that is made already, limit: what makes one, since the engine steps each "
-        "shard by itself; give optimizer=torch.optim.{0.__class__.__name__} and lr=, or partial(torch.optim."
+        "an optimizer ({0.__class__.__name__}) that is made already, limit: what makes one, since the engine steps "
+        "each shard by itself; give optimizer=torch.optim.{0.__class__.__name__} and lr=, or partial(torch.optim."
         "{0.__class__.__name__}, weight_decay=0.01) for other options",
     ),
     (

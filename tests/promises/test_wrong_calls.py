@@ -560,7 +560,7 @@ LINES = {
     "devices empty": "devices: empty list; give at least one device, or leave it out",
     "device number": (
         "devices: 0 is a int, not an EmulatedDevice, a CudaDevice or a string; give "
-        "EmulatedDevice(memory='64MiB'), or 'cuda:0'"
+        "EmulatedDevice(memory='64MiB'), or CudaDevice(0)"
     ),
     "policy": (
         "policy: 'fastest', known: 'fair-share', 'fifo', 'in-step', 'locality', 'random', 'round-robin', "
