@@ -936,8 +936,8 @@ def check_dram(planned: list[PlannedTask]) -> None:
         raise HostOutOfMemory(
             f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of "
             f"DRAM for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train "
-            f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with more "
-            f"DRAM"
+            f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with "
+            f"more DRAM"
         )
 
 
