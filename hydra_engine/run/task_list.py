@@ -173,7 +173,7 @@ class TaskList:
         if name not in self._planned:
             known = ", ".join(map(repr, self._planned))
             was = ", which was forgotten" if name in self._stations else ""
-            raise ValueError(f"{what}: task {name!r}{was}, known: {known}{remedy}")
+            raise ValueError(f"{what}: task {one_line(name)}{was}, known: {known}{remedy}")
         return self._planned[name]
 
     def fork(self, name: str, new_name: str) -> None:
@@ -204,10 +204,6 @@ class TaskList:
         if isinstance(task, ModelTask):
             names = [each.name for each in self.all if each.task is task]
             return task, names[0] if names else task.name or what
-        if not isinstance(task, str):
-            raise TypeError(
-                f"{what}: {one_line(task)} is a {type(task).__name__}; give a ModelTask, or the name of one"
-            )
         return self.named(task, what, "; give one of these names, or a ModelTask").task, task
 
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:

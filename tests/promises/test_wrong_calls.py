@@ -600,11 +600,7 @@ LINES = {
         "call this in its callbacks' on_task_end, or after train_models()"
     ),
     "evaluate unknown": "evaluate: task 'b', known: 'a'; give one of these names, or a ModelTask",
-    "evaluate model": (
-        "evaluate: Sequential( (0): Linear(in_features=4, out_features=4, bias=True) (1): "
-        "Linear(in_features=4, out_features=4, bias=True) ) is a Sequential; give a ModelTask, or the "
-        "name of one"
-    ),
+    "evaluate model": "evaluate: task Sequential( ... ), known: 'a'; give one of these names, or a ModelTask",
     "evaluate data set": (
         "a: loader: a TensorDataset is a data set, whose items are single samples, limit: batches; give "
         "DataLoader(data_set, batch_size=32, shuffle=True), or batch_size=None where its items are "
