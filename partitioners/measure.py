@@ -186,6 +186,12 @@ class Work:
         self.target = Boundary.of_layer(target if loss_fn else None).detached()
         self.layer, self._loss_fn = layer, loss_fn
         self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
+        self._ran = 0  # of the layer and the loss, so many have returned in the last run
+
+    @property
+    def blamed(self) -> tuple[bool, bool]:
+        """Whether what was raised last may come from the layer, and from the loss: from either in a backward."""
+        return self._ran != 1, self._loss_fn is not None and self._ran > 0
 
     def arguments(self, handed: Boundary) -> tuple[Any, Any, dict[str, Any]]:
         """Return the arguments of one run on `handed`: the target and arriving values of `Skips` in new tensors."""
@@ -193,10 +199,14 @@ class Work:
         return handed.value(), self.target.copied().value(), arriving
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
+        self._ran = 0
         with Frame(arriving) as self._frame:
             output = self.layer(value)
         if self._loss_fn is not None:
-            return _scalar(self._loss_fn(output, target))
+            self._ran = 1
+            loss = _scalar(self._loss_fn(output, target))
+            self._ran = 2
+            return loss
         if not Boundary.of_layer(output).tensors:
             raise TypeError(
                 f"output: {type(output).__name__} without a tensor in it, limit: at least one; return a tensor, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,6 +199,7 @@ class _Profiler:
         self._place, self._rates = place, rates
         self._layers, self._loss_fn = layers, loss_fn
         self._evaluates = evaluates
+        self._last: Work | None = None  # of the layer at hand
         self._count_work = count_evaluation if evaluates else count
         model = [layer for _, layer in layers]
         self._fakes = FakeCopies(precision, model)
@@ -216,7 +218,8 @@ class _Profiler:
         costs = []
         for index, (name, layer) in enumerate(self._layers):
             loss_fn = self._loss_fn if index == len(model) - 1 else None
-            with _naming(index, name, "" if loss_fn is None else " or loss_fn"):
+            self._last = None
+            with _naming(f"layer {index} ({name})", self._blamed):
                 fields = self._layer(layer, loss_fn)
             # A copy: layers of equal structure were counted once, and lie at other addresses.
             fields = fields | {
@@ -291,7 +294,11 @@ class _Profiler:
 
     def _work(self, copies: Copies, layer: nn.Module, loss_fn: Any) -> Work:
         target = None if loss_fn is None else copies.target(self._target)
-        return Work(copies.layer(layer), copies.loss(loss_fn), target, self._skips)
+        self._last = Work(copies.layer(layer), copies.loss(loss_fn), target, self._skips)
+        return self._last
+
+    def _blamed(self) -> tuple[bool, bool]:
+        return (True, False) if self._last is None else self._last.blamed
 
     def _synchronize(self) -> None:
         if self._place.type != "cpu":
@@ -347,14 +354,15 @@ def _can_run(place: torch.device, parts: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _naming(index: int, name: str, beside: str = "") -> Iterator[None]:
-    """Add the layer to an exception's text, and raise it on."""
+def _naming(layer: str, blamed: Callable[[], tuple[bool, bool]]) -> Iterator[None]:
+    """Add the layer, the loss, or both to an exception's text, as they are to be blamed, and raise it on."""
     try:
         yield
     except UnfitTensor as error:
-        raise UnfitTensor(f"layer {index} ({name}): {error}") from error
+        raise UnfitTensor(f"{layer}: {error}") from error
     except Exception as error:
-        noted(error, f"in layer {index} ({name}){beside}, while it was profiled")
+        named = [each for each, is_blamed in zip((layer, "loss_fn"), blamed(), strict=True) if is_blamed]
+        noted(error, f"in {' or '.join(named)}, while it was profiled")
         raise
 
 
@@ -365,6 +373,12 @@ def noted(error: BaseException, note: str) -> BaseException:
     elif error.args and isinstance(error.args[0], str):  # Python 3.10
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
     return error
+
+
+def names(error: BaseException, task: str) -> bool:
+    """Return True if an exception, or a note of it, names a task."""
+    name, text = re.escape(task), "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return re.search(rf"^{name}(:| failed)|\btasks? '?{name}\b", text, re.MULTILINE) is not None
 
 
 @contextlib.contextmanager

@@ -60,6 +60,10 @@ class Form(NamedTuple):
     narrow: torch.dtype | None  # what parameters are cast to
 
 
+# Parameters of a forward that take any number of arguments.
+_GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 class Program:
     """What the forward runs on inputs of one form, cut into pieces."""
 
@@ -223,6 +227,7 @@ class Programs(Shared):
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
         tape = Tape(shadow, here, frozenset(self._kept), batch)
+        check_call(self.model, inputs)
         args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, inputs))
         numbers = list(range(tape.num_values))
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
@@ -442,6 +447,26 @@ def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs, {}) if isinstance(inputs, tuple) and not hasattr(inputs, "_fields") else ((inputs,), {})
+
+
+def check_call(model: nn.Module, inputs: Any) -> None:
+    """Raise TypeError where a module's own forward does not take the inputs of a batch, saying what it takes."""
+    args, kwargs = called_with(inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = [name for name, each in signature.parameters.items() if each.kind not in _GATHERING]
+        needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty]
+        given = f"a {type(inputs).__name__}"
+        if args != (inputs,):
+            given += f" with {', '.join(map(str, kwargs))}" if kwargs else f" of {len(args)}"
+        example = ", ".join(needed or names[:2])
+        raise TypeError(
+            f"the forward of the model ({type(model).__name__}) takes ({', '.join(names)}), and the inputs of a batch "
+            f"are {given}: {error}; give its arguments as a tuple ({example}) or a dict with these names, in the batch "
+            f"or by unpack= of the task"
+        ) from None
 
 
 def without_caches(output: Any) -> Any:

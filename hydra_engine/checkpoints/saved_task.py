@@ -179,6 +179,7 @@ class SavedTask:
             report.status = FAILED if self.over == LOST else self.over
             report.error = state["error"]
             report.stopped_early = state.get("stopped_early", False)
+            report.stop_reason = state.get("stop_reason")
             if report.status == FAILED:
                 report.error = _struck(self._name, state["error"])
                 report.exception = CheckpointError(report.error)

@@ -148,6 +148,7 @@ class Snapshot:
             "steps": self.steps,
             "over": self.over,
             "error": report.error if self.over is not None else None,
+            "stop_reason": report.stop_reason if self.over is not None else None,
             "seed": report.seed,
             "accumulation_steps": self._state.cut.num_micro_batches,
             "max_devices": self._state.max_devices,

@@ -82,7 +82,10 @@ class Reader:
             self._largest = self._epochs.first_apart()
         elif not self._is_resumed and (first is None or (trains and not first.training)):
             what = "training" if trains else "evaluation"
-            raise ValueError(f"{self._name}: the loader is empty; {what} needs at least one batch")
+            raise ValueError(
+                f"{self._name}: the loader is empty; {what} needs at least one batch: look at "
+                f"drop_last, the sampler, and the length of the data"
+            )
         found = self._largest or first
         assert found is not None
         apart = Stream(self._epochs.stream.state)

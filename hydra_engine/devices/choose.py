@@ -43,7 +43,8 @@ def resolve_device(device: DeviceSpec | str) -> DeviceSpec:
         return device
     if not isinstance(device, str):
         raise TypeError(
-            f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice, a CudaDevice or a string"
+            f"devices: {device!r} is a {type(device).__name__}, not an EmulatedDevice, a CudaDevice or a string; "
+            f"give EmulatedDevice(memory='64MiB'), or CudaDevice(0)"
         )
     named = CudaDevice.named(device)
     if named is None:

@@ -70,8 +70,8 @@ class CudaDevice(DeviceSpec):
     Args:
         index: of the device among those that this process sees.
         memory: the most that the process takes of the card, in bytes or as a string ("16GiB"), context and libraries
-            included; None: all that is free when this is made. Of that, a sixteenth, and 128 MiB at least, stays
-            unused: torch's allocator rounds up and leaves holes.
+            included; None or "auto": all that is free when this is made. Of that, a sixteenth, and 128 MiB at least,
+            stays unused: torch's allocator rounds up and leaves holes.
 
     Raises ValueError where the card has less than `memory`, RuntimeError where there is no such device. That so much is
     free is checked when a plan is made, and again as training begins.
@@ -84,7 +84,7 @@ class CudaDevice(DeviceSpec):
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ValueError(f"index: {index!r}, limit: a whole number, at least 0")
-        asked = None if memory is None else parse_bytes(memory, "memory")
+        asked = None if memory in (None, "auto") else parse_bytes(memory, "memory")
         if not torch.cuda.is_available():
             raise RuntimeError(
                 f"device 'cuda:{index}': this process sees no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, "

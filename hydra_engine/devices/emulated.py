@@ -15,6 +15,7 @@ from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import LOAD, STORE, EmulatedLink, open_lanes
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
+from hydra_engine.system import dram
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 
@@ -35,7 +36,8 @@ class EmulatedDevice(DeviceSpec):
     """A device on the CPU with a hard memory budget and, if asked for, an emulated link.
 
     Args:
-        memory: its budget, in bytes or as a string ("64MiB"). A unit that needs more raises DeviceOutOfMemory.
+        memory: its budget, in bytes or as a string ("64MiB"); "auto": half of the DRAM that is free when this is made.
+            A unit that needs more raises DeviceOutOfMemory.
         bandwidth: of the link to DRAM in bytes per second, each direction on its own; None: as fast as memory copies.
         chaos: a seed turns on the test mode: lanes are delayed at random, copies are put off until somebody waits for
             them, and freed slabs are filled with NaN.
@@ -53,7 +55,7 @@ class EmulatedDevice(DeviceSpec):
         meter_every_unit: bool = False,
         has_arena: bool = False,
     ) -> None:
-        self.memory_bytes = parse_bytes(memory, "memory")
+        self.memory_bytes = default_bytes() if memory == "auto" else parse_bytes(memory, "memory")
         self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
         self.chaos = chaos
         self.meter_every_unit = meter_every_unit
@@ -88,6 +90,11 @@ class EmulatedDevice(DeviceSpec):
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
         return OpenEmulatedDevice(self, self.name_at(index), trace, num_threads, arena_bytes)
+
+
+def default_bytes() -> int:
+    """Half of the free DRAM: the other half is for the tasks, whose weights and states live there."""
+    return max(1, dram.available_dram_bytes() // 2)
 
 
 def _copy_bytes_per_s() -> float:

@@ -222,8 +222,6 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
     """Why a batch cannot be in more micro-batches, and a remedy, if there is one; None when it can."""
     if len(batch.micro_batches) >= batch.num_samples:
         return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already", ""
-    if state.task.purpose is Purpose.PREDICT:
-        return "the outputs of its parts would not be the bits of the whole batch's", ""
     if not batch.training:
         return None
     if batch.choice is not None:

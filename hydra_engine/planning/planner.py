@@ -9,13 +9,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import Branch, layers_of
+from hydra_engine.capture import Branch, check_call, layers_of
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -52,11 +53,12 @@ from partitioners import (
     profile,
     profile_evaluation,
     shard_bytes,
+    slab_bytes,
 )
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.precision import DTYPES
-from partitioners.profile import noted
+from partitioners.profile import names, noted
 from partitioners.reach import reach
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -85,6 +87,16 @@ class _Target(NamedTuple):
     most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
     opened: Opened  # the device, for a rehearsal
     can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
+
+
+class LeastBytes(NamedTuple):
+    """The least memory of a device on which a task runs."""
+
+    task: str
+    num_bytes: int  # of its largest shard, slab and work
+    layers: str  # of that shard, for messages
+    slab_bytes: int  # of the largest slab
+    work_bytes: int  # of the largest work
 
 
 class Spreading(NamedTuple):
@@ -326,7 +338,7 @@ class PlannedTask:
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
-        self.doubts: list[str] = []  # about what they drew
+        self.doubts: list[str] = []  # about what they drew, and weights that lose what they learn
         self.adaptation: Adaptation | None = None
         if task.adapts:
             try:
@@ -357,6 +369,12 @@ class PlannedTask:
         if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
             self._convert()
         self.layout = layout_of(task, alignment_bytes)
+        narrow = sum(slot.dtype == torch.bfloat16 for slot in self.layout.trainable_slots())
+        if narrow and task.purpose is Purpose.TRAIN:
+            self.doubts.append(
+                f"{name}: {narrow} of its parameters are trained in bfloat16, which loses updates under 1/256 of a "
+                f"weight; model.float() with precision='bfloat16' computes as narrow and keeps them"
+            )
         self.frozen = FrozenBlocks() if frozen is None else frozen
         self.frozen.plan(self.layout)
         self._limit = DramLimit() if limit is None else limit
@@ -372,14 +390,26 @@ class PlannedTask:
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
+        inputs, source = self._inputs(), self.task.model.source
+        try:
+            check_call(source, (inputs,))
+        except TypeError:  # it takes other arguments than one
+            return False
         layout = layout_of(self.task, alignment_bytes)
         training = self.task.purpose is Purpose.TRAIN
         try:
-            check_own_forward(self.task.model, layout, self.reader.sample_inputs, training=training)
+            check_own_forward(self.task.model, layout, inputs, training=training)
         except LayerFault:
             return False
+        except Exception:
+            if not isinstance(inputs, (tuple, dict)):
+                raise
+            with suppress(TypeError):  # it may take what is in there one by one
+                check_call(source, inputs)
+                return False
+            raise
         try:
-            layers_of(self.task.model.source, self.reader.sample_inputs)
+            layers_of(source, inputs)
         except Branch as error:  # for another batch it may be another chain
             raise ValueError(f"{self.name}: {error}") from error
         except Exception:  # its children run as they are: nobody has to follow what they do
@@ -389,9 +419,18 @@ class PlannedTask:
     def _convert(self) -> None:
         """Make layers of the model by the first batch, which the reader keeps for the first step."""
         try:
-            self.task.model.convert(self.reader.sample_inputs)
+            self.task.model.convert(self._inputs())
         except Exception as error:  # of user code, too: its errors name no task
-            noted(error, f"task {self.name}, as its model was made into layers by its first batch")
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as its model was made into layers by its first batch")
+            raise
+
+    def _inputs(self) -> Any:
+        try:
+            return self.reader.sample_inputs
+        except Exception as error:  # of the user's loader
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as the first batch of its loader was read")
             raise
 
     @property
@@ -438,6 +477,10 @@ class PlannedTask:
             return Planner(self, target).plan()
         except LayerFault as error:
             raise ValueError(f"{self.name}: {error}") from error
+        except Exception as error:  # a partitioner's or a loader's
+            if not names(error, self.name):
+                noted(error, f"task {self.name}, as its plan was made")
+            raise
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -448,6 +491,15 @@ class PlannedTask:
         beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
         self._most_devices = len(devices)
+
+    def least_bytes(self, device: DeviceSpec) -> LeastBytes:
+        """Return the least memory of a device on which the task runs.
+
+        Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
+        """
+        budget = Budget(memory_bytes=2**62)
+        target = _Target(device, budget, 1, [device], 1, None, partial(own_device, device, 1), lambda *_: True)
+        return Planner(self, target).least_bytes()
 
     def split_first(self, number: int) -> None:
         """Split the first batch of an adaptive task into so many micro-batches, and let none be larger."""
@@ -569,9 +621,9 @@ class Planner:
                     number, _ = task.partitioner.choose(self._costs, powers, budget)
         if self._estimate.steps_on_device(device):
             state.step_on_device()
-        # A validation computes such a batch in parts, and so does an evaluation; outputs have to be whole.
+        # A validation computes such a batch in parts, and so do evaluations and predictions.
         adapts = task.adapts and not task.replay
-        may_split = is_auto or adapts if self._trains else task.purpose is Purpose.EVALUATE
+        may_split = is_auto or adapts if self._trains else True
         while True:
             try:
                 self.cut(number)
@@ -587,6 +639,28 @@ class Planner:
             number = self._raised(number, step_s)
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes))
         return self._as_plan(number)
+
+    def least_bytes(self) -> LeastBytes:
+        """Return the least memory of a device on which the task runs; of the user's shards, where these are fixed."""
+        task, self.state.place = self._task, self._target.device.torch_device
+        number = self._sample().num_samples if task.accumulation_steps == "auto" or not self._trains else 1
+        number = task.accumulation_steps if isinstance(task.accumulation_steps, int) and self._trains else number
+        if task.max_device_batch is not None or task.adapts:
+            number = len(self._sample().micro_batches)
+        if not self._trains:
+            self._evaluated_parts, number = number, 1
+        costs = self._costs(number)
+        number = len(self._sample().micro_batches)
+        budget = self._target.budget.with_micro_batches(number)
+        may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
+        ends = [*range(1, len(costs) + 1)] if may_cut else task.partitioner.partition(costs, budget)
+        shards = [*pairwise([0, *ends])]
+        needed = [shard_bytes(costs, first, last, number) for first, last in shards]
+        first, last = shards[needed.index(max(needed))]
+        what = f"layer {first} ({costs[first].name})" if last - first == 1 else f"layers {first} to {last - 1}"
+        slabs = [slab_bytes(costs, *shard) for shard in shards]
+        work = max(both - slab for both, slab in zip(needed, slabs, strict=True))
+        return LeastBytes(self._planned.name, max(needed), what, max(slabs), work)
 
     def _beside(self) -> Hashable:
         """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""
@@ -663,7 +737,7 @@ class Planner:
         try:
             return self._planned.reader.sample(training=training)
         except Exception as error:  # of the user's loader, whose errors name no task
-            if self._planned.name not in str(error):
+            if not names(error, self._planned.name):
                 noted(error, f"task {self._planned.name}, as the first batch of its loader was read")
             raise
 
@@ -759,7 +833,7 @@ class Planner:
         task, place = self._task, self.state.place
         self.state.split_into(number)
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())), _naming(self._planned.name):
+        with installed(Stream(capture())), _naming(self._planned.name, task.purpose):
             if self._trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -798,7 +872,7 @@ class Planner:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _naming(name: str, purpose: Purpose) -> Iterator[None]:
     """Refuse in the task's name what shows as layers are profiled."""
     try:
         yield
@@ -809,7 +883,18 @@ def _naming(name: str) -> Iterator[None]:
             isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
         )
         if not reads_another and not isinstance(error, ChangesParameters):
-            noted(error, f"task {name}")
+            remedy = "a plain loss_fn(model(inputs), target) on its first batch shows the same"
+            if purpose is Purpose.PREDICT:
+                remedy = (
+                    "a batch is what the first layer takes; of pairs (inputs, target), unpack=lambda batch: batch[0] "
+                    "gives that, or predict(task, ...) as the task does"
+                )
+            if isinstance(error, TypeError) and "positional argument" in str(error):
+                remedy = (
+                    "layers take one argument, what the one before returned; a module whose own forward passes them "
+                    "several is given whole: Model(module)"
+                )
+            noted(error, f"task {name}: {remedy}")
             raise
         note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
         remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
@@ -837,16 +922,22 @@ def check_dram(planned: list[PlannedTask]) -> None:
     """Refuse tasks whose gradients and optimizer states do not fit beside the weights, which are in DRAM already."""
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
-        with installed(Stream(capture())):
-            each.state.measured.state_bytes = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+        try:
+            with installed(Stream(capture())):
+                found = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+        except Exception as error:
+            if not names(error, each.name):
+                noted(error, f"task {each.name}, as a step of its optimizer was tried")
+            raise
+        each.state.measured.state_bytes = found
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
     if needed > available:
-        names = ", ".join(each.name for each in planned)
         raise HostOutOfMemory(
-            f"{names}: training needs {format_bytes(needed)} ({needed} bytes) of DRAM for gradients and optimizer "
-            f"state, available: {format_bytes(available)} ({available} bytes); train fewer tasks at once, freeze "
-            f"layers, choose an optimizer with less state (SGD), or use a machine with more DRAM"
+            f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of "
+            f"DRAM for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train "
+            f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with "
+            f"more DRAM"
         )
 
 

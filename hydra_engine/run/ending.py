@@ -10,6 +10,15 @@ from enum import Enum
 from hydra_engine.schedule import DataFailed, Failed
 from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
+from partitioners.profile import names, noted
+
+INTERRUPTED = "the run was interrupted"
+
+
+def raised(where: str, error: BaseException) -> str:
+    """Return the reason of who has ended a task by an exception, with its text, if it has one."""
+    text = f"{where} raised {type(error).__name__}"
+    return f"{text}: {error}" if str(error) else text
 
 
 class EndKind(Enum):
@@ -27,7 +36,8 @@ class Ending:
 
     kind: EndKind
     error: BaseException | None = None  # the first that was raised
-    text: str | None = None  # what the report says of it
+    text: str | None = None  # what the report says of an error
+    reason: str | None = None  # why it ended before its last batch, where nothing failed
     commits: bool = True  # what was read and computed before; False: it ends at once, with what is committed
 
 
@@ -65,17 +75,17 @@ class TaskEnd:
         """True if nothing more of the task is to be committed."""
         return self.ending is not None and not self.ending.commits
 
-    def finish(self, *, is_early: bool = False) -> None:
-        """The task was trained on all its batches; is_early: or has not become better for long enough."""
-        self._add(Ending(EndKind.FINISHED, commits=not is_early))
+    def finish(self, *, early_because: str | None = None) -> None:
+        """The task was trained on all its batches; early_because: or ends before, since it becomes no better."""
+        self._add(Ending(EndKind.FINISHED, reason=early_because, commits=early_because is None))
 
-    def stop(self, text: str | None = None) -> None:
-        """End the task at its last commit."""
-        self._add(Ending(EndKind.STOPPED, text=text, commits=False))
+    def stop(self, reason: str, text: str | None = None) -> None:
+        """End the task at its last commit; text: that the report has as its error."""
+        self._add(Ending(EndKind.STOPPED, text=text, reason=reason, commits=False))
 
-    def pause(self, *, at_once: bool) -> None:
+    def pause(self, reason: str, *, at_once: bool) -> None:
         """End the task at a commit, to go on some other time; at_once: at its last one, where that is possible."""
-        self._add(Ending(EndKind.PAUSED, commits=self._releases_early or not at_once))
+        self._add(Ending(EndKind.PAUSED, reason=reason, commits=self._releases_early or not at_once))
 
     def fail(self, event: Failed | DataFailed, *, commits: bool = True) -> None:
         """Something of the task has raised; commits: what was computed before is committed."""
@@ -83,14 +93,19 @@ class TaskEnd:
         where = " in " + ", ".join(filter(None, (unit, event.where)))
         text = "".join(traceback.format_exception(event.error))
         remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
-        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits))
+        if not names(event.error, event.task):  # user code's, which `train_models` or `raise_failures` may raise alone
+            noted(event.error, f"{event.task} failed{where}")
+        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits=commits))
 
     def write(self, report: TaskReport) -> None:
-        """Say in the report how the task has ended; nothing where the run has ended before it."""
+        """Say in the report how the task has ended, or that the run has ended before it."""
         if self.ending is not None:
             report.status, report.exception = self.ending.kind.value, self.ending.error
             report.error = self.ending.text
             report.stopped_early = self.is_early
+            report.stop_reason = self.ending.reason
+        else:
+            report.stop_reason = INTERRUPTED
 
     def _add(self, new: Ending) -> None:
         with self._lock:

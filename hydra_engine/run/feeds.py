@@ -17,7 +17,7 @@ from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
-from hydra_engine.run.ending import TaskEnd
+from hydra_engine.run.ending import TaskEnd, raised
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask, StepClock
@@ -602,9 +602,9 @@ class Joining:
             if state.steps_on_device:
                 state.stepper = optimizer
         if isinstance(planned.stopping, PauseTask):
-            task.end.pause(at_once=True)
+            task.end.pause(raised("a callback's on_epoch_begin", planned.stopping), at_once=True)
         elif planned.stopping is not None:
-            task.end.stop()
+            task.end.stop(raised("a callback's on_epoch_begin", planned.stopping))
         self._begin_waiting()
 
     def _begin_waiting(self, *, late: bool = False) -> None:

@@ -441,7 +441,10 @@ def _not_finite(task: RunningTask, nonfinite: str) -> Event:
         raise NonFiniteLoss(name, number, loss)
     if nonfinite == "stop":
         # Its callbacks have been told all that was before.
-        task.end.stop(f"{name} stopped before step {number}, whose loss is {loss}\n")
+        task.end.stop(
+            f"the loss of step {number} is {loss} (nonfinite='stop')",
+            f"{name} stopped before step {number}, whose loss is {loss}\n",
+        )
         return TaskStopped(name, uncommitted=True)
     assert task.optimizer is not None
     task.record = task.optimizer.skipped()

@@ -196,9 +196,9 @@ class EngineRun:
         # Else it is over, of an earlier run, or was never begun.
         if task is not None and not task.is_ending and task.end.ending is None:
             if pauses:
-                task.end.pause(at_once=False)
+                task.end.pause("pause_task() was called", at_once=False)
             else:
-                task.end.stop()
+                task.end.stop("stop_task() was called")
             self._common.due.append(TaskStopped(name, is_paused=pauses))
 
     def forget(self, task: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
-from hydra_engine.run.ending import TaskEnd
+from hydra_engine.run.ending import TaskEnd, raised
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport
 
@@ -243,15 +243,17 @@ class Notifier:
                     watch[0].check(who)
             if not (call.always or self._is_left):
                 self._draws.check(who)
-        except StopTask:
-            self._stop(TaskStopped(name))
-        except PauseTask:
-            self._stop(TaskStopped(name, is_paused=True))
+        except (StopTask, PauseTask) as order:
+            self._stop(TaskStopped(name, is_paused=isinstance(order, PauseTask)), order)
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
             self._stop(Failed(name, error, "its callback"))
         finally:
             with self._lock:
                 self._now = None
+
+    def _reason(self, order: BaseException | None) -> str:
+        assert order is not None
+        return raised("a callback" if self._now is None else self._now[0], order)
 
     def _begins(self, what: str) -> bool:
         """Note what is called now; False where the thread was left behind."""
@@ -259,7 +261,7 @@ class Notifier:
             self._now = (what, time.monotonic())
             return not self._is_left
 
-    def _stop(self, event: TaskStopped | Failed) -> None:
+    def _stop(self, event: TaskStopped | Failed, order: BaseException | None = None) -> None:
         """A callback ends the task, unless it came too late for that."""
         with self._lock:
             if self._is_left:
@@ -267,7 +269,7 @@ class Notifier:
             if isinstance(event, Failed):
                 self._end.fail(event, commits=False)
             elif event.is_paused:
-                self._end.pause(at_once=True)
+                self._end.pause(self._reason(order), at_once=True)
             else:
-                self._end.stop()
+                self._end.stop(self._reason(order))
         self._put(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -25,7 +26,7 @@ from hydra_engine.loggers import Logger, RunLoggers, checked_loggers
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
-from hydra_engine.run.task_list import Site, Station, TaskList
+from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
 from hydra_engine.system import bound, host_threads
@@ -178,7 +179,7 @@ class ModelOrchestrator:
         """
         _refuse_autocast("add_task")
         if not isinstance(task, ModelTask):
-            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+            raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
         with self._quotas.coming(task, quota):
             return self._add_task(task)
 
@@ -477,7 +478,7 @@ class ModelOrchestrator:
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
         with self._at_work("evaluate") as site, Signals() as signals, torch.inference_mode(False):
-            known, name = self._tasks.found(task)
+            known, name = self._tasks.found(task, "evaluate")
             apart = EvaluationTask.of(known, loader, metrics)
             planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
             with self._run([planned], site, signals) as run:
@@ -486,13 +487,13 @@ class ModelOrchestrator:
 
     def predict(
         self,
-        model: nn.Module | Iterable[nn.Module],
+        model: ModelTask | str | nn.Module | Iterable[nn.Module],
         loader: Iterable[Any],
         *,
         unpack: Callable[[Any], Any] | None = None,
         partitioner: Partitioner | str | None = None,
-        precision: str = "float32",
-        seed: int = 0,
+        precision: str | None = None,
+        seed: int | None = None,
     ) -> Generator[Any, None, None]:
         """The outputs of a model, batch by batch, through shards, without gradients, in eval(): a generator.
 
@@ -503,28 +504,35 @@ class ModelOrchestrator:
         generator, or drop it, to end it early. Prints nothing.
 
         Args:
-            model: a `Model`, or anything `Model` takes. Left as `evaluate` leaves it; what its layers write to buffers
-                is seen by later batches and then dropped.
+            model: a `Model`, or anything `Model` takes; or a `ModelTask`, or the name of one of this orchestrator's,
+                whose batches, inputs and target, are then taken apart as the task does. Left as `evaluate` leaves it;
+                what its layers write to buffers is seen by later batches and then dropped.
             loader: batches of inputs, each what the first layer takes as its one argument; read once.
             unpack: batch -> inputs, for a loader that gives more than these.
             partitioner: as a task's.
-            precision: as a task's; in a narrow one, outputs are given in float32.
-            seed: of the random stream that the loader and layers draw from.
+            precision: as a task's, by default "float32"; in a narrow one, outputs are given in float32.
+            seed: of the random stream that the loader and layers draw from, by default 0.
+
+        Of a task, these are its own where they are not given. A batch too large for one layer alone is computed in
+        parts, as a validation's is, and its outputs are joined by their first dim: with a UserWarning, since they may
+        differ from those of the whole batch: in their last bits, or more if a layer mixes the samples of a batch.
 
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
-        and ShardDoesNotFit for a later batch that is too large for one layer alone.
+        ShardDoesNotFit where one sample is too large, ValueError for outputs of parts that cannot be joined.
         """
         with self._at_work("predict") as site, Signals(), torch.inference_mode(False):
+            known = self._tasks.found(model, "predict")[0] if isinstance(model, (ModelTask, str)) else model
             task = EvaluationTask.predicting(
-                model, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
+                known, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
-            planned = site.plan_apart(self._tasks.apart(task, "predict", "predict"))
+            name = "predict" if task.name is None else task.name
+            planned = site.plan_apart(self._tasks.apart(task, name, "predict"))
         return self._predictions(planned)
 
     def _predictions(self, planned: PlannedTask) -> Generator[Any, None, None]:
         if planned.reader.is_empty:
             return
-        signals = Signals()
+        signals, num_told = Signals(), 0
         with self._alone("predict"), self._run([planned], self._site(), signals) as run:
             outputs = run.outputs()
             at_work = partial(bound, run.site.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
@@ -534,6 +542,9 @@ class ModelOrchestrator:
                         found = list(islice(outputs, 1))
                     if not found:
                         break
+                    for doubt in planned.doubts[num_told:]:
+                        num_told += 1
+                        warnings.warn(doubt, stacklevel=2)
                     yield found.pop()
             finally:
                 with signals, torch.inference_mode(False), at_work():

@@ -44,6 +44,7 @@ from hydra_engine.tasks import (
     ValidationReport,
     batch_size,
     joined,
+    joined_outputs,
 )
 from hydra_engine.trace import Trace
 from partitioners.precision import cast
@@ -139,6 +140,10 @@ class LastCommit(NamedTuple):
     buffers: list[Tensor]
 
 
+def _sizes(batch: Batch) -> list[int]:
+    return [batch_size(inputs) for inputs, _, _ in batch.micro_batches]
+
+
 class Figures:
     """Figures of steps and of evaluated batches, outputs of predicted ones, and the epochs that are over."""
 
@@ -196,7 +201,7 @@ class Figures:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
         self._lap_s()  # no time of the next step
         if self._planned.task.purpose is Purpose.PREDICT:
-            self._commit_prediction()
+            self._commit_prediction(batch)
         else:
             self._commit_evaluation(batch)
 
@@ -208,7 +213,7 @@ class Figures:
         self._evaluated_epoch = batch.epoch
         # In one piece, unless it did not fit so.
         loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.given.weights))
-        metrics = joined([(batch_size(x), staging.metrics[m]) for m, (x, _, _) in enumerate(batch.micro_batches)])
+        metrics = joined([(size, staging.metrics[m]) for m, size in enumerate(_sizes(batch))])
         self._means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
 
     def _note_parts(self, batch: Batch) -> None:
@@ -237,6 +242,8 @@ class Figures:
                 f"or the loss does not treat each sample by itself, by more"
             )
             self.revise(reason)
+            if self._planned.task.purpose is Purpose.PREDICT:  # nobody gets its report
+                self._planned.doubts.append(f"{self._report.name}: {reason}")
 
     def revise(self, reason: str) -> None:
         """Report that the task goes on otherwise than planned."""
@@ -289,11 +296,20 @@ class Figures:
         patience = self._planned.task.patience
         return self.best is not None and patience is not None and self.best.best.num_worse >= patience
 
-    def _commit_prediction(self) -> None:
+    def _commit_prediction(self, batch: Batch) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
         state = self._planned.state
-        output, narrow = state.staging.take(len(state.cut.shards), 0), state.layout.narrow
-        self.outputs.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
+        self._note_parts(batch)
+        found, narrow = [], state.layout.narrow
+        for m in range(len(batch.micro_batches)):
+            output = state.staging.take(len(state.cut.shards), m)
+            found.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
+        try:
+            self.outputs.append(found[0] if len(found) == 1 else joined_outputs(found, _sizes(batch)))
+        except ValueError as error:
+            raise ValueError(
+                f"{self._report.name}: batch {batch.step} of {batch.num_samples} samples: {error}"
+            ) from None
 
     def end_epoch(self, batch: Batch) -> None:
         """Tell, once, that a batch's epoch is over, its validation too."""
@@ -614,7 +630,8 @@ class Common:
     def end_early(self, task: RunningTask) -> None:
         """End a task as finished where nothing has become better for as long as its user waits."""
         if task.figures.has_waited and task.end.ending is None and task.life is Life.TRAINING:
-            task.end.finish(is_early=True)
+            patience, by = task.planned.task.patience, task.planned.task.keep_best
+            task.end.finish(early_because=f"{by} was no better for {patience} times (patience)")
             self.due.append(TaskStopped(task.name))
 
     def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
@@ -29,7 +29,7 @@ from hydra_engine.planning import (
 )
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
-from partitioners import Budget, parse_bytes
+from partitioners import Budget, format_bytes, parse_bytes
 from partitioners.profile import noted
 
 
@@ -173,7 +173,7 @@ class TaskList:
         if name not in self._planned:
             known = ", ".join(map(repr, self._planned))
             was = ", which was forgotten" if name in self._stations else ""
-            raise ValueError(f"{what}: task {name!r}{was}, known: {known}{remedy}")
+            raise ValueError(f"{what}: task {one_line(name)}{was}, known: {known}{remedy}")
         return self._planned[name]
 
     def fork(self, name: str, new_name: str) -> None:
@@ -199,12 +199,12 @@ class TaskList:
                 f"for training; give another"
             )
 
-    def found(self, task: ModelTask | str) -> tuple[ModelTask, str]:
-        """Return a task that is to be evaluated, and its name here or else its own."""
+    def found(self, task: ModelTask | str, what: str) -> tuple[ModelTask, str]:
+        """Return a task that `what` was called with, and its name here or else its own."""
         if isinstance(task, ModelTask):
             names = [each.name for each in self.all if each.task is task]
-            return task, names[0] if names else task.name or "evaluate"
-        return self.named(task, "evaluate", "; give one of these names, or a ModelTask").task, task
+            return task, names[0] if names else task.name or what
+        return self.named(task, what, "; give one of these names, or a ModelTask").task, task
 
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Check a task that is not one of those to train; it must not read what they have yet to read."""
@@ -283,16 +283,43 @@ class Site:
         check_dram(tasks)
         self.limit.check(tasks)
         memory_bytes = self._smallest.memory_bytes
-        plans = [self._plan(each, len(tasks)) for each in tasks]
-        if any(device.has_arena for device in self.devices):
-            # What fits alone may leave too little to another one's work, since memory does not go from slabs to that.
-            for k, each in enumerate(tasks):
-                if not fits_arena(each, tasks, memory_bytes):
-                    plans[k] = self._plan(each, len(tasks), memory_bytes - max(other.work_bytes for other in tasks))
-            check_arena(tasks, memory_bytes)
+        with self._telling_least(tasks):
+            plans = [self._plan(each, len(tasks)) for each in tasks]
+            if any(device.has_arena for device in self.devices):
+                # What fits alone may leave too little to another's work, since memory does not go from slabs to that.
+                for k, each in enumerate(tasks):
+                    if not fits_arena(each, tasks, memory_bytes):
+                        plans[k] = self._plan(each, len(tasks), memory_bytes - max(other.work_bytes for other in tasks))
+                check_arena(tasks, memory_bytes)
         check_shared_buffers(tasks)
         self.limit.check(tasks)
         return self.plan_of(plans)
+
+    @contextmanager
+    def _telling_least(self, tasks: Sequence[PlannedTask]) -> Iterator[None]:
+        """Say in one line with which memory all of these tasks fit, where the body finds that one does not."""
+        try:
+            yield
+            return
+        except ShardDoesNotFit as error:
+            text, notes = str(error), getattr(error, "__notes__", [])
+            device, found = self._smallest, []
+            for each in tasks:
+                with suppress(Exception):  # of its own, and told where that task is planned
+                    found.append(each.least_bytes(device))
+        if found:
+            most = max(found, key=lambda each: each.num_bytes)
+            least = most.num_bytes
+            if device.has_arena:  # one task's slab lies beside another one's work
+                least = max(each.slab_bytes for each in found) + max(each.work_bytes for each in found)
+            least += 0 if self.buffer is None else parse_bytes(self.buffer, "buffer")
+            if least > device.memory_bytes:
+                whose = f"{format_bytes(least)} ({least} bytes), for {most.layers} of {most.task}"
+                text += f"; the least memory that works for {'all tasks' if len(tasks) > 1 else 'it'} is {whose}"
+        refusal = ShardDoesNotFit(text)
+        for note in notes:
+            noted(refusal, note)
+        raise refusal from None  # who raised what before is in the text
 
     def plan_one(
         self,
@@ -324,7 +351,8 @@ class Site:
         try:
             self._check_free()
             if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
-                planned.make_plan(self._smallest, self._budget, torch.get_num_threads())
+                with self._telling_least([planned]):
+                    planned.make_plan(self._smallest, self._budget, torch.get_num_threads())
         except BaseException:
             planned.reader.close()
             raise
@@ -346,6 +374,11 @@ class Site:
             device.check_free()
 
 
+def one_line(value: object) -> str:
+    """Return a value for a message: a model's repr is of many lines."""
+    return " ".join(repr(value).split())
+
+
 def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
     if not isinstance(tasks, Sequence):
         raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
@@ -354,7 +387,7 @@ def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelT
     named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
     for task, _ in named:
         if not isinstance(task, ModelTask):
-            raise TypeError(f"tasks: {task!r} is a {type(task).__name__}, not a ModelTask")
+            raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
     names = [name for _, name in named]
     for name in names:
         if names.count(name) > 1:

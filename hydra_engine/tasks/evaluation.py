@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from hydra_engine.tasks.options import check_loader, naming_task
 from hydra_engine.tasks.report import Evaluation
 from hydra_engine.tasks.task import ModelTask, Purpose
-from partitioners import Partitioner
 
 # Options of a task that hold of its evaluations too.
 _SHARED = ("partitioner", "precision", "loss_reduction", "seed", "unpack", "split", "loader_timeout_s", "loader_alone")
@@ -60,6 +62,30 @@ def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]
     return {name: sum(size * part[name] for size, part in parts) / num_samples for name in parts[0][1]}
 
 
+def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The output of one batch that was predicted in parts of these sizes: tensors with a dim of samples are joined.
+
+    Raises ValueError for outputs that are of parts only by being computed from one: a mean over its samples, say.
+    """
+    flat = [pytree.tree_flatten(part) for part in parts]
+    columns, spec = list(zip(*(leaves for leaves, _ in flat), strict=False)), flat[0][1]
+
+    def join(column: Sequence[Any]) -> Any:
+        tensors = all(isinstance(each, Tensor) and each.dim() > 0 for each in column)
+        if tensors and [each.shape[0] for each in column] == list(sizes):
+            return torch.cat(list(column))
+        same = (torch.equal(each, column[0]) if isinstance(each, Tensor) else each == column[0] for each in column)
+        if not all(same):
+            kind = tuple(column[0].shape) if isinstance(column[0], Tensor) else type(column[0]).__name__
+            raise ValueError(
+                f"it is too large for a layer alone, and an output ({kind}) of its {len(sizes)} parts has no dim of "
+                f"samples to join by; give smaller batches, or use a device with more memory"
+            )
+        return column[0]
+
+    return pytree.tree_unflatten([join(column) for column in columns], spec)
+
+
 class EvaluationTask(ModelTask):
     """Reads one loader once, with a fresh random stream and borrowed weights, of which none needs to be trainable."""
 
@@ -72,12 +98,8 @@ class EvaluationTask(ModelTask):
         purpose: Purpose = Purpose.EVALUATE,
         **options: Any,
     ) -> None:
-        if isinstance(loader, (Tensor, nn.Module)) or not (
-            hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-        ):
-            raise TypeError(
-                f"loader: a {type(loader).__name__} is no iterable of batches; give a DataLoader, or a list of batches"
-            )
+        with naming_task(options.get("name")):
+            check_loader("loader", loader)
         self.purpose = purpose
         super().__init__(model, loss_fn, (), validation=loader, **options)
 
@@ -90,27 +112,41 @@ class EvaluationTask(ModelTask):
     ) -> EvaluationTask:
         """A task's model and loss on another loader; `metrics`: other than the task's own."""
         shared = {name: getattr(task, name) for name in _SHARED}
+        shared["name"] = task.name
         return cls(task.model, task.loss_fn, loader, metrics=task.metrics if metrics is None else metrics, **shared)
 
     @classmethod
     def predicting(
         cls,
-        model: nn.Module | Iterable[nn.Module],
+        model: ModelTask | nn.Module | Iterable[nn.Module],
         loader: Iterable[Any],
         *,
         unpack: Callable[[Any], Any] | None,
-        partitioner: Partitioner | str | None,
-        precision: str,
-        seed: int,
+        **options: Any,
     ) -> EvaluationTask:
-        """A task that gives a model's outputs; `unpack` picks the inputs of a batch."""
+        """A task that gives outputs of a model, or of a task's; `unpack` picks the inputs of a batch.
+
+        options: None where they are the task's own, or the usual ones.
+        """
         if unpack is not None and not callable(unpack):
             raise TypeError(f"unpack: {unpack!r} is not callable; give a function")
 
-        def inputs_alone(batch: Any) -> tuple[Any, None]:
-            return batch if unpack is None else unpack(batch), None
+        given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(model, ModelTask):
+            pair, shared = model.unpack, {name: getattr(model, name) for name in _SHARED}
+            alone = {"name": model.name, "split": None, "loss_reduction": "mean"}  # those take a target
+            model, options = model.model, {**shared, **alone, **given}
+        else:
+            pair, options = None, {"precision": "float32", "seed": 0, **given}
 
-        options = {"partitioner": partitioner, "precision": precision, "seed": seed, "unpack": inputs_alone}
+        def inputs_alone(batch: Any) -> tuple[Any, None]:
+            if unpack is None and pair is not None:
+                return pair(batch)[0], None
+            found = batch if unpack is None else unpack(batch)
+            # Of a data collator of `transformers`, say.
+            return dict(found) if isinstance(found, Mapping) and not isinstance(found, dict) else found, None
+
+        options["unpack"] = inputs_alone
         return cls(model, _no_loss, loader, purpose=Purpose.PREDICT, **options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -52,13 +53,19 @@ class Model(nn.Sequential):
         # Not named_children(), which leaves out the second place of a module that runs twice.
         if isinstance(x, nn.Module):
             layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
+        elif not isinstance(x, Iterable) or isinstance(x, (str, Tensor)):
+            kind = f"the class {x.__name__}" if isinstance(x, type) else f"a value of type {type(x).__name__}"
+            raise TypeError(f"model: {kind} is no model; give an nn.Module, or a list of layers in the order they run")
         elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
             layers = list(x.items())
         else:
             layers = [(str(k), layer) for k, layer in enumerate(x)]
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
-                raise TypeError(f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module")
+                raise TypeError(
+                    f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module; "
+                    f"put what it does into the forward of one"
+                )
             if not _can_be_called(layer):
                 raise TypeError(
                     f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
@@ -134,6 +141,11 @@ class Model(nn.Sequential):
         """Take in weights; those of a converted module by its own names."""
         own = self.source.load_state_dict if self.is_converted else super().load_state_dict
         return own(*args, **kwargs)
+
+    def takes(self, argument: str) -> bool:
+        """Return True if the module's own forward names an argument so."""
+        forward = getattr(self.source, "forward", None)
+        return forward is not None and argument in inspect.signature(forward).parameters
 
     @property
     def has_own_forward(self) -> bool:

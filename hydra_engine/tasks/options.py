@@ -5,17 +5,19 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, known_figures
 from hydra_engine.tasks.callback import Callback
-from partitioners.boundary import check_fit
+from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import DTYPES
 
 # A rule: an option, the check of its value, and the error's text, which is formatted with the value.
@@ -32,6 +34,10 @@ def _is_number(value: object) -> bool:
 
 def _is_partitioner(value: object) -> bool:
     return not isinstance(value, type) and hasattr(value, "partition") and hasattr(value, "revise")
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, Tensor) or _is_number(value)
 
 
 def _is_json(value: object) -> bool:
@@ -51,16 +57,51 @@ def _known(field: str, *known: str, beside: Callable[[Any], bool] = lambda value
     return field, lambda value: value in known or beside(value), "{!r}, known: " + ", ".join(map(repr, known))
 
 
-_FUNCTIONS = ("loss_fn", "optimizer", "lr_scheduler", "param_groups", "unpack", "split")
+# Optimizers by name: those of torch that step from dense gradients alone, each shard by itself.
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind not in (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+}
+
+_FUNCTIONS = {
+    "loss_fn": "give a function (output, target) -> scalar tensor, such as torch.nn.functional.mse_loss",
+    "lr_scheduler": "give a function optimizer -> scheduler, such as partial(torch.optim.lr_scheduler.StepLR, "
+    "step_size=10); the engine makes the optimizer",
+    "param_groups": "give a function name -> options, such as lambda name: {{'weight_decay': 0.0}}",
+    "unpack": "give a function batch -> (inputs, target)",
+    "split": "give a function (inputs, target, n) -> list of (inputs, target, weight)",
+}
 _FLAGS = ("loader_alone", "read_ahead", "preemptible")
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 # Raise TypeError.
 TYPES: tuple[Rule, ...] = (
-    *((field, _or_none(callable), "{!r} is not callable; give a function") for field in _FUNCTIONS),
+    ("name", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name, or leave it out"),
     ("loss_fn", lambda value: not isinstance(value, type), "{.__name__} is a class; give an instance of it"),
-    ("epochs", _is_int, "{!r} is not an int"),
-    ("seed", _or_none(_is_int), "{!r} is not an int"),
-    ("accumulation_steps", lambda value: value == "auto" or _is_int(value), "{!r} is not an int"),
+    ("loss_fn", callable, f"{{!r}} is not callable; {_FUNCTIONS['loss_fn']}"),
+    *((field, _or_none(callable), f"{{!r}} is not callable; {_FUNCTIONS[field]}") for field in [*_FUNCTIONS][1:]),
+    (
+        "optimizer",
+        lambda value: not isinstance(value, torch.optim.Optimizer),
+        "an optimizer ({0.__class__.__name__}) that is made already, limit: what makes one, since the engine steps "
+        "each shard by itself; give optimizer=torch.optim.{0.__class__.__name__} and lr=, or partial(torch.optim."
+        "{0.__class__.__name__}, weight_decay=0.01) for other options",
+    ),
+    (
+        "optimizer",
+        _or_none(lambda value: isinstance(value, str) or callable(value)),
+        "{!r} is not callable; give a name ('adamw'), a class (torch.optim.AdamW), or a function (params, lr=...)",
+    ),
+    ("lr", _or_none(_is_rate), "{!r} is not a number; give a learning rate such as 1e-3"),
+    ("epochs", _is_int, "{!r} is not an int; give a number of passes over the loader"),
+    ("seed", _or_none(_is_int), "{!r} is not an int; give a number, or leave it out to have one drawn"),
+    (
+        "accumulation_steps",
+        lambda value: value == "auto" or _is_int(value),
+        "{!r} is not an int; give a number of micro-batches, or 'auto'",
+    ),
     ("max_device_batch", _or_none(_is_int), "{!r} is not an int; give a number of samples, None for no limit"),
     (
         "scaling_rule",
@@ -72,14 +113,18 @@ TYPES: tuple[Rule, ...] = (
         lambda value: isinstance(value, Sequence) and all(isinstance(each, StepChoice) for each in value),
         "{!r} is not a list of StepChoice; give another run's report.tasks[name].adaptive",
     ),
-    ("validation_interval", lambda value: isinstance(value, str) or _is_int(value), "{!r} is not an int"),
+    (
+        "validation_interval",
+        lambda value: isinstance(value, str) or _is_int(value),
+        "{!r} is not an int; give a number of training steps, or 'epoch'",
+    ),
     ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
     ("group", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name in quotas="),
     ("min_devices", _is_int, "{!r} is not an int; give a number of devices"),
     ("max_devices", _or_none(_is_int), "{!r} is not an int; give a number of devices, None for any"),
     ("max_retries", _is_int, "{!r} is not an int; give a number of retries, 0 for none"),
-    ("weight", _is_number, "{!r} is not a number"),
-    ("max_grad_norm", _or_none(lambda value: isinstance(value, (int, float))), "{!r} is not a number"),
+    ("weight", _is_number, "{!r} is not a number; 1 is every task's"),
+    ("max_grad_norm", _or_none(_is_number), "{!r} is not a number; give a norm such as 1.0, or leave it out"),
     *((field, _or_none(_is_number), "{!r} is not a number; None waits for ever") for field in _TIMEOUTS),
     *((field, lambda value: isinstance(value, bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
     (
@@ -116,27 +161,44 @@ TYPES: tuple[Rule, ...] = (
     (
         "grad_scaler",
         _or_none(lambda value: isinstance(value, torch.amp.GradScaler)),
-        "{!r} is not a torch.amp.GradScaler",
+        "{!r} is not a torch.amp.GradScaler; give GradScaler('cpu', init_scale=...), or leave it out",
+    ),
+    (
+        "callbacks",
+        lambda value: isinstance(value, Iterable) and not isinstance(value, str),
+        "{!r} is not a list; give a list of Callback objects",
     ),
 )
 # Raise ValueError; their types have been checked.
 LIMITS: tuple[Rule, ...] = (
+    ("name", _or_none(bool), "{!r}, limit: at least one character; give a name, or leave it out"),
+    _known("optimizer", *sorted(OPTIMIZERS), beside=lambda value: not isinstance(value, str)),
+    (
+        "lr",
+        _or_none(lambda value: isinstance(value, Tensor) or 0 <= value < math.inf),
+        "{}, limit: finite, at least 0; 1e-3 is common",
+    ),
+    (
+        "seed",
+        _or_none(lambda value: -(2**63) <= value < 2**64),
+        "{}, limit: 64 bits, as torch.manual_seed takes; give a smaller one",
+    ),
     _known("precision", *DTYPES),
     _known("optimizer_scope", "shard", "task"),
     _known("optimizer_device", "host", "device", "auto"),
     _known("lr_scheduler_interval", "step", "epoch"),
     _known("loss_reduction", "mean", "sum", beside=callable),
     _known("nonfinite", "skip", "stop", "raise", beside=lambda value: value is None),
-    ("epochs", lambda value: value >= 1, "{}, limit: at least 1"),
-    ("accumulation_steps", lambda value: value == "auto" or value >= 1, "{}, limit: at least 1"),
+    ("epochs", lambda value: value >= 1, "{}, limit: at least 1; to train nothing, call evaluate() or predict()"),
+    ("accumulation_steps", lambda value: value == "auto" or value >= 1, "{}, limit: at least 1; or 'auto'"),
     ("max_device_batch", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for no limit"),
     (
         "validation_interval",
         lambda value: value == "epoch" or not isinstance(value, str),
         "{!r}, known: 'epoch', or a number of training steps",
     ),
-    ("validation_interval", lambda value: value == "epoch" or value >= 1, "{}, limit: at least 1"),
-    ("min_devices", lambda value: value >= 1, "{}, limit: at least 1"),
+    ("validation_interval", lambda value: value == "epoch" or value >= 1, "{}, limit: at least 1; or 'epoch'"),
+    ("min_devices", lambda value: value >= 1, "{}, limit: at least 1; leave it out to take what there is"),
     ("max_devices", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for any"),
     ("max_retries", lambda value: value >= 0, "{}, limit: at least 0, which fails the task at its first error"),
     ("max_grad_norm", _or_none(lambda value: value > 0), "{}, limit: above 0; leave it out to clip nothing"),
@@ -160,12 +222,45 @@ def check_options(options: Mapping[str, Any]) -> None:
     for error, rules in ((TypeError, TYPES), (ValueError, LIMITS)):
         for field, is_fit, text in rules:
             if not is_fit(options[field]):
-                raise error(f"{field}: {text.format(options[field])}")
+                shown = text.format(options[field])
+                raise error(f"{field}: {' '.join(shown.split())}")  # a model's repr is of many lines
+    for field in ("dataloader", "validation"):
+        if options[field] is not None or field == "dataloader":
+            check_loader(field, options[field])
     for callback in options["callbacks"]:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
     for text in _conflicts(options):
         raise ValueError(text)
+
+
+@contextmanager
+def naming_task(name: str | None) -> Iterator[None]:
+    """Begin the text of what the body refuses with the task's name, if it has one."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not (isinstance(name, str) and name) or type(error) not in (TypeError, ValueError, UnfitTensor):
+            raise
+        raise type(error)(f"{name}: {error}") from None
+
+
+def check_loader(field: str, loader: object) -> None:
+    """Raise TypeError for what gives no batches: no iterable, one batch, or a data set, which gives single samples."""
+    kind = type(loader).__name__
+    if (
+        loader is None
+        or isinstance(loader, (Tensor, nn.Module, Mapping, str, bytes))
+        or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
+    ):
+        raise TypeError(f"{field}: a {kind} is no iterable of batches; give a DataLoader, or a list of batches")
+    # Those of Hugging Face are no torch.utils.data.Dataset.
+    is_map = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    if is_map or type(loader).__module__.partition(".")[0] == "datasets":
+        raise TypeError(
+            f"{field}: a {kind} is a data set, whose items are single samples, limit: batches; give "
+            f"DataLoader(data_set, batch_size=32, shuffle=True), or batch_size=None where its items are batches"
+        )
 
 
 def vetoes(options: Mapping[str, Any]) -> list[str]:
@@ -298,11 +393,17 @@ def _is_used_up(loader: object) -> bool:
     return is_ours_to_ask and iter(loader) is loader  # type: ignore[call-overload]
 
 
-def check_parameters(model: nn.Module, precision: str) -> None:
-    """Raise for a parameter or buffer that cannot be streamed."""
+def check_parameters(model: nn.Module, precision: str, *, trains: bool) -> None:
+    """Raise for a parameter or buffer that cannot be streamed, and one that cannot be trained as it is."""
     seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter, precision)
+        if trains and parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name} is float16 and to be trained, limit: float32, since updates and optimizer states "
+                f"overflow in it, or vanish; convert the model with model.float(), and compute narrow with "
+                f"precision='float16' or 'bfloat16'"
+            )
         address = parameter.data_ptr()
         if address and address in seen:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -187,6 +188,8 @@ class TaskReport:
             was no number, and they are those of the last step.
         last_step, last_validation: values of those of this run, as loggers are given them; None: there was none yet.
         error: why it failed, with the traceback; or why it stopped, where nonfinite="stop" did that.
+        stop_reason: who ended the task before its last batch, where nothing failed, and why: the text of a callback's
+            StopTask, a call of stop_task, patience, an interrupt.
     """
 
     name: str
@@ -211,6 +214,28 @@ class TaskReport:
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
     exception: BaseException | None = None
+    stop_reason: str | None = None
+
+    @property
+    def remarks(self) -> list[str]:
+        """Lines on what a reader of the figures has to know: an early end, losses that are no numbers, other plans."""
+        found = [] if self.stop_reason is None else [f"{self.status} after step {self.steps}: {self.stop_reason}"]
+        skipped = set(self.skipped_steps)
+        bad = [step for step, loss in enumerate(self.losses) if not (math.isfinite(loss) or step in skipped)]
+        if bad:
+            found.append(
+                f"the loss is infinite or NaN in {len(bad)} of {len(self.losses)} steps, first in step {bad[0]}, and "
+                f"was trained on; lower lr, set max_grad_norm, or choose what becomes of such steps with nonfinite="
+            )
+        if self.skipped_steps:
+            number = len(self.skipped_steps)
+            found.append(f"{number} step{'s' * (number > 1)} changed nothing (skipped_steps), first {min(skipped)}")
+        validations = zip(self.validation_steps, self.validation_losses, strict=False)  # a callback may look between
+        missing = [step for step, loss in validations if not math.isfinite(loss)]
+        if missing:
+            found.append(f"the validation loss is infinite or NaN {len(missing)} times, first after step {missing[0]}")
+        found += map(str, (*self.revisions, *self.retries))
+        return [*found, *(f"at the end {choice}" for choice in self.adaptive[-1:])]
 
     def __repr__(self) -> str:
         loss = f", loss {_ends(self.losses)}" if self.losses else ""
@@ -439,8 +464,8 @@ class Report:
             ]
         for task in self.tasks.values():
             if task.status != FINISHED:
-                why = f": {_first_line(task.exception)}" if task.exception is not None else ""
-                lines.append(f"{task.name} {task.status} after {_plural(task.steps, 'step')}{why}")
+                why = task.stop_reason if task.exception is None else _first_line(task.exception)
+                lines.append(f"{task.name} {task.status} after {_plural(task.steps, 'step')}{f': {why}' if why else ''}")
         return "\n".join([*lines, *self.messages])
 
     def plot(self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None) -> None:
@@ -525,13 +550,9 @@ class Report:
         return list(columns)
 
     def _told(self) -> list[str]:
-        """Return what happened to single tasks."""
-        told = [
-            f"{task.name}: {each}"
-            for task in self.tasks.values()
-            for each in (*task.revisions, *task.retries, *(f"at the end {choice}" for choice in task.adaptive[-1:]))
-        ]
-        return told
+        """Return what a reader of the figures has to know, task by task, and of the run."""
+        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in task.remarks]
+        return [*told, *self.messages]
 
     def _end(self) -> list[str]:
         launches = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +14,23 @@ MicroBatch: TypeAlias = "tuple[Any, Any, float]"
 Split: TypeAlias = "Callable[[Any, Any, int], Sequence[MicroBatch]]"
 
 
-def unpack_pair(batch: Any) -> tuple[Any, Any]:
-    """The default `unpack`: a batch is a pair (inputs, target)."""
+LABELS = "labels"  # of a batch, by the data collators of `transformers`
+
+
+def unpack_batch(batch: Any, *, with_labels: bool = False) -> tuple[Any, Any]:
+    """The default `unpack`: a batch is a pair (inputs, target), or a mapping of inputs and `labels`, the target.
+
+    with_labels: the inputs have the labels, too.
+    """
+    if isinstance(batch, Mapping) and LABELS in batch:
+        inputs = {name: value for name, value in batch.items() if with_labels or name != LABELS}
+        return inputs, batch[LABELS]
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)} items" if isinstance(batch, (tuple, list, dict)) else ""
+        size = f" of {len(batch)} items" if isinstance(batch, (tuple, list)) else ""
+        size = f" with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else size
         raise ValueError(
-            f"a batch of the loader is a {type(batch).__name__}{size}, not a pair (inputs, target); "
-            f"give ModelTask an unpack= function that turns a batch into that pair"
+            f"a batch of the loader is a {type(batch).__name__}{size}, limit: a pair (inputs, target), or a mapping "
+            f"with {LABELS!r}; give ModelTask an unpack= function that turns a batch into that pair"
         )
     return batch[0], batch[1]
 

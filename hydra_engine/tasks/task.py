@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.callback import Callback
 from hydra_engine.tasks.model import Model
-from hydra_engine.tasks.options import check_options, check_parameters, check_trainable, is_adaptive, vetoes
-from hydra_engine.tasks.splitting import LossReduction, Split, unpack_pair
+from hydra_engine.tasks.options import (
+    OPTIMIZERS,
+    check_options,
+    check_parameters,
+    check_trainable,
+    is_adaptive,
+    naming_task,
+    vetoes,
+)
+from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
 from partitioners import Partitioner, Pilot, make_partitioner
 
@@ -47,7 +55,8 @@ class ModelTask:
         lr: learning rate handed to the optimizer factory; 1e-3 where neither lr nor optimizer is given.
         epochs: passes over the loader, at least 1.
         name: unique within an orchestrator; default "task-0", "task-1", ...
-        optimizer: (params, lr=...) -> torch.optim.Optimizer; default torch.optim.SGD.
+        optimizer: (params, lr=...) -> torch.optim.Optimizer, or the name of a class of torch.optim in small letters
+            ("adamw"); default torch.optim.SGD.
         param_groups: (name) -> options of the optimizer for the parameter of that name in `model.named_parameters()`:
             `lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}`. Parameters of equal options are one
             group, in the order in which the first of each comes.
@@ -79,7 +88,9 @@ class ModelTask:
             shares are the weights (a count of unmasked tokens, say).
         max_grad_norm: clip the global gradient norm to this, as `torch.nn.utils.clip_grad_norm_` does.
         seed: of the task's own random stream; default: drawn from torch's generator now.
-        unpack: batch -> (inputs, target); default: the batch is that pair.
+        unpack: batch -> (inputs, target); default: the batch is that pair, or, as data collators of `transformers` make
+            it, a mapping with `labels`. These are then the target, and an input as well where the model's own forward
+            takes them; all else in it are inputs.
         split: (inputs, target, n) -> sequence of (inputs, target, weight); default `hydra_engine.split`.
         validation: a loader evaluated through the same shards without gradients, in eval(). Losses in
             `TaskReport.validation_losses`, weighted as `loss_reduction` says; torch's random stream goes on after it as
@@ -137,7 +148,7 @@ class ModelTask:
         epochs: int = 1,
         *,
         name: str | None = None,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: OptimizerFactory | str | None = None,
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
         early_release: bool = False,
@@ -180,16 +191,22 @@ class ModelTask:
         callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
         compile: bool = False,
     ) -> None:
-        check_options(locals())
-        if isinstance(partitioner, str):
-            partitioner = make_partitioner(partitioner)
-        self.model = model if isinstance(model, Model) else Model(model)
+        options = locals()
+        with naming_task(name):
+            check_options(options)
+            if isinstance(partitioner, str):
+                partitioner = make_partitioner(partitioner)
+            self.model = model if isinstance(model, Model) else Model(model)
+            check_parameters(self.model, precision, trains=self.purpose is Purpose.TRAIN)
+            if self.purpose is Purpose.TRAIN:
+                check_trainable(self.model, loss_fn)
         self.loss_fn = loss_fn
         self.dataloader = dataloader
         self.lr = lr if lr is not None or optimizer is not None else 1e-3
         self.epochs = epochs
         self.name = name
-        self.optimizer: OptimizerFactory = optimizer if optimizer is not None else torch.optim.SGD
+        by_name = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+        self.optimizer: OptimizerFactory = by_name if by_name is not None else torch.optim.SGD
         self.param_groups = param_groups
         self.optimizer_scope = optimizer_scope
         self.optimizer_device = optimizer_device
@@ -219,7 +236,7 @@ class ModelTask:
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
-        self.unpack = unpack if unpack is not None else unpack_pair
+        self.unpack = unpack if unpack is not None else partial(unpack_batch, with_labels=self.model.takes("labels"))
         self.split: Split = split if split is not None else partial(split_batch, loss_reduction=loss_reduction)
         self.splits_by_user = split is not None or callable(loss_reduction)  # the default one calls that
         # One that keeps its place would go on where another evaluation, or task, was left.
@@ -235,9 +252,6 @@ class ModelTask:
         self.read_ahead = read_ahead
         self.compile = compile
         self.scan_batches = scan_batches
-        check_parameters(self.model, precision)
-        if self.purpose is Purpose.TRAIN:
-            check_trainable(self.model, loss_fn)
 
     @property
     def adaptive_loader(self) -> AdaptiveDataLoader:

@@ -314,9 +314,9 @@ FUNCTIONS = {
     "wrong_width": ("RuntimeError: ", "in layer 3 (Linear), while it was profiled", "correct the layer"),
     "failing_layer": (
         "LookupError: a layer's own trouble (test_main.py:",
-        "in layer 1 (Fails) or loss_fn, while it was profiled",
+        "in layer 1 (Fails), while it was profiled",
     ),
-    "branching_layer": ("depends on values", "in layer 1 (Branch) or loss_fn, while it was profiled"),
+    "branching_layer": ("depends on values", "in layer 1 (Branch), while it was profiled"),
     "missing": ("function: 'missing' of module 'tests.cli.test_main' is not there", "the module defines mlp, tokens, "),
     "NOT_CALLABLE": ("function: 'NOT_CALLABLE' of module 'tests.cli.test_main' is a int",),
 }

@@ -362,7 +362,7 @@ def test_a_layer_without_tensors_in_its_output_is_named():
 def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(loss_fn, found):
     with pytest.raises(ValueError, match=f"loss: {found}, not a scalar, limit: a tensor") as caught:
         profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_fn)
-    assert "in layer 0 (Linear)" in note_of(caught.value)
+    assert "in loss_fn, while it was profiled" in note_of(caught.value)
 
 
 def test_an_exception_in_a_layer_keeps_its_type_and_names_the_layer():

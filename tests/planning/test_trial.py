@@ -570,7 +570,7 @@ def test_a_generator_outside_is_refused_where_a_run_saves(tmp_path):
 MIXED = {
     "three types": (torch.float32, torch.float64, torch.bfloat16),
     "double first": (torch.float64, torch.float32),
-    "half and single": (torch.float16, torch.float32, torch.float64),
+    "narrow and single": (torch.bfloat16, torch.float32, torch.float64),
     "double alone": (torch.float64,),
     "single and bfloat16": (torch.float32, torch.bfloat16),
 }

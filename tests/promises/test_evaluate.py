@@ -397,8 +397,8 @@ def test_parts_that_would_differ_by_more_are_refused(layer, does):
     assert_untouched(model, before)
 
 
-def test_predictions_are_whole_or_refused():
-    with pytest.raises(ShardDoesNotFit):
+def test_predictions_are_in_parts_as_well_and_warn():
+    with pytest.warns(UserWarning, match="in 8 parts"):
         list(orchestra_of(memory="70KiB").predict(dense(), [x for x, _ in batches(1000)]))
 
 

@@ -217,7 +217,9 @@ def test_a_model_larger_than_the_device_predicts_within_it():
     assert sum(parameter.nbytes for parameter in model.parameters()) > 7 * memory
     assert_same(list(orchestra_of(memory=memory).predict(model, inputs)), plain(model, inputs))
     with pytest.raises(ShardDoesNotFit, match=r"predict: layer Linear needs .* give smaller batches"):
-        orchestra_of(memory=memory - 1).predict(model, inputs)
+        orchestra_of(memory=memory // 2).predict(model, inputs)
+    with pytest.warns(UserWarning, match="in 4 parts"):
+        list(orchestra_of(memory=memory - 1).predict(model, inputs))
 
 
 def test_a_larger_batch_later_on_is_predicted_on_finer_shards():
@@ -225,13 +227,38 @@ def test_a_larger_batch_later_on_is_predicted_on_finer_shards():
     assert_same(list(orchestra_of(memory="70KiB").predict(model, inputs)), plain(model, inputs))
 
 
-def test_a_batch_too_large_for_a_layer_alone_is_refused_since_parts_have_other_bits():
-    model, inputs = dense(), inputs_of(8, 1000, 8)
+@pytest.mark.parametrize("sizes", [(8, 1000, 8), (1000, 8, 8)])
+def test_a_batch_too_large_for_a_layer_alone_is_computed_in_parts_and_said_so(sizes):
+    model, inputs = dense(), inputs_of(*sizes)
     before, outputs = everything(model), orchestra_of(memory="70KiB").predict(model, inputs)
-    assert_same([next(outputs)], plain(model, inputs[:1]))
-    with pytest.raises(ShardDoesNotFit, match="does not fit a device alone at evaluation batch 1, and the outputs of"):
-        next(outputs)
+    with pytest.warns(UserWarning, match=r"predict: evaluation batches of 1000 samples .* in \d+ parts"):
+        found = list(outputs)
+    for ours, theirs in zip(found, plain(model, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert len(ours) != 8 or torch.equal(ours, theirs)
     assert_untouched(model, before)
+
+
+class Means(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+def test_outputs_of_parts_that_have_no_samples_are_refused():
+    model, inputs = nn.Sequential(*dense(), Means()), inputs_of(8, 1000)
+    outputs = orchestra_of(memory="70KiB").predict(model, inputs)
+    next(outputs)
+    with pytest.raises(ValueError, match=r"predict: batch 1 of 1000 samples: .* no dim of samples to join by; give sm"):
+        next(outputs)
+
+
+def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():
+    model, inputs = dense(), inputs_of(4, 3)
+    batches = [{"x": x, "y": torch.zeros(len(x))} for x in inputs]
+    task = ModelTask(model, F.mse_loss, batches, unpack=lambda batch: (batch["x"], batch["y"]), name="a", seed=0)
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    for which in (task, "a"):
+        assert_same(list(orchestra.predict(which, batches)), plain(model, inputs))
 
 
 @pytest.mark.parametrize("partitioner", ["optimal", Balanced(3), None])

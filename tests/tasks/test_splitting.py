@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_engine import split
-from hydra_engine.tasks.splitting import batch_size, unpack_pair
+from hydra_engine.tasks.splitting import batch_size, unpack_batch
 
 # Global batch, number of micro-batches, their sizes.
 SIZES = [
@@ -111,11 +111,11 @@ def test_batch_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
 
 
 def test_pair_is_unpacked():
-    assert unpack_pair(("x", "y")) == unpack_pair(["x", "y"]) == ("x", "y")
+    assert unpack_batch(("x", "y")) == unpack_batch(["x", "y"]) == ("x", "y")
 
 
 @pytest.mark.parametrize("batch", [("x",), ("x", "y", "z"), "xy", {"x": 1, "y": 2}, torch.zeros(2, 3), None])
 def test_batch_that_is_not_a_pair_is_refused(batch):
     with pytest.raises(ValueError, match=r"pair \(inputs, target\)") as refusal:
-        unpack_pair(batch)
+        unpack_batch(batch)
     assert type(batch).__name__ in str(refusal.value)
