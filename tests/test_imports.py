@@ -38,12 +38,12 @@ MOST_MODULES = 12  # of a room
 WITHOUT = {
     "schedule": ("concurrent", "queue", "random", "signal", "threading", "time", "torch"),
     "tasks": ("concurrent", "queue", "threading", "time"),
-    "display": ("concurrent", "queue", "threading", "torch"),
+    "display": ("concurrent", "queue", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
-OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "sklearn")
+OPTIONAL = ("IPython", "matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "rich", "sklearn")
 # Only modules of hydra_engine/integrations import these.
 INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The modules that may mention CUDA, streams and pinning.
