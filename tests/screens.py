@@ -7,6 +7,7 @@ by Jupyter's own kernel.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -49,7 +50,7 @@ class Emulator:
 
     @property
     def rows(self) -> list[str]:
-        """All rows from the first that was written, without blanks at their ends; empty ones at the end are left out."""
+        """All rows from the first that was written, without blanks at their ends, and without empty ones at the end."""
         columns = range(self.screen.columns)
         before = ["".join(row[k].data for k in columns) for row in self.screen.history.top]
         rows = [row.rstrip() for row in [*before, *self.screen.display]]
@@ -74,15 +75,9 @@ class Emulator:
 
     def svg(self, title: str) -> str:
         """A picture that needs nothing from elsewhere."""
-        console = Console(
-            file=open(os.devnull, "w"),
-            record=True,
-            width=self.screen.columns,
-            force_terminal=True,
-            legacy_windows=False,
-        )
-        with console.file:
-            console.print(self.text(), no_wrap=True, overflow="ignore", crop=False)
+        width = self.screen.columns
+        console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True, legacy_windows=False)
+        console.print(self.text(), no_wrap=True, overflow="ignore", crop=False)
         picture = console.export_svg(title=title, unique_id="screen")
         picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
         return "\n".join(line.rstrip() for line in picture.splitlines()) + "\n"
@@ -95,21 +90,18 @@ class Child:
         self.emulator = Emulator(columns, lines)
         self._controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        env = {
-            **os.environ,
-            "TERM": "xterm-256color",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONIOENCODING": "utf-8",
-            **environment,
-        }
-        env = {key: value for key, value in env.items() if key not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
+        unset = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
+        env = {key: value for key, value in os.environ.items() if key not in unset}
+        env |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", **environment}
         self.process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env, cwd=ROOT)
         os.close(terminal)
+        self.is_quiet = False  # nothing came when it was read last
 
     def read(self, timeout_s: float = 0.1) -> bool:
         """Show what the process has written; False once it is over and nothing more comes."""
         ready, _, _ = select.select([self._controller], [], [], timeout_s)
-        if not ready:
+        self.is_quiet = not ready
+        if self.is_quiet:
             return self.process.poll() is None
         try:
             data = os.read(self._controller, 65_536)

@@ -69,9 +69,15 @@ class TerminalScreen(Screen):
         self._terminal.open()
 
     def show(self, run: RunProgress, history: History) -> None:
+        self._terminal.show(self._rows(run, history, *self._terminal.size))
+
+    def close(self, run: RunProgress, history: History) -> None:
+        self._terminal.finish(self._rows(run, history, self._terminal.size[0], sys.maxsize))  # all tasks
+
+    def _rows(self, run: RunProgress, history: History, columns: int, lines: int) -> list[str]:
         self._painter = self._painter or Painter(self._stream)  # not before: rich takes a while to be imported
-        found = rows(run, history, *self._terminal.size, self._signs)
-        self._terminal.show([_shown(self._painter.ansi(row), self._encoding) for row in found])
+        found = rows(run, history, columns, lines, self._signs)
+        return [_shown(self._painter.ansi(row), self._encoding) for row in found]
 
     def leave(self) -> None:
         self._terminal.close()

@@ -26,7 +26,7 @@ from partitioners import format_bytes
 Row: TypeAlias = "list[tuple[str, str]]"  # texts, each with its style in rich's words
 
 LEAST_NAME, LEAST_BAR, MOST_BAR = 8, 6, 40  # columns
-WIDE = 100  # from so many columns on there is room for more
+NARROW, WIDE = 40, 100  # below and from so many columns on, there is less room and more
 # Of what is too narrow, these columns are left out first.
 EXPENDABLE = ("validation", "left", "rate", "loss", "doing", "%")
 RIGHT = frozenset({"%", "loss", "validation", "rate", "left", "steps", "memory", "load", "store", "busy"})
@@ -56,9 +56,10 @@ def rows(run: RunProgress, history: History, columns: int, lines: int, signs: Si
     found += _device_rows(run.devices[:num_devices], history, columns)
     if num_devices < len(run.devices):
         others_busy = sum(device.unit is not None for device in run.devices[num_devices:])
-        text = f"and {len(run.devices) - num_devices} more: {others_busy} at work"
-        found.append([(cut(text, columns), "dim")])
-    return found[: max(0, lines)]
+        told = f"and {len(run.devices) - num_devices} more: {others_busy} at work"
+        found.append([(cut(told, columns), "dim")])
+    found = found[: max(0, lines)]
+    return found if columns >= NARROW else [[(cut(row, columns), "")] for row in text(found)]
 
 
 def _run_row(run: RunProgress, history: History, columns: int) -> Row:

@@ -14,10 +14,12 @@ it was.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -28,6 +30,9 @@ _SAVE, _RESTORE = "\x1b7", "\x1b8"  # the cursor
 _WRAP_OFF, _WRAP_ON = "\x1b[?7l", "\x1b[?7h"
 _ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"  # from the cursor on
 
+# After a print the rows are written again at once, unless they just were.
+PRINTS_S = 0.05
+
 
 class Terminal:
     """The rows and the streams of one terminal. From any thread."""
@@ -36,6 +41,9 @@ class Terminal:
         self._stream = stream
         self._lock = threading.RLock()  # a signal's handler may print while its thread does
         self._rows: list[str] = []
+        self._is_drawn = False
+        self._drawn_s = -math.inf  # when, by time.monotonic()
+        self._partial: dict[tuple[int, TextIO], str] = {}  # lines that were begun, by thread
         self._process = os.getpid()
         self._replaced: dict[str, _Above] = {}
 
@@ -61,18 +69,36 @@ class Terminal:
         """Write these rows over those before."""
         with self._lock:
             self._rows = list(rows)
-            self._write(self._picture())
+            self._let_out()
+            self._draw()
 
     def print(self, stream: TextIO, text: str) -> int:
-        """Print what somebody else wrote, above the rows."""
+        """Print what somebody else wrote, above the rows, once it ends a line: prints of two threads do not mix.
+
+        What ends none appears with the next picture, or as it is flushed.
+        """
         with self._lock:
-            if not self._rows or "\n" not in text:  # else what wraps runs into the rows, until they are written again
-                return stream.write(text)
-            stream.write(_ERASE_BELOW)
-            number = stream.write(text)
+            key = threading.get_ident(), stream
+            self._partial[key] = self._partial.get(key, "") + text
+            if text.endswith("\n"):
+                self._put(*key)
+                if time.monotonic() - self._drawn_s > PRINTS_S:  # else soon: many lines must not become slow
+                    self._draw()
+            return len(text)
+
+    def flush(self, stream: TextIO) -> None:
+        """Print what its thread has begun of a line."""
+        with self._lock:
+            self._put(threading.get_ident(), stream)
             stream.flush()
-            self._write(self._picture())
-            return number
+
+    def finish(self, rows: Sequence[str]) -> None:
+        """Write the last picture, however long it is, and leave the cursor below it."""
+        with self._lock:
+            self._let_out()
+            body = "".join(f"\r\n{row}{_ERASE_LINE}" for row in rows)
+            self._write(f"{_ERASE_BELOW}{_WRAP_OFF}{body}\r\n{_ERASE_BELOW}{_WRAP_ON}")
+            self._rows, self._is_drawn = [], False
 
     def close(self) -> None:
         """Leave the rows where they are, the cursor below them, and the streams as they were."""
@@ -80,29 +106,46 @@ class Terminal:
             above.is_open = False
             if getattr(sys, name) is above:
                 setattr(sys, name, above.stream)
-        if not self._lock.acquire(timeout=0):  # somebody is stuck in writing: a terminal that was stopped
-            return
-        try:
-            rows, self._rows = self._rows, []
-            if rows:
-                body = "".join(f"\r\n{row}{_ERASE_LINE}" for row in rows)
-                self._write(f"{_WRAP_OFF}{body}\r\n{_ERASE_BELOW}{_WRAP_ON}")
-        finally:
-            self._lock.release()
+        if self._lock.acquire(timeout=0):  # else somebody is stuck in writing: a terminal that was stopped
+            try:
+                if self._rows:
+                    self.finish(self._rows)
+                self._let_out()
+            except (OSError, ValueError):  # a terminal that is gone
+                self._rows = []
+            finally:
+                self._lock.release()
 
     @property
     def is_elsewhere(self) -> bool:
         """True in a process that was forked from the one that opened it: a loader's worker."""
         return os.getpid() != self._process
 
-    def _picture(self) -> str:
+    def _draw(self) -> None:
         rows, number = self._rows, len(self._rows)
         if not rows:
-            return ""
+            return
         # First room for all of them, so that the saved place of the cursor stays right.
         room = f"{_ERASE_LINE}{_INDEX * number}{_UP.format(number)}"
         body = "".join(f"\r{_DOWN}{row}{_ERASE_LINE}" for row in rows)
-        return f"{room}{_SAVE}{_WRAP_OFF}{body}{_ERASE_BELOW}{_RESTORE}{_WRAP_ON}"
+        self._write(f"{room}{_SAVE}{_WRAP_OFF}{body}{_ERASE_BELOW}{_RESTORE}{_WRAP_ON}")
+        self._is_drawn, self._drawn_s = True, time.monotonic()
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._write(_ERASE_BELOW)
+            self._is_drawn = False
+
+    def _let_out(self) -> None:
+        """Print what was begun of lines: of a progress bar, or a question."""
+        for thread, stream in list(self._partial):
+            self._put(thread, stream)
+
+    def _put(self, thread: int, stream: TextIO) -> None:
+        if text := self._partial.pop((thread, stream), ""):
+            self._erase()
+            stream.write(text)
+            stream.flush()
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -122,6 +165,12 @@ class _Above:
         if not self.is_open or self._terminal.is_elsewhere:
             return self.stream.write(text)
         return self._terminal.print(self.stream, text)
+
+    def flush(self) -> None:
+        if not self.is_open or self._terminal.is_elsewhere:
+            self.stream.flush()
+        else:
+            self._terminal.flush(self.stream)
 
     def writelines(self, lines: Sequence[str]) -> None:
         self.write("".join(lines))
