@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pyte
@@ -160,11 +159,10 @@ def take(num_tasks: int, columns: int) -> None:
     """Keep the screen as it is at 60 % of the first task."""
     child = Child(command(num_tasks, 240 if num_tasks < 30 else 40), columns)
     found = None
-    while child.read():
-        percent = [int(each) for each in re.findall(r" (\d+)% ", "\n".join(child.emulator.rows))]
-        if found is None and percent and max(percent) >= 60 and " left" in "\n".join(child.emulator.rows):
-            time.sleep(0.05)
-            child.read()
+    while child.read(0.02):
+        rows = child.emulator.rows
+        percent = [int(each) for each in re.findall(r"^[a-z].* (\d+)% +\d\.", "\n".join(rows), re.MULTILINE)]
+        if found is None and child.is_quiet and percent and max(percent) >= 60:  # not in the middle of a picture
             found = child.emulator.svg(f"{num_tasks} tasks, {columns} columns")
     assert child.finish() == 0, child.emulator.rows
     assert found is not None

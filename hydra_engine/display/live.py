@@ -28,7 +28,7 @@ TERMINAL_S, NOTEBOOK_S, LOG_S, MOST_LOG_S = 0.25, 1.0, 5.0, 60.0
 MOST_SHARE = 0.01  # of a core's time, for drawing
 # A terminal that takes nothing is waited for no longer at the end.
 STUCK_S = 2.0
-NOTEBOOK_COLUMNS, NOTEBOOK_LINES = 110, 60
+NOTEBOOK_COLUMNS, NOTEBOOK_LINES = 100, 60
 
 Job = Callable[[], None]
 

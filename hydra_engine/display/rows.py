@@ -221,4 +221,5 @@ def as_html(found: Iterable[Row]) -> str:
     for row in found:
         console.print(Text.assemble(*row), no_wrap=True, overflow="ignore", crop=False)
     style = "white-space:pre; overflow-x:auto; line-height:normal; font-family:Menlo,Consolas,monospace"
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    page: str = console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    return page
