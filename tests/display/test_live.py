@@ -7,11 +7,13 @@ import threading
 import time
 
 import pytest
+import torch
 
+from hydra_engine import EmulatedDevice, ModelOrchestrator
 from hydra_engine.display import live
 from hydra_engine.display.live import LiveDisplay, LogScreen, NotebookScreen, TerminalScreen, screen_for
 from hydra_engine.display.progress import AtWork, DeviceProgress, Doing, RunProgress, TaskProgress
-from tests.screens import run_notebook
+from tests.screens import run_notebook, task
 
 
 def look(steps=3, doing=Doing.COMPUTING, name="a"):
@@ -158,6 +160,30 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody(monkeypatch):
     display.close()
     assert time.monotonic() - begun_s < 20
     free.set()
+
+
+def trained(verbose, stream, monkeypatch):
+    """Losses and weights of a task that trains while this is `sys.stdout`."""
+    monkeypatch.setattr(sys, "stdout", stream)
+    made = task(0, 20)
+    orchestra = ModelOrchestrator([made], devices=[EmulatedDevice(memory="900KiB")])
+    orchestra.verbose = verbose
+    losses = orchestra.train_models().tasks[made.name].losses
+    assert sys.stdout is stream
+    return losses, [parameter.detach() for parameter in made.model.parameters()]
+
+
+def test_no_bit_of_training_depends_on_the_display(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(TerminalScreen, "period_s", 0.001)
+    monkeypatch.setattr(live, "MOST_SHARE", 1.0)
+    terminal, silent = Terminal(), Terminal()
+    losses, weights = trained(1, terminal, monkeypatch)
+    plain_losses, plain_weights = trained(0, silent, monkeypatch)
+    assert losses == plain_losses
+    assert all(map(torch.equal, weights, plain_weights))
+    assert "1 task: 1 finished" in terminal.getvalue()
+    assert silent.getvalue() == ""
 
 
 @pytest.mark.slow
