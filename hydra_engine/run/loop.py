@@ -13,8 +13,8 @@ The loop runs in the caller's thread, the one that decides: it takes an event fr
 it is for hear it, then the scheduler, and gives each instruction to the department that carries it out. What a
 department wants the scheduler to know first it puts into `Common.due`. So all state of departments, and everything the
 scheduler knows, is touched by one thread. The others: a device has one per lane; a task has one that reads, and sets it
-up; one draws the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task that has callbacks has
-one that calls them.
+up; one draws the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task
+that has callbacks has one that calls them.
 """
 
 from __future__ import annotations

@@ -157,9 +157,11 @@ def test_a_terminal_that_takes_nothing_holds_up_nobody(monkeypatch):
     display.open()
     decider.work()
     assert is_stuck.wait(30)
+    [thread] = [each for each in threading.enumerate() if each.name == "hydra-display"]
     display.close()
     assert time.monotonic() - begun_s < 20
     free.set()
+    thread.join(30)
 
 
 def trained(verbose, stream, monkeypatch):

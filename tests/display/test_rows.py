@@ -50,7 +50,7 @@ def test_two_tasks_and_two_devices_in_79_columns():
         "task-1 ╌╌╌╌╌╌╌╌╌╌╌╌╌   20    2.000        -    1.0/s      - waits for callbacks",
         "device runs                                   memory       load      store busy",
         "cuda:0 task-2.fb3@17                    0% of 80 GiB 12.5 GiB/s    1 MiB/s  87%",
-        "cuda:1 waits for weights                0% of 80 GiB 12.5 GiB/s    1 MiB/s  87%",
+        "cuda:1 waits for weights: task-2.fb3@17 0% of 80 GiB 12.5 GiB/s    1 MiB/s  87%",
     ]
 
 
