@@ -174,14 +174,15 @@ class LiveDisplay:
         self._thread.start()
 
     def close(self) -> None:
-        """Show how the run has ended, and join the thread; in the thread that decides."""
-        if self._screen is None or self._thread is None:
-            return
-        self._take()
+        """Show how the run has ended, join the thread, and refer to the run no more; in the thread that decides."""
+        if self._screen is not None and self._thread is not None:
+            self._take()
+            self._is_over.set()
+            self._thread.join(STUCK_S)
+            self._screen.leave()
         self._is_over.set()
-        self._thread.join(STUCK_S)
-        self._screen.leave()
-        self._screen = self._thread = None
+        self._screen = self._thread = self._seen = None
+        del self._look, self._ask
 
     def _take(self) -> None:
         """Look, in the thread that decides."""
