@@ -40,13 +40,16 @@ MOST_MODULES = 12  # of a room
 WITHOUT = {
     "schedule": ("concurrent", "queue", "random", "signal", "threading", "time", "torch"),
     "tasks": ("concurrent", "queue", "threading", "time"),
-    "display": ("concurrent", "queue", "threading", "torch"),
+    "display": ("concurrent", "queue", "torch"),
     "pictures": ("concurrent", "queue", "threading", "time", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
-OPTIONAL = ("matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "sklearn", "tensorboard", "wandb")
+OPTIONAL = (
+    *("IPython", "matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "rich", "sklearn", "tensorboard"),
+    "wandb",
+)
 # Only modules of hydra_engine/integrations import these.
 INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The modules that may mention CUDA, streams and pinning.

@@ -13,8 +13,8 @@ The loop runs in the caller's thread, the one that decides: it takes an event fr
 it is for hear it, then the scheduler, and gives each instruction to the department that carries it out. What a
 department wants the scheduler to know first it puts into `Common.due`. So all state of departments, and everything the
 scheduler knows, is touched by one thread. The others: a device has one per lane; a task has one that reads, and sets it
-up; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task that has callbacks has
-one that calls them.
+up; one draws the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task
+that has callbacks has one that calls them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from typing import Any
 
 from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DeviceSpec
-from hydra_engine.display import ProgressLine
+from hydra_engine.display import AtWork, Doing, LiveDisplay, RunProgress
 from hydra_engine.elastic import DevicePool, Quotas
 from hydra_engine.loggers import RunLoggers
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
-from hydra_engine.run.running_task import Asked, Common, Job, Life, RunningTask
+from hydra_engine.run.running_task import Asked, Common, Job, RunningTask, progress_of
 from hydra_engine.run.saves import SaverFree, Saves
 from hydra_engine.run.signals import Overdue, Signals
 from hydra_engine.run.task_list import Site
 from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
+    Activity,
     BatchReady,
     DataEnded,
     DataFailed,
@@ -78,11 +79,11 @@ class EngineRun:
         self._planned = list(planned)  # until they are begun
         self._unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
         self._signals = signals
-        self._progress = ProgressLine(verbose)
         self._makespan_s = 0.0
         self.messages: list[str] = []  # of its loggers, once it is over
         self.site = site
         self._common = common = Common(site.host, loggers)
+        self._display = LiveDisplay(verbose, self._look, common.later)
         self.workers = Workers(common, pool, site.devices, trains=trains)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
@@ -136,6 +137,7 @@ class EngineRun:
         """
         try:
             self._signals.tell(self._common.events)
+            self._display.open()
             self.workers.open(self._planned)
             self._decide_due()
             self.joining.begin(self._planned)
@@ -237,10 +239,20 @@ class EngineRun:
                     return task
                 self._handle(event)
             del event  # a job refers to its task, and the next event may be long in coming
-            if self._progress.is_on and any(task.life is not Life.SETTING_UP for task in tasks.values()):
-                set_up = (task.progress for task in tasks.values() if task.life is not Life.SETTING_UP)
-                self._progress.show(set_up, self._common.trace.now_s())
         return None
+
+    def _look(self) -> RunProgress:
+        """Return how the run stands, for people."""
+        devices = self.workers.progress(self._scheduler.at_device)
+        delays = {each.unit.task: _DELAYED[each.doing] for each in devices if each.unit and each.doing in _DELAYED}
+
+        def doing(task: str) -> Doing:
+            activity = self._scheduler.activity(task)
+            return delays.get(task, Doing.COMPUTING) if activity is Activity.COMPUTES else _DOING[activity]
+
+        over = [progress_of(report, Doing(report.status)) for report in self._common.forgotten.values()]
+        tasks = [task.progress(doing) for task in self._common.tasks.values()]
+        return RunProgress(self._common.trace.now_s(), [*over, *tasks], devices)
 
     def _drain(self) -> None:
         """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
@@ -294,11 +306,25 @@ class EngineRun:
                 _note_left(task, f"its callback {callback}", task.notifier.thread_name)
             task.state.close()
         self._makespan_s = self._common.trace.now_s()
-        self._progress.close((task.progress for task in tasks.values()), self._makespan_s)
+        self._display.close()
         self.messages += self._common.loggers.close()
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._hears.clear()
         self._actions.clear()
+
+
+# The scheduler's and the devices' words, in those for people.
+_DOING = {
+    Activity.LOADS: Doing.WEIGHTS,
+    Activity.STORES: Doing.OUTPUTS,
+    Activity.DEVICE: Doing.DEVICE,
+    Activity.BATCH: Doing.BATCH,
+    Activity.UPDATES: Doing.UPDATES,
+    Activity.FIT: Doing.FITTING,
+    Activity.COMMIT: Doing.COMMITTING,
+    Activity.END: Doing.ENDING,
+}
+_DELAYED = {AtWork.WEIGHTS: Doing.WEIGHTS, AtWork.MEMORY: Doing.MEMORY}
 
 
 def _note_left(task: RunningTask, what: str, thread: str) -> None:

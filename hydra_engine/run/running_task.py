@@ -18,7 +18,7 @@ from torch import Tensor
 from hydra_engine.adaptive import LaneSeconds
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition
-from hydra_engine.display import TaskProgress
+from hydra_engine.display import Doing, TaskProgress
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.loggers import RunLoggers, TaskStart
@@ -515,17 +515,21 @@ class RunningTask:
             spreads=self.planned.spreads,
         )
 
-    @property
-    def progress(self) -> TaskProgress:
-        """Steps and loss so far."""
-        losses, choices = self.report.losses, self.report.adaptive
-        return TaskProgress(
-            self.report.name,
-            self.report.steps,
-            None if self.state.task.adapts else self.feed.num_steps,  # which depends on what is chosen
-            losses[-1] if losses else None,
-            choices[-1].short if choices else "",
-        )
+    def progress(self, doing: Callable[[str], Doing]) -> TaskProgress:
+        """Return how it stands; `doing`: tells of one that trains."""
+        ending = self.end.ending
+        if self.life in (Life.SETTING_UP, Life.WAITING):
+            now = Doing.SETTING_UP
+        elif self.life is Life.ENDED:  # without an ending, the run has ended before it
+            now = Doing.STOPPED if ending is None else Doing(ending.kind.value)
+        elif self.life is Life.ENDING:
+            now = Doing.ENDING
+        else:
+            now = Doing.CALLBACKS if self.held_commit is not None else doing(self.name)
+        if now is Doing.COMPUTING and self.step is not None and not self.batch.training:
+            now = Doing.VALIDATING
+        # Of a task that adapts, how many steps it takes depends on what is chosen.
+        return progress_of(self.report, now, None if self.planned.task.adapts else self.feed.num_steps)
 
     def leave(self, trace: Trace) -> None:
         """It was paused and has ended, and another goes on in its place: there its step in progress begins again."""
@@ -594,6 +598,19 @@ class RunningTask:
                 fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
+
+
+def progress_of(report: TaskReport, doing: Doing, num_steps: int | None = None) -> TaskProgress:
+    """Return how a task stands, by its report."""
+    return TaskProgress(
+        report.name,
+        doing,
+        report.steps,
+        num_steps,
+        report.losses[-1] if report.losses else None,
+        report.validation_losses[-1] if report.validation_losses else None,
+        report.adaptive[-1].short if report.adaptive else "",
+    )
 
 
 class Job(NamedTuple):

@@ -10,16 +10,19 @@ from dataclasses import replace
 from functools import partial
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
+from hydra_engine.display import AtWork, DeviceProgress
 from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common, Life
-from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run
+from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, Unit
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.trace import Trace
-from hydra_engine.worker import Worker
+from hydra_engine.worker import Delay, Worker
 from partitioners import format_bytes
+
+_DELAYED = {None: AtWork.COMPUTES, Delay.MEMORY: AtWork.MEMORY, Delay.WEIGHTS: AtWork.WEIGHTS}
 
 
 class RunOver(Exception):
@@ -253,6 +256,32 @@ class Workers:
         return self._open[device].holds(self._common.tasks[task].state, shard)
 
     # -- figures
+
+    def progress(self, at_device: Callable[[int], tuple[Unit | None, Unit | None]]) -> list[DeviceProgress]:
+        """Return how each that is open stands; `at_device`: tells the units that one runs and claims."""
+        trace, found = self._common.trace, []
+        for worker in sorted(self.all, key=lambda each: each.index):
+            device, (running, claimed) = worker.device, at_device(worker.index)
+            doing = AtWork.IDLE
+            if running is not None:
+                doing = _DELAYED[worker.delay(running)]
+            elif worker.index in self._leaving:
+                doing = AtWork.LEAVES
+            elif claimed is not None:
+                doing = AtWork.LOADS
+            found.append(
+                DeviceProgress(
+                    name=device.name,
+                    doing=doing,
+                    unit=running or claimed,
+                    used_bytes=device.ledger.used_bytes,
+                    memory_bytes=device.ledger.memory_bytes,
+                    loaded_bytes=trace.bytes_moved(device.name, LOAD),
+                    stored_bytes=trace.bytes_moved(device.name, STORE),
+                    busy_s=trace.busy_s(device.name, COMPUTE),
+                )
+            )
+        return found
 
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""

@@ -42,7 +42,7 @@ from hydra_engine.schedule.events import (
 )
 from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
-from hydra_engine.schedule.state import MOST_AHEAD, checked_fairness
+from hydra_engine.schedule.state import MOST_AHEAD, Activity, checked_fairness
 from hydra_engine.schedule.units import (
     BACKWARD,
     EVALUATE,
@@ -65,6 +65,7 @@ __all__ = [
     "FUSED",
     "MOST_AHEAD",
     "POLICIES",
+    "Activity",
     "BatchReady",
     "Begin",
     "Candidate",

@@ -20,6 +20,7 @@ from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load
 from hydra_engine.schedule.groups import NEVER, Group
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
 from hydra_engine.schedule.state import Part, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
+from hydra_engine.schedule.units import Unit
 
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
@@ -78,6 +79,13 @@ class Dispatch:
         if device.claim is not None:
             self._drop(device)
         self._place(device)
+
+    def at_device(self, index: int) -> tuple[Unit | None, Unit | None]:
+        """Return the unit that a device runs, and the one that it claims."""
+        device = self._devices.get(index)
+        if device is None:
+            return None, None
+        return device.running, None if device.claim is None else device.claim.offer
 
     def lend(self, index: int) -> None:
         """Begin nothing more on a device, and lend it once its unit is through."""

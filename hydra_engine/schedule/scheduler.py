@@ -63,7 +63,7 @@ from hydra_engine.schedule.events import (
 )
 from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import Policy
-from hydra_engine.schedule.state import OnHost, Part, Phase, ScheduledTask, allocate, checked_fairness
+from hydra_engine.schedule.state import Activity, OnHost, Part, Phase, ScheduledTask, allocate, checked_fairness
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
 
 
@@ -133,6 +133,14 @@ class Scheduler:
 
     def knows(self, task: str) -> bool:
         return task in self._tasks
+
+    def activity(self, task: str) -> Activity:
+        """Return what happens to a task now, for people."""
+        return self._tasks[task].activity
+
+    def at_device(self, device: int) -> tuple[Unit | None, Unit | None]:
+        """Return the unit that a device runs, and the one that it claims, for people."""
+        return self._dispatch.at_device(device)
 
     def handle(self, event: Event) -> list[Instruction]:
         """Take an event in; what to do about it, in order."""

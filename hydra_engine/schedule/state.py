@@ -285,6 +285,20 @@ class OnHost(Enum):
     COMMIT = auto()  # `Commit` was said
 
 
+class Activity(Enum):
+    """What happens to a task, or what it waits for."""
+
+    COMPUTES = auto()  # a device has a unit of it
+    LOADS = auto()  # its next unit's weights are on their way to a device that is idle
+    STORES = auto()  # what its last unit has left is on its way to DRAM
+    DEVICE = auto()  # a unit could begin on a device
+    BATCH = auto()  # the next one is not read
+    UPDATES = auto()  # of weights that its next unit needs
+    FIT = auto()  # `Fit` was said
+    COMMIT = auto()  # `Commit` was said
+    END = auto()  # nothing of it begins any more
+
+
 # More than 15 attributes: as those of ScheduledTask.
 @dataclass(eq=False)
 class Part:
@@ -450,6 +464,28 @@ class ScheduledTask:
             limits += [quota.maximum, None if self.added.preemptible else quota.devices]
         most = min((max(1, limit) for limit in limits if limit is not None), default=None)
         return [spread.speedup for spread in self.units.spreads[:most]]
+
+    @property
+    def activity(self) -> Activity:
+        """Return what happens to it now; of parts, the first that does the most."""
+        parts = self.parts
+        if any(part.computing is not None for part in parts):
+            return Activity.COMPUTES
+        if self.phase.is_over:
+            return Activity.END
+        if self.on_host is not OnHost.NOTHING:
+            return Activity.FIT if self.on_host is OnHost.FIT else Activity.COMMIT
+        if any(part.claim is not None and part.claim.running is None for part in parts):
+            return Activity.LOADS
+        if self.chain and any(part.offer is not None and not part.under_way for part in parts):
+            return Activity.DEVICE
+        if any(part.storing for part in parts):
+            return Activity.STORES
+        if self.stale:
+            return Activity.UPDATES
+        if not self.chain and self.next_batch is None and self.misfit is None:
+            return Activity.BATCH
+        return Activity.DEVICE
 
     def num_stored(self) -> int:
         """Units of the chain that are through in every part."""

@@ -2,5 +2,5 @@
 
 from hydra_engine.worker.attributes import Attributes, Changed, Contents
 from hydra_engine.worker.executor import Executor
-from hydra_engine.worker.unit import MicroInput
+from hydra_engine.worker.unit import Delay, MicroInput
 from hydra_engine.worker.worker import Worker

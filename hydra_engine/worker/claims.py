@@ -9,7 +9,7 @@ from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
 from hydra_engine.host import Region, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import Claim, ClaimStage, SlabLoad
+from hydra_engine.worker.unit import Claim, ClaimStage, Delay, SlabLoad
 
 
 class Claims:
@@ -42,6 +42,17 @@ class Claims:
         ticket = Ticket(num_bytes=wanted, granted=granted, refused=claim.fail, kind=SLABS)
         self._waiting[unit] = (claim, ticket)
         self._device.ledger.request(ticket)
+
+    def delay(self, unit: Unit) -> Delay | None:
+        """Return what a unit that was begun waits for; None: nothing any more."""
+        with self._lock:
+            found = next((claim for claim in self._at_work if claim.unit == unit), None)
+        if found is None:
+            return None
+        if found.stage is not ClaimStage.IN_LANES:
+            return Delay.MEMORY
+        is_there = all(load.slab.is_done for load in list(found.slabs.values()))
+        return None if is_there else Delay.WEIGHTS
 
     def begin(self, unit: Unit) -> Claim:
         claim, _ = self._waiting.pop(unit)

@@ -131,6 +131,13 @@ class ClaimStage(Enum):
     IN_LANES = auto()  # its unit is in the lanes, and the last of its jobs ends it
 
 
+class Delay(Enum):
+    """What holds up a unit that was begun."""
+
+    MEMORY = auto()  # bytes that the ledger has not granted
+    WEIGHTS = auto()  # a slab that is not filled
+
+
 class Claim:
     """A unit's shard on its way to the device, or there, until its unit is computed or the claim is dropped.
 

@@ -32,7 +32,7 @@ from hydra_engine.worker.executor import Executor, Modes
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
-from hydra_engine.worker.unit import ClaimStage, Passage, UnitRun
+from hydra_engine.worker.unit import ClaimStage, Delay, Passage, UnitRun
 
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
@@ -109,6 +109,10 @@ class Worker:
     def load(self, unit: Unit, state: TaskState) -> None:
         """Begin to bring a unit's shard; it becomes the device's claim."""
         self._claims.request(unit, state)
+
+    def delay(self, unit: Unit) -> Delay | None:
+        """Return what a unit that was begun here waits for, for people; None: it computes, or is through."""
+        return self._claims.delay(unit)
 
     def drop(self, unit: Unit) -> None:
         self._claims.drop(unit)

@@ -1,123 +1,148 @@
-"""Live progress."""
+"""What follows from several looks at a run, in numbers and in lines of a log."""
 
-import io
-import os
-import shutil
-import unicodedata
+import math
 
 import pytest
 
-from hydra_engine.display.progress import ProgressLine, TaskProgress, cut
-
-TASKS = [TaskProgress("a", 3, 10, 1.25), TaskProgress("b", 0, None, None)]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_silent_when_not_verbose():
-    stream = io.StringIO()
-    progress = ProgressLine(0, stream)
-    progress.show(TASKS, 0.0)
-    progress.close(TASKS, 1.0)
-    assert stream.getvalue() == ""
-
-
-def test_log_has_a_line_every_five_seconds_and_one_at_the_end():
-    stream = io.StringIO()
-    progress = ProgressLine(1, stream)
-    for now_s in (0.0, 4.9, 5.0, 9.9):
-        progress.show(TASKS, now_s)
-    progress.close(TASKS, 9.95)
-    tasks = "a 3/10 1.250 | b 0"
-    assert stream.getvalue() == f"   0.0 s  {tasks}\n   5.0 s  {tasks}\n   9.9 s  {tasks}\n"
+from hydra_engine.display.progress import (
+    AtWork,
+    DeviceProgress,
+    Doing,
+    History,
+    RunProgress,
+    TaskProgress,
+    bytes_rate,
+    counted,
+    cut,
+    duration,
+    log_line,
+    number,
+    rate,
+)
 
 
-def test_terminal_line_is_written_over():
-    stream = Terminal()
-    progress = ProgressLine(1, stream)
-    progress.show(TASKS, 0.0)
-    progress.show(TASKS, 0.1)
-    progress.close(TASKS, 2.0)
-    line = "a 3/10 1.250 | b 0"
-    assert stream.getvalue() == f"\r\x1b[2K   0.0 s  {line}\r\x1b[2K   2.0 s  {line}\n"
+def task(name, steps, num_steps=10, doing=Doing.COMPUTING, **figures):
+    return TaskProgress(name, doing, steps, num_steps, **figures)
 
 
-def rows_of(text, columns):
-    """A terminal's screen, row by row, after this was written to it: a row that is full goes on in the next one."""
-    rows, column = [""], 0
-    text = text.replace("\x1b[2K", "\0")
-    for sign in text:
-        if sign == "\r":
-            column = 0
-        elif sign == "\0":
-            rows[-1] = ""
-        elif sign == "\n":
-            rows.append("")
-            column = 0
-        else:
-            width = 0 if unicodedata.combining(sign) else 1 + (unicodedata.east_asian_width(sign) in "WF")
-            if column + width > columns:
-                rows.append("")
-                column = 0
-            rows[-1] += sign
-            column += width
-    return rows
+def seen(*looks):
+    """The history of looks, each of (seconds, tasks)."""
+    history = History()
+    for now_s, tasks in looks:
+        history.add(RunProgress(now_s, tasks, []))
+    return history
 
 
-def resize(monkeypatch, columns):
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
+def test_rate_and_time_left_are_those_of_the_steps_that_were_seen():
+    history = seen((1.0, [task("a", 0)]), (2.0, [task("a", 2)]), (3.0, [task("a", 4)]))
+    assert history.steps_per_s(task("a", 4)) == 2.0
+    assert history.left_s(task("a", 4)) == 3.0
+    assert history.left_s(task("a", 4, None)) is None
 
 
-MANY = [TaskProgress(f"a-task-of-a-long-name-{k}", 123 * k, 10_000, 1.25) for k in range(6)]
-WIDE = [TaskProgress("学习" * k, k, None, 0.5) for k in range(6)]
-ACCENTS = [TaskProgress("e\u0301\u0302" * 9, 3, None, 0.5)] * 3
+def test_a_rate_sinks_while_a_step_is_overdue():
+    history = seen((0.0, [task("a", 0)]), (1.0, [task("a", 1)]), (9.0, [task("a", 1)]))
+    assert history.steps_per_s(task("a", 1)) == 2 / 9
 
 
-@pytest.mark.parametrize("columns", [80, 20, 5])
-@pytest.mark.parametrize("tasks", [MANY, WIDE, ACCENTS, TASKS], ids=["many", "wide", "accents", "few"])
-def test_a_terminal_has_one_row_of_it_however_narrow_it_is(monkeypatch, tasks, columns):
-    resize(monkeypatch, columns)
-    stream = Terminal()
-    progress = ProgressLine(1, stream)
-    for k in range(20):
-        progress.show(tasks, float(k))
-    progress.close(tasks, 20.0)
-    rows = rows_of(stream.getvalue(), columns)
-    assert len(rows) == 2  # with the one that the cursor is in
-    assert rows[0].startswith("  20.0"[: columns - 4])
+def test_nothing_is_said_of_one_step_nor_of_a_task_that_is_over_or_began_again():
+    assert seen((0.0, [task("a", 1)])).steps_per_s(task("a", 1)) is None
+    over = task("a", 2, doing=Doing.PAUSED)
+    assert seen((0.0, [task("a", 1)]), (1.0, [over])).left_s(over) is None
+    assert seen((0.0, [task("a", 5)]), (1.0, [task("a", 0)])).steps_per_s(task("a", 0)) is None
 
 
-def test_the_width_is_asked_for_at_each_line(monkeypatch):
-    stream = Terminal()
-    progress = ProgressLine(1, stream)
-    lengths = []
-    for k, columns in enumerate((80, 20, 50)):
-        resize(monkeypatch, columns)
-        progress.show(MANY, float(k))
-        lengths.append(len(stream.getvalue().rpartition("\x1b[2K")[2]))
-    assert lengths == [79, 19, 49]
+def test_steps_of_long_ago_do_not_count():
+    looks = [(float(k), [task("a", 100 * min(k, 10) + k)]) for k in range(100)]
+    assert seen(*looks).steps_per_s(task("a", 1099, 10**6)) == 1.0
 
 
-def test_the_streams_own_terminal_comes_first(monkeypatch):
-    controller, terminal = os.openpty()
-    with open(terminal, "w", closefd=False) as stream:
-        monkeypatch.setenv("COLUMNS", "500")
-        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((30 if fd == terminal else 70, 24)))
-        ProgressLine(1, stream).show(MANY, 0.0)
-    shown = os.read(controller, 1000).decode()
-    os.close(controller)
-    os.close(terminal)
-    assert len(shown.rpartition("\x1b[2K")[2]) == 29
+def device(loaded, stored, busy_s):
+    return DeviceProgress("cpu:0", AtWork.IDLE, None, 0, 100, loaded, stored, busy_s)
 
 
-def test_without_a_terminal_lines_are_whole(monkeypatch):
-    resize(monkeypatch, 20)
-    stream = io.StringIO()
-    ProgressLine(1, stream).show(MANY, 0.0)
-    assert all(task.name in stream.getvalue() for task in MANY)
+def test_links_rates_are_those_of_the_last_seconds_and_at_the_end_of_the_whole_run():
+    history = History()
+    for k in range(11):
+        history.add(RunProgress(float(k), [task("a", k)], [device(100 * k, 50 * k, 0.5 * k)]))
+    assert history.link(device(1000, 500, 5.0)) == (100.0, 50.0, 0.5)
+    history.add(RunProgress(20.0, [task("a", 10, doing=Doing.FINISHED)], [device(1000, 500, 5.0)]))
+    assert history.link(device(1000, 500, 5.0)) == (50.0, 25.0, 0.25)
+
+
+def names(tasks):
+    return [each.name for each in tasks]
+
+
+def test_who_computes_has_a_row_before_who_waits_and_who_is_over_and_keeps_it():
+    history = History()
+    doing = {"a": Doing.FINISHED, "b": Doing.DEVICE, "c": Doing.COMPUTING, "d": Doing.FAILED, "e": Doing.COMPUTING}
+    tasks = [task(name, 1, doing=each) for name, each in doing.items()]
+    history.add(RunProgress(0.0, tasks, []))
+    assert [names(history.chosen(tasks, most)) for most in (1, 2, 3, 4, 5)] == [
+        ["c"],
+        ["c", "e"],
+        ["b", "c", "e"],
+        ["b", "c", "d", "e"],
+        ["a", "b", "c", "d", "e"],
+    ]
+    history.chosen(tasks, 2)
+    later = [each._replace(doing=Doing.COMPUTING if each.name == "b" else Doing.DEVICE) for each in tasks[1:3]]
+    tasks[1:3] = later
+    history.add(RunProgress(5.0, tasks, []))
+    assert names(history.chosen(tasks, 2)) == ["c", "e"]  # both have computed a moment ago
+    history.add(RunProgress(30.0, tasks, []))
+    assert names(history.chosen(tasks, 2)) == ["b", "e"]
+
+
+def test_a_log_line_has_every_figure_of_a_task_and_counts_those_that_it_leaves_out():
+    tasks = [task("a\nb", 4, loss=1.25, validation=2.0, batch="batch 8"), task("c", 3, None, Doing.FAILED)]
+    history = seen((0.0, [task("a\nb", 0)]), (2.0, tasks))
+    told = "a?b 4/10 loss 1.250 validation 2.000 batch 8 2.0/s 0:03 left"
+    assert log_line(RunProgress(2.0, tasks, []), history) == f"   2.0 s  {told} | c 3 failed"
+    assert log_line(RunProgress(2.0, tasks, []), history, 1) == f"   2.0 s  {told} | and 1 more: 1 failed"
+
+
+def test_tasks_are_counted_by_what_they_do():
+    doing = [Doing.BATCH, Doing.FINISHED, Doing.VALIDATING, Doing.COMPUTING, Doing.SETTING_UP, Doing.PAUSED]
+    told = "2 computing, 2 waiting, 1 finished, 1 paused"
+    assert counted([task("a", 0, doing=each) for each in doing]) == told
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "text"),
+    [
+        (number, None, "-"),
+        (number, 1.25, "1.250"),
+        (number, 123456.0, "1.2e+05"),
+        (number, -0.00012345, "-1.2e-04"),
+        (number, 1234.0, "1234"),
+        (number, math.nan, "nan"),
+        (rate, None, "-"),
+        (rate, 123.4, "123/s"),
+        (rate, 2.0, "2.0/s"),
+        (rate, 0.5, "30.0/min"),
+        (rate, 0.001, "3.6/h"),
+        (duration, None, "-"),
+        (duration, 59.6, "1:00"),
+        (duration, 3600, "1:00h"),
+        (duration, 100_000, "1.2d"),
+        (duration, 10_000_000, "115d"),
+        (bytes_rate, 0, "0 B/s"),
+        (bytes_rate, 23.7 * 2**20, "23.7 MiB/s"),
+        (bytes_rate, 123.7 * 2**20, "123 MiB/s"),
+    ],
+)
+def test_numbers_are_short(shown, value, text):
+    assert shown(value) == text
+
+
+@pytest.mark.parametrize("exponent", range(-12, 13))
+def test_numbers_fit_their_columns_whatever_they_are(exponent):
+    value = 9.8765 * 10.0**exponent
+    assert max(len(number(value)), len(number(-value)), len(rate(value))) <= 8
+    assert len(duration(value)) <= 6
+    assert len(bytes_rate(value)) <= 10
 
 
 @pytest.mark.parametrize(
