@@ -15,7 +15,11 @@ COMPLETE = {"README.md", "docs/README.md", "docs/start.md"}  # run when pasted, 
 BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^(?P<fence>```|<!-- )python\n(?P<code>.*?)^(?:```|-->)$", re.M | re.S)
 
 # All that does not run here, by page: how many blocks, and why.
-NOT_RUN = {}
+NOT_RUN = {
+    "docs/elastic.md": ["needs a GPU", "needs a GPU"],
+    "docs/gpus.md": ["needs a GPU"],
+    "docs/sweeps.md": ["needs a Ray cluster", "needs Ray"],
+}
 
 
 def name_of(page):
