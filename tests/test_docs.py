@@ -1,9 +1,15 @@
 """What the documentation promises: its code runs, its links lead somewhere, and the API pages name all that is public."""
 
+import dataclasses
+import html
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import hydra_engine
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -55,3 +61,46 @@ def test_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     for line, why, code in blocks(page):
         if why is None:
             exec(compile("\n" * line + code, page, "exec"), space)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Returns the folder of the site, which was built without a warning: a link that leads nowhere is one."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr + built.stdout
+    return folder
+
+
+def test_every_page_is_in_the_menu(site):
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("not_in_nav")[0]
+    assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} == set(re.findall(r"[\w./-]+\.md", menu))
+
+
+def test_links_of_the_site_lead_to_its_own_pages(site):
+    """Also in what the API pages make of docstrings, and without a server."""
+    anchors = {}
+    for page in site.rglob("*.html"):
+        anchors[page] = set(re.findall(r'\bid="([^"]+)"', page.read_text()))
+    for page in anchors:
+        for link in re.findall(r'\b(?:href|src)="([^"]*)"', page.read_text()):
+            path, _, anchor = html.unescape(link).partition("#")
+            if re.match(r"[a-z]+:", path) or page.name == "404.html":
+                continue
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.relative_to(site)}: {link}"
+            if anchor and not anchor.startswith("__"):
+                assert anchor in anchors[target], f"{page.relative_to(site)}: {link}"
+
+
+def test_api_pages_name_every_public_name():
+    named = set(re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in DOCS.glob("api/*.md")), re.MULTILINE))
+    assert {f"hydra_engine.{name}" for name in hydra_engine.__all__ if name != "__version__"} <= named
+
+
+@pytest.mark.parametrize("name", ["Plan", "TaskPlan", "Report", "TaskReport", "DeviceReport", "CheckpointReport"])
+def test_api_page_describes_every_field(site, name):
+    page = (site / "api" / "plan-and-report.html").read_text()
+    fields = {field.name for field in dataclasses.fields(getattr(hydra_engine, name))}
+    assert {each for each in fields if f'id="hydra_engine.{name}.{each}"' not in page} == set()
