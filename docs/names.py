@@ -1,13 +1,10 @@
 """Small stand-ins for the names that the pages use for things of yours: paste this first, then any block of a page."""
 
-import warnings
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask  # noqa: F401 - for the pages
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 16)

@@ -1,4 +1,4 @@
-"""What the documentation promises: its code runs, its links lead somewhere, and the API pages name all that is public."""
+"""What the documentation promises: its code runs, its links lead somewhere, the API pages name all that is public."""
 
 import dataclasses
 import html
@@ -17,8 +17,10 @@ PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 NAMES = DOCS / "names.py"  # what pages call `model`, `loader` and so on
 COMPLETE = {"README.md", "docs/README.md", "docs/start.md"}  # run when pasted, without names.py
 
-# A block of a page, and what stands in the line before it. A block that readers need not see is a comment, `<!-- python`.
-BLOCK = re.compile(r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^(?P<fence>```|<!-- )python\n(?P<code>.*?)^(?:```|-->)$", re.M | re.S)
+# A block of a page, and what stands in the line before it. One that readers need not see is a comment, `<!-- python`.
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^(?:```|<!-- )python\n(?P<code>.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL
+)
 
 # All that does not run here, by page: how many blocks, and why.
 NOT_RUN = {
@@ -39,11 +41,10 @@ def blocks(page):
     return [(text[: found.start("code")].count("\n"), found["why"], found["code"]) for found in BLOCK.finditer(text)]
 
 
-def test_every_block_of_python_is_known():
+def test_every_block_of_python_is_run_or_marked():
     for page in PAGES:
-        fences = re.findall(r"^ *```(\w+)", page.read_text(), flags=re.MULTILINE)
-        shown = [code for code in re.findall(r"^```python\n", page.read_text(), flags=re.MULTILINE)]
-        assert len(shown) == sum(fence.startswith("py") for fence in fences), page
+        begun = re.findall(r"^ *(?:```|~~~|<!-- *) *py", page.read_text(), flags=re.MULTILINE | re.IGNORECASE)
+        assert len(begun) == len(blocks(page)), page
 
 
 def test_blocks_that_do_not_run_are_these():
@@ -104,3 +105,12 @@ def test_api_page_describes_every_field(site, name):
     page = (site / "api" / "plan-and-report.html").read_text()
     fields = {field.name for field in dataclasses.fields(getattr(hydra_engine, name))}
     assert {each for each in fields if f'id="hydra_engine.{name}.{each}"' not in page} == set()
+
+
+def test_messages_of_the_page_of_errors_are_those_of_the_code():
+    code = "\n".join(path.read_text() for room in ("hydra_engine", "partitioners") for path in (ROOT / room).rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    told = [row.split("|")[1] for row in (DOCS / "errors.md").read_text().splitlines() if row.startswith("| ")]
+    messages = [message for cell in told for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 15
+    assert [message for message in messages if message not in code] == []

@@ -1,4 +1,4 @@
-"""What mkdocs does besides: pages link to files beside docs/ (examples, benchmarks, tests), so these are in the site too.
+"""What mkdocs does besides: pages link to files beside docs/ (examples, benchmarks), so these are in the site too.
 
 In the repository a page of docs/ names such a file by its path, `../examples/plain.py`. In the site, the folder docs/
 is the root, and everything else lies in it under its path in the repository: code as a page that shows it.

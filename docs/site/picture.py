@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE = ROOT / "build" / "docs" / "index.html", ROOT / "docs" / "pictures" / "first-page.png"
 # The last seven keep it from calling other machines.
 OPTIONS = (
-    "--headless --hide-scrollbars --window-size=1280,960 --virtual-time-budget=5000 --no-sandbox --disable-gpu "
+    "--headless --hide-scrollbars --window-size=1600,1000 --virtual-time-budget=5000 --no-sandbox --disable-gpu "
     "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
 )
 
