@@ -19,7 +19,8 @@ COMPLETE = {"README.md", "docs/README.md", "docs/start.md"}  # run when pasted, 
 
 # A block of a page, and what stands in the line before it. One that readers need not see is a comment, `<!-- python`.
 BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^(?:```|<!-- )python\n(?P<code>.*?)^(?:```|-->)$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- not run: (?P<why>[^\n]*) -->\n)?^(?:```|<!-- )python\n(?P<code>.*?)^(?:```|-->)$",
+    flags=re.MULTILINE | re.DOTALL,
 )
 
 # All that does not run here, by page: how many blocks, and why.
@@ -108,7 +109,8 @@ def test_api_page_describes_every_field(site, name):
 
 
 def test_messages_of_the_page_of_errors_are_those_of_the_code():
-    code = "\n".join(path.read_text() for room in ("hydra_engine", "partitioners") for path in (ROOT / room).rglob("*.py"))
+    packages = (ROOT / "hydra_engine", ROOT / "partitioners")
+    code = "\n".join(path.read_text() for package in packages for path in package.rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)
     told = [row.split("|")[1] for row in (DOCS / "errors.md").read_text().splitlines() if row.startswith("| ")]
     messages = [message for cell in told for message in re.findall(r"`([^`]+)`", cell)]
