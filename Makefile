@@ -19,7 +19,7 @@ CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display te
 	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \
 	--deselect "tests/test_imports.py::test_module_can_be_imported[integrations"
 
-.PHONY: demo check test test-oldest exact lint bench gpu-wheels clean
+.PHONY: demo check test test-oldest exact lint docs picture bench gpu-wheels clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/multi_task_lm.py --verify
@@ -43,6 +43,14 @@ exact: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in build/docs; any warning ends it. NO_MKDOCS_2_WARNING silences an advertisement of the theme.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# docs/pictures/first-page.png, of the site in a headless browser: needs Chromium.
+picture: docs
+	$(BIN)/python docs/site/picture.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead/main.py

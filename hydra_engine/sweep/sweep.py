@@ -43,8 +43,9 @@ class Sweep:
             storage, in which the study is named "sweep"; or None: SQLite in `checkpoint_dir`, or memory without one.
         num_trials: trials in all. Those of an earlier call with the same `checkpoint_dir` count.
         parallel: the most models that are in DRAM at once; default: two per device. Fewer, while DRAM has no room.
-        devices, policy: as of `ModelOrchestrator`. policy None: "in-step" where trials that train together share frozen
-            weights, else "sharded-lrtf".
+        devices: as of `ModelOrchestrator`.
+        policy: as of `ModelOrchestrator`. None: "in-step" where trials that train together share frozen weights, else
+            "sharded-lrtf".
         dram: the most DRAM that all models take together, as of `ModelOrchestrator`; fewer train at once to keep to it.
         checkpoint_dir: folder of the sweep. Run again after it was killed, the sweep goes on with every trial from its
             last checkpoint, and trains none again that was told. None: nothing is saved.
