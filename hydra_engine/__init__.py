@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LoaderTimeout,
         NonFiniteLoss,
         PauseTask,
+        SavedError,
         ShardDoesNotFit,
         StopTask,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "Report",
     "Retry",
     "Revision",
+    "SavedError",
     "ShardDoesNotFit",
     "Simulation",
     "Skips",

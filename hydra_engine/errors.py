@@ -110,3 +110,12 @@ class CheckpointError(RuntimeError):
 
     In a task's report it says why a resume did not train the task: a kernel of it had failed for good on a device.
     """
+
+
+class SavedError(RuntimeError):
+    """The failure of a task in a report that was loaded from a file: its type's name and its text are all there is."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.text = text

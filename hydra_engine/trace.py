@@ -23,6 +23,14 @@ class Span(NamedTuple):
     end_s: float
 
 
+class MemoryUse(NamedTuple):
+    """The bytes in use on a device, from a moment on: seconds since the trace began."""
+
+    device: str
+    at_s: float
+    used_bytes: int
+
+
 class Timing(NamedTuple):
     """Seconds that one unit took."""
 
@@ -37,6 +45,7 @@ class Trace:
         self._origin_s = time.perf_counter()
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._memory: deque[MemoryUse] = deque(maxlen=MAX_SPANS)
         self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
         # By task, None for all:
@@ -67,6 +76,11 @@ class Trace:
         with self._lock:
             self._bytes[device, lane] += num_bytes
 
+    def note_memory(self, device: str, used_bytes: int) -> None:
+        """Record the bytes that are in use on a device from now on."""
+        with self._lock:
+            self._memory.append(MemoryUse(device, self.now_s(), used_bytes))
+
     def busy_s(self, device: str, lane: str) -> float:
         with self._lock:
             return self._busy_s[device, lane]
@@ -92,3 +106,8 @@ class Trace:
         """Return the last spans, in the order of their ends."""
         with self._lock:
             return list(self._spans)
+
+    def memory(self) -> list[MemoryUse]:
+        """Return the last changes of the memory in use, in the order of their moments."""
+        with self._lock:
+            return list(self._memory)

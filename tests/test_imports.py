@@ -18,6 +18,7 @@ ROOMS = (
     "adaptive",
     "capture",
     "schedule",
+    "pictures",
     "tasks",
     "data",
     "devices",
@@ -39,6 +40,7 @@ WITHOUT = {
     "schedule": ("concurrent", "queue", "random", "signal", "threading", "time", "torch"),
     "tasks": ("concurrent", "queue", "threading", "time"),
     "display": ("concurrent", "queue", "threading", "torch"),
+    "pictures": ("concurrent", "queue", "threading", "time", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")

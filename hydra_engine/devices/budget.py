@@ -43,7 +43,9 @@ class Ledger:
 
     arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. evict: releases what is
     kept for later until so many bytes of a kind are free, or nothing of it is left. lock: held by whoever changes
-    anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks.
+    anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks. noted: told
+    the bytes in use whenever they have changed, under the lock; not while a unit that was granted all that is free has
+    yet to tell what it uses.
     """
 
     def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
@@ -56,9 +58,11 @@ class Ledger:
         self._used = {SLABS: 0, WORK: 0}
         self._num_active = 0
         self._closed = False
+        self._is_unsettled = False  # a unit was granted all that is free
         self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
         self.evict: Callable[[int, str], None] = lambda _, __: None
+        self.noted: Callable[[int], None] = lambda _: None
         self.lock = threading.RLock()
 
     @property
@@ -113,8 +117,10 @@ class Ledger:
         with self.lock:
             self._used[kind] -= num_bytes
             self._num_active -= deactivates
+            self._is_unsettled &= not deactivates
             assert self._used[kind] >= 0, self._used
             assert self._num_active >= 0, self._num_active
+            self._note()
             self._pump()
 
     def grow(self, num_bytes: int) -> None:
@@ -129,7 +135,7 @@ class Ledger:
             fits = num_bytes <= self.free_bytes(kind)
             if fits:
                 self._used[kind] += num_bytes
-                self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                self._count()
             self._pump()  # more may have been given up than was taken
             return fits
 
@@ -144,13 +150,23 @@ class Ledger:
 
     def settle(self, held_bytes: int, num_bytes: int) -> None:
         """A unit that was granted everything turned out to need `num_bytes`."""
-        if num_bytes > held_bytes:
-            self.grow(num_bytes - held_bytes)
-            return
         with self.lock:
+            self._is_unsettled = False
+            if num_bytes > held_bytes:
+                self.grow(num_bytes - held_bytes)
+                return
             self._used[WORK] -= held_bytes - num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self._count()
             self._pump()
+
+    def _count(self) -> None:
+        """Count what is in use now for the peak, and tell it."""
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._note()
+
+    def _note(self) -> None:
+        if not self._is_unsettled:
+            self.noted(self.used_bytes)
 
     def _pump(self) -> None:
         if self._is_pumping or not self._waiting:  # what a callback asks for or gives back is looked at after it
@@ -173,8 +189,10 @@ class Ledger:
             if wanted is not None and wanted <= self.free_bytes(ticket.kind):
                 self._waiting.popleft()
                 self._used[ticket.kind] += wanted
-                if ticket.num_bytes is not None:  # who takes all does not use all: `settle` tells
-                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                if ticket.num_bytes is None:  # who takes all does not use all: `settle` tells
+                    self._is_unsettled = True
+                else:
+                    self._count()
                 self._num_active += ticket.activates
                 ticket.granted(wanted)
             elif self._num_active == 0:

@@ -96,6 +96,7 @@ class OpenDevice(ABC):
         self.name = name
         self.torch_device = torch_device
         self.ledger = ledger
+        ledger.noted = self._note_memory
         self.arena = arena
         self._lanes = lanes
         self.trace = trace
@@ -118,6 +119,9 @@ class OpenDevice(ABC):
             self._run(lane, label, job)
 
         self._lanes[lane].submit(run)
+
+    def _note_memory(self, used_bytes: int) -> None:
+        self.trace.note_memory(self.name, used_bytes)
 
     def copies_at_once(self, num_bytes: float) -> bool:
         """Return True if copying these bytes takes less time than waking a lane to do it."""
@@ -176,6 +180,7 @@ class OpenDevice(ABC):
         """Finish what is queued, end the lanes and free the arena."""
         for lane in QUEUES:
             self._lanes[lane].close()
+        self.ledger.noted = lambda _: None  # it referred back to the device
         self.arena.close()
 
 

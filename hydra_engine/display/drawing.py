@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from hydra_engine.pictures import GOLDEN_ANGLE
 from hydra_engine.schedule import BACKWARD, EVALUATE, Placed
 
 # A task's letter in text: as many tasks can be told apart.
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-# Hues go round the circle by the golden angle, so that neighbours in the list never look alike.
-GOLDEN_ANGLE = 137.508
 ROW, GAP, LABEL, AXIS = 28, 8, 96, 24  # pixels
 
 

@@ -166,6 +166,7 @@ class EngineRun:
             tasks={**self._common.forgotten, **{name: task.report for name, task in self._common.tasks.items()}},
             devices=self.workers.reports(),
             spans=self._common.trace.spans(),
+            memory=self._common.trace.memory(),
             host=self.site.host,
             checkpoints=self._saves.report,
         )

@@ -112,6 +112,7 @@ class ModelOrchestrator:
         self._quotas = Quotas(quotas, tasks, lambda: limits.max_devices or max(most, len(self._pool.specs)))
         self._busy = threading.Lock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
+        self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
         self.verbose = 1
         self.tracebacks = True
@@ -580,10 +581,11 @@ class ModelOrchestrator:
     def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
         self._is_planning = True
         try:
-            self.plan = site.plan_all(waiting)
-            if self.verbose:
-                print(self.plan)
-            return self.plan
+            plan = self.plan = site.plan_all(waiting)
+            if self.verbose and self._printed != (printed := str(plan)):  # a resume plans anew what generate() printed
+                self._printed = printed
+                print(printed)
+            return plan
         finally:
             self._is_planning = False
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hydra_engine.adaptive import StepChoice
+from hydra_engine.errors import SavedError
+from hydra_engine.pictures import (
+    Curve,
+    DeviceBudget,
+    RunFigures,
+    draw_timeline,
+    html_page,
+    html_table,
+    trace_events,
+    write_png,
+)
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
-from hydra_engine.trace import Span
+from hydra_engine.tasks.report_file import load, save, write_text
+from hydra_engine.trace import MAX_SPANS, MemoryUse, Span
 from partitioners import format_bytes
 
 # The lane of a span that says that a step began again.
@@ -21,8 +37,13 @@ AGAIN = "again"
 
 FINISHED, FAILED, STOPPED, PAUSED = "finished", "failed", "stopped", "paused"
 
+# Of a report's picture, by the end of its name.
+PICTURES = (".html", ".png", ".svg")
+# Devices that a report's summary names one by one.
+FEW_DEVICES = 4
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TaskPlan:
     """The plan of one task."""
 
@@ -64,8 +85,11 @@ class TaskPlan:
         """Bytes of DRAM that the task takes in all."""
         return sum(self.dram.values())
 
+    def __repr__(self) -> str:
+        return f"<TaskPlan {self.name!r}: {_plural(len(self.boundaries), 'shard')}, {format_bytes(self.dram_bytes)}>"
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """The plan of all tasks; prints as a table."""
 
@@ -78,13 +102,30 @@ class Plan:
         tasks = {name: {**vars(plan), "dram_bytes": plan.dram_bytes} for name, plan in self.tasks.items()}
         return {"tasks": tasks, "devices": self.devices, "text": str(self)}
 
+    def __repr__(self) -> str:
+        return f"<Plan: {_plural(len(self.tasks), 'task')} on {_plural(len(self.devices), 'device')}>"
+
     def __str__(self) -> str:
+        return "\n".join([self._title, *table(self._rows()), *self._remarks()])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table([(self._title,)]) + html_table(self._rows()) + html_lines(self._remarks())
+
+    @property
+    def _title(self) -> str:
+        return f"plan for {', '.join(self.devices)}"
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = [("task", "shards", "layers per shard", "largest shard", "micro-batches", "DRAM")]
         for plan in self.tasks.values():
             sizes = [last - first for first, last in pairwise([0, *plan.boundaries])]
             largest, number = format_bytes(max(plan.shard_bytes)), str(plan.accumulation_steps)
             rows.append((plan.name, str(len(sizes)), _short(sizes), largest, number, format_bytes(plan.dram_bytes)))
-        lines = [f"plan for {', '.join(self.devices)}", *table(rows)]
+        return list(rows)
+
+    def _remarks(self) -> list[str]:
+        lines: list[str] = []
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
@@ -100,8 +141,7 @@ class Plan:
             for plan in self.tasks.values():
                 alike.setdefault(plan._spread, []).append(plan.name)
             lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
-        lines += [str(self.host)] if self.host is not None else []
-        return "\n".join(lines)
+        return [*lines, *([str(self.host)] if self.host is not None else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +175,7 @@ class Retry:
 
 
 # More than 15 attributes: figures of their own, which a caller reads one by one, as those of ModelTask.
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class TaskReport:
     """The outcome of one task.
 
@@ -167,6 +207,10 @@ class TaskReport:
     ema_state: dict[str, Tensor] | None = None  # for `model.load_state_dict`, where ema_decay was set
     error: str | None = None
     exception: BaseException | None = None
+
+    def __repr__(self) -> str:
+        loss = f", loss {_ends(self.losses)}" if self.losses else ""
+        return f"<TaskReport {self.name!r}: {self.status}, {_plural(self.steps, 'step')}{loss}>"
 
     def lighten(self) -> None:
         """Let go of what holds a model: `ema_state`, and the frames that `exception` came through; `error` has them."""
@@ -249,14 +293,20 @@ class CheckpointReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """The outcome of a run; prints as two tables.
+
+        print(report.summary())         # a few lines
+        report.save("run.json")         # Report.load("run.json") brings it back
+        report.plot("timeline.html")    # or .svg, or .png
+        report.trace("trace.json")      # for https://ui.perfetto.dev
 
     Attributes:
         spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
             task) and updates ("update", labelled "task.shard"), and steps that began again ("again", labelled with the
             unit that stopped them); of a long run the last 100,000.
+        memory: the bytes in use on each device and since when, in the order of moments; of a long run the last 100,000.
 
     After a resume, what a task's report lists begins with its first step; all other figures are of this call alone.
     """
@@ -264,7 +314,8 @@ class Report:
     makespan_s: float
     tasks: dict[str, TaskReport]
     devices: list[DeviceReport]
-    spans: Sequence[Span] = field(default=(), repr=False)
+    spans: Sequence[Span] = ()
+    memory: Sequence[MemoryUse] = ()
     host: HostThreads | None = None  # the run's threads and cores
     checkpoints: CheckpointReport | None = None  # where a directory was given for them
     messages: Sequence[str] = ()  # what a resume found, batches it is in doubt about, what could not be saved
@@ -346,30 +397,146 @@ class Report:
             rows.append({**told, **figures, **best, **hparams})
         return pandas.DataFrame(rows, index=pandas.Index(list(self.tasks), name="task"))
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file, as JSON, for `Report.load`. A file that is there is replaced, as a whole.
+
+        Not saved: `ema_state`, which is weights. Of an exception its type and text are, and of `hparams` what JSON has
+        (tuples become lists, other objects their text). Raises OSError where the file cannot be written.
+        """
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """Return the report that `save` has written to a file.
+
+        A task's `exception` is a `SavedError` with the type's name and the text of the one that was raised, and its
+        `ema_state` None. Raises ValueError for a file that holds no report, OSError for one that cannot be read.
+        """
+        return load(cls, path)
+
+    def summary(self) -> str:
+        """A few lines: what became of the tasks, how busy the devices were, and what needs a look."""
+        counts = Counter(task.status for task in self.tasks.values())
+        statuses = (FINISHED, FAILED, STOPPED, PAUSED)
+        ended = ", ".join(f"{counts[status]} {status}" for status in statuses if counts[status])
+        where = f"{_plural(len(self.tasks), 'task')} on {_plural(len(self.devices), 'device')}"
+        lines = [f"{where} in {self.makespan_s:.1f} s" + (f": {ended}" if ended else "")]
+        if self.devices:
+            shares = {device.name: self._busy_share(device) for device in self.devices}
+            each = f"{min(shares.values()):.0%} to {max(shares.values()):.0%}"
+            if len(shares) <= FEW_DEVICES:
+                each = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+            fullest = max(self.devices, key=lambda device: device.peak_bytes / max(1, device.memory_bytes))
+            lines += [
+                f"computing {sum(shares.values()) / len(shares):.0%} of the time ({each})",
+                f"loaded {format_bytes(sum(device.loaded_bytes for device in self.devices))}, stored "
+                f"{format_bytes(sum(device.stored_bytes for device in self.devices))}; at most "
+                f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.memory_bytes)} in use, on {fullest.name}",
+            ]
+        for task in self.tasks.values():
+            if task.status != FINISHED:
+                why = f": {_first_line(task.exception)}" if task.exception is not None else ""
+                lines.append(f"{task.name} {task.status} after {_plural(task.steps, 'step')}{why}")
+        return "\n".join([*lines, *self.messages])
+
+    def plot(self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None) -> None:
+        """Draw the run to a file: .html, .svg, or .png, which needs matplotlib (the extra `plot`).
+
+        A row for each device and lane, coloured by task, and the host's commits and updates; memory against budget
+        under it; losses. In HTML and SVG a box tells its unit and times under the mouse; both refer to no other file,
+        nor to a network. A percentage beside a device is the share of the time shown in which it computed.
+
+        start_s, end_s: draw the seconds from one to the other alone; None: from the run's beginning, to its end. Of a
+        run whose first spans are gone, by itself those from which they are all there.
+
+        Raises ValueError for another ending and an empty window, ImportError without matplotlib.
+        """
+        ending = Path(path).suffix.lower()
+        if ending not in PICTURES:
+            raise ValueError(f"path: {os.fspath(path)!r}, known endings: {', '.join(PICTURES)}; give one of these")
+        picture = draw_timeline(self._figures(), start_s=start_s, end_s=end_s)
+        if ending == ".png":
+            write_png(picture, path)
+        elif ending == ".svg":
+            write_text(path, picture.svg())
+        else:
+            head = html_lines(self.summary().splitlines())
+            title = f"Timeline of {', '.join(self.tasks)}"
+            write_text(path, html_page(title, head, f"<div>{picture.svg()}</div>", self._repr_html_()))
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the spans as trace events, in JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+        A process for each device and the host, a thread for each lane, and a counter of the memory in use.
+        """
+        write_text(path, json.dumps(trace_events(self._figures()), allow_nan=False, separators=(",", ":")))
+
+    def _figures(self) -> RunFigures:
+        curves = []
+        for task in self.tasks.values():
+            curves.append(Curve(task.name, *task.values(TRAINING_LOSS)))
+            curves.append(Curve(task.name, *task.values(VALIDATION_LOSS), is_validation=True))
+        return RunFigures(
+            makespan_s=self.makespan_s,
+            devices=[DeviceBudget(device.name, device.memory_bytes, device.peak_bytes) for device in self.devices],
+            tasks=list(self.tasks),
+            spans=self.spans,
+            memory=self.memory,
+            curves=curves,
+            is_cut=len(self.spans) >= MAX_SPANS,
+        )
+
+    def _busy_share(self, device: DeviceReport) -> float:
+        return device.busy_s / max(self.makespan_s, 1e-9)
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary().splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """Return the tables for a notebook."""
+        return html_table(self._task_rows()) + html_table(self._device_rows()) + html_lines(self._remarks())
+
     def __str__(self) -> str:
+        told = self._told()
+        tasks, devices = table(self._task_rows()), table(self._device_rows())
+        return "\n".join([*tasks, *([""] if told else []), *told, "", *devices, *self._end()])
+
+    def _remarks(self) -> list[str]:
+        return [*self._told(), *self._end()]
+
+    def _task_rows(self) -> list[tuple[str, ...]]:
         rows = [("task", "status", "steps", "loss", "validation")]
         for task in self.tasks.values():
             rows.append((task.name, task.status, str(task.steps), _ends(task.losses), _ends(task.validation_losses)))
+        return list(rows)
+
+    def _device_rows(self) -> list[tuple[str, ...]]:
         columns = [("device", "busy", "loaded", "stored", "peak of budget")]
-        launches = [
-            f"{device.name}: launching took {device.launch_s / device.device_s:.0%} of the time that it worked"
-            for device in self.devices
-            if device.launch_s is not None and device.device_s
-        ]
         for device in self.devices:
-            busy = f"{device.busy_s / max(self.makespan_s, 1e-9):.0%}"
+            busy = f"{self._busy_share(device):.0%}"
             loaded, stored = format_bytes(device.loaded_bytes), format_bytes(device.stored_bytes)
             peak = f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
             columns.append((device.name, busy, loaded, stored, peak))
+        return list(columns)
+
+    def _told(self) -> list[str]:
+        """Return what happened to single tasks."""
         told = [
             f"{task.name}: {each}"
             for task in self.tasks.values()
             for each in (*task.revisions, *task.retries, *(f"at the end {choice}" for choice in task.adaptive[-1:]))
         ]
+        return told
+
+    def _end(self) -> list[str]:
+        launches = [
+            f"{device.name}: launching took {device.launch_s / device.device_s:.0%} of the time that it worked"
+            for device in self.devices
+            if device.launch_s is not None and device.device_s
+        ]
         end = [str(self.host)] if self.host is not None else []
         end += [str(self.checkpoints)] if self.checkpoints is not None else []
-        end.append(f"makespan {self.makespan_s:.1f} s")
-        return "\n".join([*table(rows), *([""] if told else []), *told, "", *table(columns), *launches, *end])
+        return [*launches, *end, f"makespan {self.makespan_s:.1f} s"]
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -377,6 +544,11 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def html_lines(lines: Sequence[str]) -> str:
+    """Lines of text as a table of one column; no lines are nothing."""
+    return html_table([(line,) for line in lines], has_head=False) if lines else ""
 
 
 def _short(sizes: list[int]) -> str:
@@ -393,3 +565,13 @@ def _last(values: list[float]) -> float | None:
 
 def _ends(values: list[float]) -> str:
     return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its text."""
+    text = str(error) if isinstance(error, SavedError) else f"{type(error).__name__}: {error}"
+    return text.partition("\n")[0]
