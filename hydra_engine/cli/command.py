@@ -85,7 +85,7 @@ def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
     if directory is None:
         keeps = "; with --checkpoint-dir it could go on" if options.command in ("sweep", "train") else ""
         return f"begin again with {again}{keeps}"
-    if options.command == "train" and any(Path(directory).glob("*.json")):
+    if options.command == "train" and any(Path(directory).glob("checkpoint-*.json")):
         return f"go on with `{shlex.join(('hydra-engine', 'resume', directory))}`"
     return f"go on with {again}"
 
@@ -195,8 +195,8 @@ def _add_completion(completion: argparse.ArgumentParser) -> None:
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.description = (
-        "Predicts how long tasks would train on 1, 2 or more devices, with the scheduler of a real run. The function is "
-        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated and nothing computed."
+        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is that "
+        "of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed."
     )
     add = simulate.add_argument
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn), or TaskCosts")

@@ -1,7 +1,7 @@
 """``hydra-engine demo``: four byte-level GPTs on two small devices, each model's training state over 4 times a device.
 
-It says what it will do and how long that takes, plans, trains, trains one of the models again in plain PyTorch, and ends
-in one line that says what came of it.
+It says what it will do and how long that takes. It plans, trains, trains one of the models again in plain PyTorch, and
+ends in one line that says what came of it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def differences(task: ModelTask, report: TaskReport, config: Config, seed: int) 
     """Train a task again in plain PyTorch, print what is compared, and return what differs."""
     start_s = time.perf_counter()
     plain, validation, lr = gpt(config, seed), task.validation, task.lr
-    assert validation is not None and lr is not None
+    assert validation is not None
+    assert lr is not None
     losses, validation_losses = train_plain(plain, task.dataloader, validation, lr, report.seed)
     print(f"{report.name} again in plain PyTorch, alone, in {time.perf_counter() - start_s:.1f} s")
     pairs = list(zip(task.model.state_dict().values(), plain.state_dict().values(), strict=True))
@@ -276,7 +277,7 @@ def _demonstrate(
         raise Failure(f"{len(failed)} of {len(tasks)} models failed: {', '.join(failed)}; --debug shows why")
     ended = (
         f"{len(tasks)} models, each {min(times):.1f} to {max(times):.1f} times a device, were trained together on "
-        f"{len(devices)} {'device' if len(devices) == 1 else 'devices'} in {report.makespan_s:.1f} s"
+        f"{_num(devices)} in {report.makespan_s:.1f} s"
     )
     if not is_emulated:
         print(f"\nConclusion: {ended}. Bits are compared on emulated devices alone: leave --devices out.")
@@ -309,7 +310,7 @@ def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, i
     check_s = num_steps * step_s / len(CONFIGS) if is_checked else 0.0
     total_s = plan_s + train_s + check_s
     lines = [
-        f"Four byte-level GPTs train together on {len(devices)} devices that none of them fits: about "
+        f"Four byte-level GPTs train together on {_num(devices)}, each too small for any: about "
         f"{_about(total_s)} here.",
         f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device",
         f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes",
@@ -317,6 +318,10 @@ def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, i
     if is_checked:
         lines.append(f"3. check, {_about(check_s)}: train {CHECKED} again, in plain PyTorch, and compare all bits")
     print(*lines, sep="\n")
+
+
+def _num(devices: Sequence[DeviceSpec]) -> str:
+    return f"{len(devices)} {'device' if len(devices) == 1 else 'devices'}"
 
 
 def _about(seconds: float) -> str:

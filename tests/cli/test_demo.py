@@ -28,7 +28,7 @@ def test_it_trains_four_models_as_plain_pytorch_does(capsys, monkeypatch):
     assert torch.get_num_threads() == threads
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert lines[0].startswith("Four byte-level GPTs train together on 2 devices that none of them fits: about ")
+    assert lines[0].startswith("Four byte-level GPTs train together on 2 devices, each too small for any: about ")
     assert [line.split(",")[0] for line in lines[1:4]] == ["1. plan", "2. train", "3. check"]
     for name in small:
         header, row = (line for line in lines if line.split()[:2] in ([name, "4"], [name, "finished"]))
@@ -82,6 +82,15 @@ def test_what_differs_is_named(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert printed.count("NO: ") == 3
     assert "NO: 0 of " in printed
+
+
+def test_devices_too_small_are_refused_in_one_line(capsys):
+    assert main(["demo", "--devices", "1KiB"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("Four byte-level GPTs train together on 1 device, ")
+    assert "available: 1 KiB" in err
+    assert err.endswith("or give larger ones: --devices 12MiB 12MiB\n")
+    assert err.count("\n") == 1
 
 
 def test_it_learns_a_text_of_the_users(tmp_path):
