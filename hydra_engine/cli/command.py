@@ -195,8 +195,8 @@ def _add_completion(completion: argparse.ArgumentParser) -> None:
 
 def _add_simulate(simulate: argparse.ArgumentParser) -> None:
     simulate.description = (
-        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is that "
-        "of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed."
+        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
+        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed."
     )
     add = simulate.add_argument
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn), or TaskCosts")
