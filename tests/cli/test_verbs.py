@@ -38,7 +38,9 @@ class Interrupts(Callback):
 def task(name="a", batches=None):
     if batches is None:
         batches = [(torch.ones(2, 4), torch.ones(2, 1))] * 4
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     return ModelTask(model, F.mse_loss, batches, 0.1, 2, name=name, seed=0, callbacks=[Interrupts()])
 
 
@@ -158,7 +160,7 @@ def test_ctrl_c_names_the_command_that_goes_on(tmp_path):
         "a": ("finished", 8),
         "b": ("finished", 8),
     }
-    assert whole.tasks["a"].losses == whole.tasks["b"].losses[: len(whole.tasks["a"].losses)]
+    assert whole.tasks["a"].losses == whole.tasks["b"].losses
 
 
 @pytest.mark.parametrize(
