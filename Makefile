@@ -13,7 +13,7 @@ GPU_DAY ?= --emulated --minutes 4
 # reader of batches, imports, and training with every pair of factors that could change a bit. Left out of these folders
 # are tests that train whole models or compare resident sets, the longest walk, and the import of transformers: with
 # them, and with tests/data/test_position.py, all took 204 s of processor time beside a load of 15.
-CHECK := $(addprefix tests/,schedule tasks host partitioners display test_imports.py test_package.py test_trace.py \
+CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display test_imports.py test_package.py test_trace.py \
 	$(addprefix data/test_,indices.py reader.py streams.py) promises/test_exact.py::test_case_of_the_covering) \
 	$(addprefix --ignore=tests/host/test_,bound_copy.py device_step.py resident_set.py) \
 	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \

@@ -1,6 +1,7 @@
 """Spans and counters add up, from any number of threads."""
 
 import threading
+from itertools import pairwise
 
 import pytest
 
@@ -80,6 +81,16 @@ def test_totals_stay_when_old_spans_go(clock, monkeypatch):
             clock.now_s += 1
     assert [span.label for span in trace.spans()] == ["7", "8", "9"]
     assert trace.busy_s("a", "load") == 10
+
+
+def test_memory_in_use_is_kept_with_its_moments_the_last_of_it(clock, monkeypatch):
+    monkeypatch.setattr(trace_module, "MAX_SPANS", 3)
+    trace = Trace()
+    for number in range(5):
+        clock.now_s += 1
+        trace.note_memory("a", number)
+    assert [(used.device, used.used_bytes) for used in trace.memory()] == [("a", 2), ("a", 3), ("a", 4)]
+    assert [after.at_s - before.at_s for before, after in pairwise(trace.memory())] == [1, 1]
 
 
 def test_spans_that_are_handed_out_are_the_callers():

@@ -10,9 +10,9 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 # Hues go round the circle by the golden angle, so that neighbours in the list never look alike.
 GOLDEN_ANGLE = 137.508
@@ -100,8 +100,8 @@ def _element(shape: Shape) -> str:
     if isinstance(shape, Words):
         bold = ' font-weight="bold"' if shape.is_bold else ""
         where = f'x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-        return f'<text {where} dominant-baseline="central"{bold}>{escape(printable(shape.text))}</text>'
-    title = f"<title>{escape(printable(shape.title))}</title>" if shape.title else ""
+        return f'<text {where} dominant-baseline="central"{bold}>{escape(printable(shape.text), quote=False)}</text>'
+    title = f"<title>{escape(printable(shape.title), quote=False)}</title>" if shape.title else ""
     if isinstance(shape, Box):
         # Four decimals: the smallest boxes of a long run are narrower than a hundredth of a pixel.
         size = f'width="{shape.width:.4f}" height="{shape.height:.4f}"'

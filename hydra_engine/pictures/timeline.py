@@ -7,8 +7,8 @@
     cpu:0   |__--__--___|   peak 61 MiB of 64 MiB      by device: memory in use, up to its budget
     loss    |\\_          |                              by task: of each step, and of validations
 
-A row shows spans exactly as long as they draw wider than a pixel. Shorter ones that are neighbours share a box, whose
-parts are as high as their tasks' shares of its time. So the area of a row that is filled is the share of the time in
+A row shows each span that is wider than a pixel as a box. Shorter ones that are neighbours share a box, whose parts are
+as high as their tasks' shares of its time. So the area of a row that is filled is the share of the time in
 which the lane worked, at any scale.
 """
 
@@ -39,7 +39,7 @@ from partitioners import format_bytes
 LEFT, RIGHT, MARGIN = 132, 168, 14  # pixels, beside and around the plots
 LEAST_WIDTH = LEFT + RIGHT + 100
 CURVES_HEIGHT = 190
-# The most boxes of all rows together, as far as that leaves the longer spans a box each: an HTML file of a few MB.
+# Of a run with more spans, more of them share a box, so that there are about so many: an HTML file of a few MB.
 MOST_BOXES = 20_000
 # Points of one loss curve.
 MOST_POINTS = 400
@@ -81,6 +81,7 @@ class RunFigures:
     memory: Sequence[MemoryUse] = ()
     curves: Sequence[Curve] = ()
     is_cut: bool = False  # the first spans are not there any more
+    is_memory_cut: bool = False  # nor is the memory that was in use at first
 
 
 class _Sizes(NamedTuple):
@@ -188,8 +189,8 @@ def _draw_head(drawing: _Drawing, figures: RunFigures, names: Sequence[str], num
 
 def _draw_rows(drawing: _Drawing, spans: Sequence[Span], devices: Sequence[str], sizes: _Sizes) -> None:
     found = lane_rows(span for span in spans if span.lane != AGAIN and span.end_s > span.start_s)
-    num_rows = max(1, sum(map(len, found.values())))
-    least = max(1.0, drawing.plot_width * num_rows / MOST_BOXES)
+    num_rows = sum(map(len, found.values()))
+    least = 1.0 if len(spans) <= MOST_BOXES else max(1.0, drawing.plot_width * num_rows / MOST_BOXES)
     top = drawing.y
     for device in devices:
         computing = [span for row in found.get((device, COMPUTE), []) for span in row]
@@ -298,18 +299,20 @@ def _draw_memory(drawing: _Drawing, figures: RunFigures, sizes: _Sizes) -> None:
     text = "Memory in use; a row's height is the budget; dashed: the peak"
     drawing.shapes.append(Words(MARGIN, drawing.y, text, size=12, is_bold=True))
     drawing.y += 14
-    top = drawing.y
+    top, right = drawing.y, LEFT + drawing.plot_width
+    # What is not known any more stays white.
+    known_s = figures.memory[0].at_s if figures.is_memory_cut else 0.0
+    left = min(right, max(LEFT, drawing.x(known_s)))
     for device in figures.devices:
         peak = f"peak {format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}"
         _label(drawing, device.name, peak, sizes.memory, sizes.font)
-        drawing.shapes.append(Box(LEFT, drawing.y, drawing.plot_width, sizes.memory, FAINT))
+        drawing.shapes.append(Box(left, drawing.y, right - left, sizes.memory, FAINT))
         height = sizes.memory / max(1, device.memory_bytes)
         bottom = drawing.y + sizes.memory
         points = _steps(drawing, used.get(device.name, []), lambda num, at=bottom, per=height: at - num * per)  # type: ignore[misc]
         if points:
             drawing.shapes.append(Area(points, MEMORY, f"{device.name}: {peak}"))
         y = bottom - device.peak_bytes * height
-        right = LEFT + drawing.plot_width
         drawing.shapes.append(Line(((LEFT, y), (right, y)), MARK, 0.8, is_dashed=True, title=f"{device.name}: {peak}"))
         drawing.y += sizes.memory + sizes.gap
     _time_axis(drawing, top)
@@ -368,7 +371,7 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
         up = (scaled(value) - bottom_value) / (top_value - bottom_value)
         return LEFT + step * drawing.plot_width / last, bottom - 6 - up * (CURVES_HEIGHT - 12)
 
-    for value in _log_ticks(low, high) if is_log else ticks(bottom_value, top_value, 4):
+    for value in _log_ticks(low, high) if is_log else ticks(bottom_value, top_value, 6):
         _, y = place(0, value)
         drawing.shapes.append(Line(((LEFT, y), (LEFT + drawing.plot_width, y)), "#cccccc", 0.5))
         drawing.shapes.append(Words(LEFT - 8, y, f"{value:.4g}", "end", 10))

@@ -26,7 +26,8 @@ _LANES = (*DEVICE_LANES, *HOST_LANES)
 
 def trace_events(figures: RunFigures) -> dict[str, Any]:
     """Return a run's trace, for JSON."""
-    devices = [*ordered_devices([device.name for device in figures.devices], figures.spans), HOST]
+    known = [*(device.name for device in figures.devices), *(used.device for used in figures.memory)]
+    devices = [*ordered_devices(known, figures.spans), HOST]
     processes = {name: pid for pid, name in enumerate(devices, 1)}
     events: list[dict[str, Any]] = []
     for name, pid in processes.items():
@@ -34,7 +35,7 @@ def trace_events(figures: RunFigures) -> dict[str, Any]:
         events.append(_meta("process_sort_index", pid, pid, sort_index=pid))
     tids = count(len(processes) + 1)
     lanes = lane_rows(span for span in figures.spans if span.lane != AGAIN)
-    for (device, lane), rows in sorted(lanes.items(), key=lambda item: _LANES.index(item[0][1])):
+    for (device, lane), rows in sorted(lanes.items(), key=lambda item: _order(item[0][1])):
         pid = processes[device]
         for k, row in enumerate(rows, 1):
             tid = next(tids)
@@ -56,6 +57,10 @@ def trace_events(figures: RunFigures) -> dict[str, Any]:
         events.append({"name": "memory in use", "cat": "memory", **at, "args": {"bytes": used.used_bytes}})
     # Perfetto wants to know the unit before the first event.
     return {"displayTimeUnit": "ms", "otherData": {"makespan_s": figures.makespan_s}, "traceEvents": events}
+
+
+def _order(lane: str) -> int:
+    return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
 def _ns(seconds: float) -> int:

@@ -484,6 +484,7 @@ class Report:
             memory=self.memory,
             curves=curves,
             is_cut=len(self.spans) >= MAX_SPANS,
+            is_memory_cut=len(self.memory) >= MAX_SPANS,
         )
 
     def _busy_share(self, device: DeviceReport) -> float:

@@ -63,6 +63,30 @@ class TestLedger:
         assert waiting.grants == [30]
         assert ledger.used_bytes == 100
 
+    def test_every_change_of_the_bytes_in_use_is_told(self):
+        ledger, told = Ledger("device", 100), []
+        ledger.noted = told.append
+        busy(ledger, 60)
+        assert ledger.take(30, SLABS)
+        ledger.release(30, kind=SLABS)
+        ledger.release(60, deactivates=True)
+        assert told == [60, 90, 60, 0]
+
+    def test_bytes_of_a_unit_that_was_granted_all_are_told_once_they_are_known(self):
+        ledger, told = Ledger("device", 100), []
+        busy(ledger, 10)
+        ledger.noted = told.append
+        whole = ask(ledger, None, activates=True)
+        ledger.release(10, deactivates=True)
+        assert whole.grants == [100]
+        ledger.settle(100, 70)
+        assert told == [0, 70]
+        assert ledger.peak_bytes == 70
+        ledger.release(70, deactivates=True)
+        ask(ledger, None, activates=True)
+        ledger.release(100, deactivates=True)  # it failed, and never told
+        assert told == [0, 70, 0, 0]
+
     def test_requests_are_granted_in_the_order_they_were_asked(self):
         ledger = Ledger("device", 100)
         busy(ledger, 90)

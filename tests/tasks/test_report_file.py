@@ -1,0 +1,254 @@
+"""What a run reports can be saved, loaded, drawn, traced and summed up; what a file holds equals what was saved."""
+
+import dataclasses
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import DeviceReport, EmulatedDevice, ModelOrchestrator, ModelTask, Report, SavedError, TaskReport
+from hydra_engine.tasks.report_file import to_json
+from tests.pictures.test_trace_events import check
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def tasks():
+    def of(seed):
+        generator = torch.Generator().manual_seed(seed)
+        data = [
+            (torch.rand(8, 16, generator=generator), torch.randint(16, (8,), generator=generator)) for _ in range(4)
+        ]
+        layers = [nn.Linear(16, 16) for _ in range(4)]
+        return ModelTask(layers, F.cross_entropy, data, epochs=2, name=f"task<{seed}>", seed=seed, validation=data[:1])
+
+    return [of(seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def report():
+    orchestra = ModelOrchestrator(tasks(), devices=[EmulatedDevice("12KiB", bandwidth="50MB") for _ in range(2)])
+    orchestra.verbose = 0
+    return orchestra.train_models()
+
+
+@pytest.fixture(scope="module")
+def loaded(report, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "run.json"
+    report.save(path)
+    return Report.load(path)
+
+
+def example(hint):
+    """A value of this type, no field of which has its default."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return example(next(each for each in inner if each is not NoneType))
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{each.name: example(hints[each.name]) for each in dataclasses.fields(hint)})
+    if hasattr(hint, "_fields"):
+        return hint(*map(example, get_type_hints(hint).values()))
+    if origin is not None and issubclass(origin, Mapping):
+        return {"key": example(inner[1])}
+    if origin in (tuple, frozenset):
+        return origin([example(inner[0])])
+    if origin is not None and issubclass(origin, Sequence):
+        return [example(inner[0])]
+    simple = {
+        int: 3,
+        float: 0.1,
+        str: "text",
+        bool: True,
+        BaseException: ValueError("boom"),
+        torch.Tensor: torch.ones(2),
+    }
+    return {"a": [1, 0.5, None, math.inf]} if hint is Any else simple[hint]
+
+
+def test_every_field_comes_back(tmp_path):
+    report = example(Report)
+    report.save(tmp_path / "run.json")
+    found = Report.load(tmp_path / "run.json")
+    [task], [given] = found.tasks.values(), report.tasks.values()
+    assert (task.ema_state, given.ema_state.keys()) == (None, {"key"})
+    assert isinstance(task.exception, SavedError)
+    assert (task.exception.kind, task.exception.text) == ("ValueError", "boom")
+    task.ema_state, task.exception = given.ema_state, given.exception
+    assert found == report
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    task = TaskReport(
+        name="a", seed=1, losses=[math.nan, math.inf, -math.inf, 1.0], hparams={"lr": math.inf, "d": (1, 2)}
+    )
+    Report(makespan_s=1.0, tasks={"a": task}, devices=[]).save(tmp_path / "run.json")
+    json.loads((tmp_path / "run.json").read_text(), parse_constant=pytest.fail)
+    found = Report.load(tmp_path / "run.json").tasks["a"]
+    assert math.isnan(found.losses[0])
+    assert found.losses[1:] == [math.inf, -math.inf, 1.0]
+    assert found.hparams == {"lr": math.inf, "d": [1, 2]}
+
+
+def test_failure_of_a_loaded_report_is_raised_and_saved_again(tmp_path):
+    class Own(Exception):
+        pass
+
+    task = TaskReport(name="a", seed=1, status="failed", exception=Own("boom\nand more"), error="Traceback ...")
+    Report(makespan_s=1.0, tasks={"a": task}, devices=[]).save(tmp_path / "1.json")
+    found = Report.load(tmp_path / "1.json")
+    found.save(tmp_path / "2.json")
+    assert (tmp_path / "1.json").read_text() == (tmp_path / "2.json").read_text()
+    with pytest.raises(SavedError, match=r"Own: boom\nand more"):
+        found.raise_failures()
+    assert found.tasks["a"].error == "Traceback ..."
+    assert found.summary().splitlines()[1].endswith("Own: boom")
+
+
+def test_file_of_an_older_or_newer_report_is_read_as_far_as_it_is_known(tmp_path):
+    path = tmp_path / "run.json"
+    Report(makespan_s=1.0, tasks={"a": TaskReport(name="a", seed=1)}, devices=[]).save(path)
+    state = json.loads(path.read_text())
+    del state["report"]["memory"]
+    state["report"]["tasks"]["a"]["some_day"] = 1
+    path.write_text(json.dumps(state))
+    assert Report.load(path).memory == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("not JSON", r"is no JSON .*Report\.save\(\)"),
+        ("[1]", "holds no report"),
+        ('{"format": "other"}', "holds no report"),
+        (
+            '{"format": "hydra_engine report", "version": 9, "hydra_engine": "7.1"}',
+            "limit: 1; load it with hydra_engine 7.1",
+        ),
+        ('{"format": "hydra_engine report", "version": 1}', "is damaged: KeyError"),
+        (
+            '{"format": "hydra_engine report", "version": 1, "report": {}}',
+            "is damaged: .*lacks makespan_s, tasks, devices",
+        ),
+    ],
+)
+def test_file_that_is_no_report_is_refused(content, text, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=f"Report.load: .*run.json.*{text}"):
+        Report.load(tmp_path / "run.json")
+
+
+def test_file_is_written_whole_or_not_at_all(report, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    path.write_text("before")
+    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        report.save(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    assert path.read_text() == "before"
+
+
+def test_loaded_report_gives_what_the_report_gave(report, loaded):
+    assert to_json(loaded) == to_json(report)
+    assert (str(loaded), loaded.summary(), loaded.schedule) == (str(report), report.summary(), report.schedule)
+
+
+def test_memory_in_use_is_told_up_to_the_peak(report):
+    for device in report.devices:
+        used = [each.used_bytes for each in report.memory if each.device == device.name]
+        assert max(used) == device.peak_bytes <= device.memory_bytes
+        assert min(used) >= 0
+    moments = [each.at_s for each in report.memory]
+    assert moments == sorted(moments)
+
+
+def test_busy_shares_of_the_timeline_are_the_reports(report, tmp_path):
+    report.plot(tmp_path / "run.svg")
+    root = ET.parse(tmp_path / "run.svg").getroot()
+    rows = {device.name: 0.0 for device in report.devices}
+    for rect in root.iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        found = re.search(r"compute on ([^ ,]+),", "" if title is None else title.text)
+        if found:
+            rows[found[1]] += float(rect.get("width")) * float(rect.get("height"))
+    texts = [each.text for each in root.iter(f"{SVG}text")]
+    for device in report.devices:
+        share = device.busy_s / report.makespan_s
+        assert rows[device.name] / (900 * 25) == pytest.approx(share, abs=1e-4)  # a row of 900 x 25 pixels
+        assert f"{share:.0%}" in texts
+
+
+def test_page_holds_everything_and_refers_to_nothing(report, tmp_path):
+    report.plot(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    bare = page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<script", bare)
+    assert "task&lt;0&gt;.fb" in page
+    assert report.summary().splitlines()[0] in page
+    assert page.count("<svg") == page.count("</svg>") == 1
+
+
+def test_ending_that_is_not_known_is_refused(report, tmp_path):
+    with pytest.raises(ValueError, match=r"path: '.*run\.jpg', known endings: \.html, \.png, \.svg"):
+        report.plot(tmp_path / "run.jpg")
+
+
+def test_trace_has_every_span_and_the_seconds_of_the_report(report, tmp_path):
+    report.trace(tmp_path / "trace.json")
+    state = json.loads((tmp_path / "trace.json").read_text())
+    check(state)
+    events = state["traceEvents"]
+    processes = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    complete = [each for each in events if each["ph"] == "X"]
+    assert len(complete) == len(report.spans)
+    assert {each["cat"] for each in complete} == set(report.tasks)
+    for device in report.devices:
+        mine = [each for each in complete if processes[each["pid"]] == device.name]
+        compute_us = sum(each["dur"] for each in mine if each["args"]["lane"] == "compute")
+        assert compute_us / 1e6 == pytest.approx(device.busy_s, abs=1e-9 * len(mine))
+    assert sum(each["ph"] == "C" for each in events) == len(report.memory)
+
+
+def test_summary_says_what_needs_a_look():
+    failed = TaskReport(name="b", seed=1, status="failed", steps=1, exception=ValueError("boom\nmore"))
+    device = DeviceReport(
+        name="cpu:0", busy_s=3.0, loaded_bytes=2048, stored_bytes=1024, peak_bytes=512, memory_bytes=1024
+    )
+    done = TaskReport(name="a", seed=1, status="finished", steps=3)
+    report = Report(makespan_s=4.0, tasks={"a": done, "b": failed}, devices=[device], messages=["a batch was skipped"])
+    assert report.summary().splitlines() == [
+        "2 tasks on 1 device in 4.0 s: 1 finished, 1 failed",
+        "computing 75% of the time (cpu:0 75%)",
+        "loaded 2 KiB, stored 1 KiB; at most 512 B of 1 KiB in use, on cpu:0",
+        "b failed after 1 step: ValueError: boom",
+        "a batch was skipped",
+    ]
+    assert repr(report) == "<Report: 2 tasks on 1 device in 4.0 s: 1 finished, 1 failed>"
+    assert repr(failed) == "<TaskReport 'b': failed, 1 step>"
+
+
+def test_notebook_shows_the_tables_of_report_and_plan(report):
+    page = report._repr_html_()
+    assert "<th>task</th>" in page
+    assert "task&lt;0&gt;" in page
+    orchestra = ModelOrchestrator(tasks(), devices=[EmulatedDevice("12KiB")])
+    orchestra.verbose = 0
+    plan = orchestra.generate()
+    assert "<td>task&lt;2&gt;</td>" in plan._repr_html_()
+    assert repr(plan) == "<Plan: 3 tasks on 1 device>"
+    assert re.fullmatch(r"<TaskPlan 'task<0>': \d shards, .* KiB>", repr(plan.tasks["task<0>"]))
+
+
+def test_plan_is_printed_once(tmp_path, capsys):
+    orchestra = ModelOrchestrator(tasks(), devices=[EmulatedDevice("12KiB")], checkpoint_dir=tmp_path / "run")
+    orchestra.generate()
+    orchestra.train_models(resume=True)
+    assert capsys.readouterr().out.count("plan for ") == 1
