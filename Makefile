@@ -19,10 +19,10 @@ CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display te
 	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \
 	--deselect "tests/test_imports.py::test_module_can_be_imported[integrations"
 
-.PHONY: demo check test test-oldest exact lint docs picture bench gpu-wheels clean
+.PHONY: demo check test test-oldest exact lint docs picture bench gpu-wheels dist clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/multi_task_lm.py --verify
+	$(BIN)/hydra-engine demo
 
 check: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(CHECK)
@@ -65,6 +65,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/durability/main.py
 	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 
+# A wheel and a source distribution, in dist/.
+dist: $(STAMP)
+	$(BIN)/python -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
+
 # What the machine of benchmarks/gpu_day lacks, gathered where there is a network. Needs only pip.
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu_day/wheels.py
@@ -83,4 +87,4 @@ $(OLDEST)/.installed: setup.cfg constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) benchmarks/gpu_day/wheels build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) benchmarks/gpu_day/wheels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 from adaptive_digits import Workload, compare
-from multi_task_lm import Config, Windows, gpt, next_byte_loss, read_text
 from torch.utils.data import random_split
+
+from hydra_engine.cli.demo import Config, Windows, gpt, next_byte_loss, read_text
 
 NUM_WINDOWS = 800
 CONFIG = Config(width=256, num_blocks=1, lr=1e-3)

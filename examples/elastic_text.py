@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import torch
-from multi_task_lm import Config, Windows, gpt, next_byte_loss, read_text
 from torch import nn
 from torch.utils.data import DataLoader
 
 from hydra_engine import elastic
+from hydra_engine.cli.demo import Config, Windows, gpt, next_byte_loss, read_text
 
 CONFIG = Config(width=64, num_blocks=2, lr=3e-3)
 SEED = 0

@@ -4,10 +4,8 @@ import importlib.util
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch.utils.data import DataLoader
 
 from tests.fake_cuda import FakeCuda
 
@@ -41,99 +39,6 @@ def module_of(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def multi_task_lm():
-    """The example as a module."""
-    return module_of("multi_task_lm")
-
-
-def test_multi_task_lm_trains_four_models_as_plain_pytorch_does(multi_task_lm, capsys, monkeypatch):
-    small = {name: config._replace(width=96, num_blocks=4) for name, config in multi_task_lm.CONFIGS.items()}
-    monkeypatch.setattr(multi_task_lm, "CONFIGS", small)
-    monkeypatch.setattr(multi_task_lm, "CONTEXT", 16)
-    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", "--steps", "2", "--memory", "1.75MiB", "--verify"])
-    with pytest.raises(SystemExit) as ended:
-        multi_task_lm.main()
-    printed = capsys.readouterr().out
-    assert ended.value.code == 0, printed
-    lines = printed.splitlines()
-    for name in small:
-        (header,) = [line for line in lines if line.startswith(f"{name}:")]
-        times = float(header.rsplit(" = ", 1)[1].split()[0])
-        assert times >= 4, header
-        (row,) = [line for line in lines if line.split()[:3] == [name, "finished", "2"]]
-        assert row.count("->") == 2, row  # training and validation loss
-    assert "plan for EmulatedDevice(1.8 MiB), EmulatedDevice(1.8 MiB)" in printed
-    assert [line for line in lines if " s  " in line and "base 2/2" in line and "fast 2/2" in line], "no live progress"
-    for device in ("emulated:0", "emulated:1"):
-        assert [line for line in lines if line.startswith(device) and line.endswith("MiB of 1.8 MiB")]
-    assert "verify: deep again in plain PyTorch" in printed
-    assert "yes: 54 of 54 weight tensors are bit-equal" in printed
-    assert "yes: losses of 2 steps are identical" in printed
-    assert "yes: validation losses of 2 epochs are identical" in printed
-
-
-def test_multi_task_lm_trains_on_gpus(multi_task_lm, capsys, monkeypatch):
-    small = {name: config._replace(width=32, num_blocks=1) for name, config in multi_task_lm.CONFIGS.items()}
-    monkeypatch.setattr(multi_task_lm, "CONFIGS", small)
-    monkeypatch.setattr(multi_task_lm, "CONTEXT", 16)
-    options = ["--steps", "2", "--device", "cuda:0,cuda:1", "--memory", "8MiB"]
-    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", *options])
-    cuda = FakeCuda(num_devices=2)
-    with cuda.installed():
-        multi_task_lm.main()
-    printed = capsys.readouterr().out
-    assert "plan for CudaDevice(0, 3.8 MiB), CudaDevice(1, 3.8 MiB)" in printed
-    for name in small:
-        assert [line for line in printed.splitlines() if line.split()[:3] == [name, "finished", "2"]]
-    cuda.check_all_left_as_found()
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--device", "tpu"], "--device tpu, known: cuda:0"),
-        (["--device", "cuda:0,"], "--device cuda:0,, known: cuda:0"),
-        (["--device", "cuda:0", "--verify"], "leave --device out"),
-    ],
-)
-def test_multi_task_lm_refuses_devices_that_it_does_not_know(multi_task_lm, capsys, monkeypatch, options, text):
-    monkeypatch.setattr(sys, "argv", ["multi_task_lm.py", *options])
-    with pytest.raises(SystemExit) as ended:
-        multi_task_lm.main()
-    assert ended.value.code == 2
-    assert text in capsys.readouterr().err
-
-
-def test_multi_task_lm_says_no_when_the_weights_differ(multi_task_lm, capsys):
-    config = multi_task_lm.Config(width=32, num_blocks=1, lr=1e-3)
-    multi_task_lm.CONFIGS = {"tiny": config}
-    windows = multi_task_lm.Windows(bytes(range(256)), 8)
-    untrained = SimpleNamespace(
-        name="tiny",
-        model=multi_task_lm.gpt(config, seed=0),
-        dataloader=DataLoader(windows, batch_size=4),
-        validation=DataLoader(windows, batch_size=4),
-        lr=config.lr,
-    )
-    report = SimpleNamespace(losses=[0.0] * 4, validation_losses=[0.0] * 2, seed=0)
-    assert multi_task_lm.verify(untrained, report, seed=0) is False
-    printed = capsys.readouterr().out
-    assert printed.count("NO: ") == 3
-    assert "NO: 0 of " in printed
-
-
-def test_multi_task_lm_reads_a_text_of_the_users(multi_task_lm, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(256)) * 2)
-    windows = multi_task_lm.Windows(multi_task_lm.read_text(path), 8)
-    inputs, target = windows[7]
-    assert len(windows) == 8
-    assert inputs.tolist()[1:] == target.tolist()[:-1]
-    with pytest.raises(ValueError, match="text: 512 bytes, limit: more than 564; give a longer one"):
-        multi_task_lm.Windows(multi_task_lm.read_text(path), 500)
 
 
 def test_single_task_vision_trains_as_plain_pytorch_does(run):

@@ -82,7 +82,7 @@ class CheckpointStore:
         if found is not None and not resume and not self._is_own:
             raise CheckpointError(
                 f"{self.directory} holds checkpoints of another run, the newest {found.path.name}; go on from it with "
-                f"train_models(resume=True), or give another checkpoint_dir"
+                f"`hydra-engine resume {self.directory}` or train_models(resume=True), or give another checkpoint_dir"
             )
         for message in () if found is None else found.messages:
             print(f"hydra_engine: {message}", file=sys.stderr)

@@ -1,26 +1,37 @@
-"""The command line: ``hydra-engine plan PACKAGE.MODULE:FUNCTION --memory 16GiB``, ``probe``, ``resume DIR``, ``sweep``,
-``devices``.
+"""The command line: ``hydra-engine VERB ...``, one verb for each thing that people do.
 
-A command's module is imported once the line has been understood: torch takes seconds, and `--help` needs none of it.
+A verb's module is imported once the line has been understood: torch takes seconds, and `--help` needs none of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
+
+from hydra_engine._version import __version__
 
 # As `hydra_engine.cli.plan` knows them.
 DEVICES = ("gpu", "cpu")
 PRECISIONS = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 ORDERS = ("list", "add", "remove")
+SHELLS = ("bash", "zsh", "tcsh")
+
+# Exit codes, as docs/command-line.md lists them; 75 is that of a lost device (`hydra_engine.run`).
+DONE, FAILED, REFUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
 
 
 class Mistake(Exception):
     """An error that the user can correct, in words of one line."""
+
+
+class Failure(Exception):
+    """What was asked for was begun and did not succeed, in words of one line."""
 
 
 def count(text: str, field: str) -> int:
@@ -31,52 +42,180 @@ def count(text: str, field: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code is 0, or 2 after one line on stderr about what the user can correct."""
-    own, command = _parted(list(sys.argv[1:] if arguments is None else arguments))
-    options = _parser().parse_args(own)
+    """Run a verb and return the exit code: 0 done, 1 failed, 2 refused, 130 after Ctrl-C, 143 after SIGTERM.
+
+    All but 0 come with one line on stderr. With `--debug` the exception goes on instead, with its traceback.
+    """
+    line = list(sys.argv[1:] if arguments is None else arguments)
+    own, command = _parted(line)
+    options = parser().parse_args(own)
     options.argv = command
     try:
         import_module(f"hydra_engine.cli.{options.command}").run(options)
-    except Mistake as mistake:
-        print(f"hydra-engine {options.command}: {' '.join(str(mistake).split())}", file=sys.stderr)
-        return 2
-    return 0
+    except (Mistake, Failure) as error:
+        if options.debug:
+            raise
+        _say(options, str(error))
+        return REFUSED if isinstance(error, Mistake) else FAILED
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        _say(options, f"ended by Ctrl-C; {_again(options, line)}")
+        return INTERRUPTED
+    except SystemExit as ended:
+        if ended.code == TERMINATED:
+            _say(options, f"ended by SIGTERM; {_again(options, line)}")
+        raise
+    except Exception as error:
+        if options.debug:
+            raise
+        _say(options, f"{type(error).__name__}: {error}; the same command with --debug shows the traceback")
+        return FAILED
+    return DONE
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    print(f"hydra-engine {options.command}: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
+    """Return text that names the command which goes on with what was interrupted, or begins it again."""
+    again = f"`{shlex.join(('hydra-engine', *line))}`"
+    directory = getattr(options, "checkpoint_dir", None)
+    if directory is None:
+        keeps = "; with --checkpoint-dir it could go on" if options.command in ("sweep", "train") else ""
+        return f"begin again with {again}{keeps}"
+    if options.command == "train" and any(Path(directory).glob("checkpoint-*.json")):
+        return f"go on with `{shlex.join(('hydra-engine', 'resume', directory))}`"
+    return f"go on with {again}"
 
 
 def _parted(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """What `resume` takes itself, and the command that stands behind a "--"; None without one."""
-    if arguments[:1] != ["resume"] or "--" not in arguments:
+    """Return what `resume` takes itself, and the command that stands behind a "--"; None without one."""
+    verb = next((each for each in arguments if not each.startswith("-")), None)
+    if verb != "resume" or "--" not in arguments:
         return arguments, None
     end = arguments.index("--")
     return arguments[:end], arguments[end + 1 :]
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of examples, and wraps all other text."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")
+        self.exit(REFUSED, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hydra-engine", description="Trains many PyTorch models, each larger than the device.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_plan(commands.add_parser("plan", help="how a model would be cut, and what its step would take, by arithmetic"))
-    _add_probe(commands.add_parser("probe", help="measures and stores how fast this machine's links and devices are"))
-    _add_resume(commands.add_parser("resume", help="runs the command again that made checkpoints, from the newest one"))
-    _add_sweep(commands.add_parser("sweep", help="trains the trials of a search space together, and names the best"))
-    _add_devices(commands.add_parser("devices", help="lists, adds and removes devices of a run that is at work"))
-    return parser
+_OVERVIEW = """\
+examples:
+  hydra-engine demo                                             four models, two small devices, half a minute
+  hydra-engine plan my_models:sample --memory 24GiB             does my model fit, and how fast would it be
+  hydra-engine train my_models:tasks --devices cuda:0 --checkpoint-dir runs/a
+  hydra-engine resume runs/a
+
+exit codes:
+  0 done   1 begun, and failed   2 refused before any work: the line says what to correct
+  75 a GPU was lost, the last commits are saved   130 Ctrl-C   143 SIGTERM
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs; builds it without torch."""
+    description = "Trains many PyTorch models together, each larger than the device."
+    found = _Parser(prog="hydra-engine", description=description, epilog=_OVERVIEW, formatter_class=_Help)
+    found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    found.add_argument("--debug", action="store_true", help="show an error's traceback")
+    commands = found.add_subparsers(dest="command", required=True, metavar="VERB")
+    for verb, (fill, text, examples) in _VERBS.items():
+        epilog = "examples:\n" + "".join(f"  {each}\n" for each in examples)
+        added = commands.add_parser(verb, help=text, epilog=epilog, formatter_class=_Help)
+        added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
+        fill(added)
+    return found
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.description = (
+        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
+        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says at first what "
+        "it does and how long that takes. Exit code 1: the bits differ."
+    )
+    add = demo.add_argument
+    add("--full", action="store_true", help="120 steps of each model in place of 20: minutes")
+    add("--steps", metavar="N", help="of each model, in 2 whole epochs")
+    add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated ones (12MiB 12MiB)")
+    add("--memory", metavar="SIZE", help="of each GPU (all that it has free)")
+    add("--text", metavar="FILE", help="to learn (the source of Python's standard library)")
+    add("--seed", type=int, default=0, metavar="N", help="of the models and the order of batches (0)")
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
+    train.description = (
+        "Calls the function, which returns one ModelTask or a list of them, and trains all together. Ctrl-C saves the "
+        "last commits in --checkpoint-dir, and the line after it names the command that goes on."
+    )
+    add = train.add_argument
+    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns a ModelTask, or a list of them")
+    add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
+    add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")
+    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
+    add("--checkpoint-dir", metavar="DIR", help="where to save, and to go on from")
+    add("--checkpoint-every", default="10min", metavar="TIME|STEPS", help="(10min)")
+    add("--report", metavar="FILE", help="where to save the report: `hydra-engine report FILE` reads it")
+    add("--dry-run", action="store_true", help="plan, check that everything fits, and end")
+    add("--quiet", action="store_true", help="show no plan and no progress")
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.description = (
+        "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`."
+    )
+    add = report.add_argument
+    add("file", metavar="FILE", help="a saved report")
+    add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .html")
+    add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev: .json")
+
+
+def _add_completion(completion: argparse.ArgumentParser) -> None:
+    completion.description = (
+        "Prints a script that completes verbs and options in a shell. Needs shtab: pip install "
+        "'hydra_engine[completion]'."
+    )
+    completion.add_argument("shell", choices=SHELLS, help="whose script to print")
+
+
+def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.description = (
+        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
+        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed."
+    )
+    add = simulate.add_argument
+    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn), or TaskCosts")
+    add("--copies", default="1", metavar="N", help="tasks of each kind (1)")
+    add("--steps", default="100", metavar="N", help="of each task, unless a TaskCost says so (100)")
+    add("--devices", nargs="+", default=["1", "2", "4", "8"], metavar="N", help="numbers to compare (1 2 4 8)")
+    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
+    add("--memory", metavar="SIZE", help="of one device; for a model")
+    _add_machine(simulate)
 
 
 def _add_devices(devices: argparse.ArgumentParser) -> None:
     devices.description = (
-        "Steers a run of yours that is at work, from outside: what leaves finishes its unit, and no step is redone. "
-        "list prints the place of each device: in, leaving or out."
+        "Lists the devices of this machine, or steers a run of yours that is at work, from outside: what leaves "
+        "finishes its unit, and no step is redone. list RUN prints the place of each device: in, leaving or out."
     )
     add = devices.add_argument
-    add("order", choices=ORDERS, help="list the devices, add one, or remove one")
-    add("run", metavar="RUN", help="the run's checkpoint_dir")
+    add("order", choices=ORDERS, nargs="?", default="list", help="list the devices, add one, or remove one (list)")
+    add("run", metavar="RUN", nargs="?", help="the run's checkpoint_dir; without it, list is of this machine")
     add("name", metavar="NAME", nargs="?", help="of a device: as list prints it, or of a GPU that is not in")
     add("--grace", metavar="SECONDS", help="that the unit on a removed device has to finish; then it is run elsewhere")
 
@@ -89,8 +228,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     add = plan.add_argument
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn)")
     add("--memory", required=True, metavar="SIZE", help="of one device")
-    add("--device", choices=DEVICES, default="gpu", help="whose kernels are assumed (gpu)")
     add("--devices", default="1", metavar="N", help="for several such tasks; one task uses one at a time (1)")
+    _add_machine(plan)
+
+
+def _add_machine(verb: argparse.ArgumentParser) -> None:
+    """Add what is stated of a device and of how a task is trained there."""
+    add = verb.add_argument
+    add("--device", choices=DEVICES, default="gpu", help="whose kernels are assumed (gpu)")
     add("--precision", choices=PRECISIONS, default="float32", help="(float32)")
     add("--batch", metavar="N", help="samples in a batch (the sample's own)")
     add("--micro-batches", default="1", metavar="N|auto", help="per step (1)")
@@ -145,3 +290,71 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     add("--population", nargs="+", metavar="NAME", help="population-based training, which perturbs these values")
     add("--cluster", metavar="ADDRESS", help="of a Ray cluster, auto or HOST:PORT: train on all of its nodes (here)")
     add("--interval", metavar="N", help="validations between two decisions of a population (1)")
+
+
+# Of each verb: what adds its arguments, its line in the list of verbs, and examples.
+_VERBS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, tuple[str, ...]]] = {
+    "demo": (
+        _add_demo,
+        "trains four models on two devices that none of them fits, and checks the bits",
+        ("hydra-engine demo", "hydra-engine demo --full", "hydra-engine demo --devices cuda:0 --memory 4GiB"),
+    ),
+    "plan": (
+        _add_plan,
+        "how a model would be cut, and what its step would take, by arithmetic",
+        (
+            "hydra-engine plan my_models:sample --memory 24GiB --precision bfloat16",
+            "hydra-engine plan my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
+        ),
+    ),
+    "probe": (
+        _add_probe,
+        "measures and stores how fast this machine's links and devices are",
+        ("hydra-engine probe", "hydra-engine probe --device emulated"),
+    ),
+    "train": (
+        _add_train,
+        "trains the tasks that a function of yours returns",
+        (
+            "hydra-engine train my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
+            "hydra-engine train my_models:tasks --devices 512MiB 512MiB --dry-run",
+        ),
+    ),
+    "sweep": (
+        _add_sweep,
+        "trains the trials of a search space together, and names the best",
+        (
+            "hydra-engine sweep my_models:build_task --trials 24 --devices cuda:0 --study sqlite:///sweep.db",
+            "hydra-engine sweep my_models:build_task --rungs 1:3 --checkpoint-dir sweeps/a",
+        ),
+    ),
+    "resume": (
+        _add_resume,
+        "runs the command again that made checkpoints, from the newest one",
+        ("hydra-engine resume runs/a", "hydra-engine resume runs/a -- python train.py --more"),
+    ),
+    "devices": (
+        _add_devices,
+        "lists this machine's devices; lists, adds and removes those of a run that is at work",
+        (
+            "hydra-engine devices",
+            "hydra-engine devices list runs/a",
+            "hydra-engine devices remove runs/a cuda:1 --grace 30",
+        ),
+    ),
+    "report": (
+        _add_report,
+        "prints and draws a report that a run saved",
+        ("hydra-engine report run.json", "hydra-engine report run.json --plot timeline.html --trace trace.json"),
+    ),
+    "simulate": (
+        _add_simulate,
+        "predicts how long tasks would train on so many devices",
+        ("hydra-engine simulate my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",),
+    ),
+    "completion": (
+        _add_completion,
+        "prints a script that completes verbs and options in a shell",
+        ('eval "$(hydra-engine completion bash)"     # in ~/.bashrc',),
+    ),
+}

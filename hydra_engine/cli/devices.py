@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from importlib import import_module
 from threading import TIMEOUT_MAX
 from typing import Any
 
@@ -14,6 +15,11 @@ from hydra_engine.control import ask
 def run(options: argparse.Namespace) -> None:
     """Send the order to the run, and print a line for each device that it is about."""
     what, name = options.order, options.name
+    if options.run is None:
+        if what != "list":
+            raise Mistake(f"RUN: None with {what}, limit: the checkpoint_dir of a run that is at work; name it")
+        print(*import_module("hydra_engine.cli.probe").machine_lines(), sep="\n")
+        return
     if (name is None) != (what == "list"):
         raise Mistake(f"NAME: {name!r} with {what}, limit: list takes none, add and remove take one; `--help`")
     if options.grace is not None and what != "remove":

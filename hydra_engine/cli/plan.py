@@ -25,7 +25,7 @@ MOST_ROWS = 12
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan of a user's function."""
-    machine = _machine(options)
+    machine = machine_of(options, num_devices=count(options.devices, "--devices"))
     num_samples = None if options.batch is None else count(options.batch, "--batch")
     number = None if options.micro_batches == "auto" else count(options.micro_batches, "--micro-batches")
     partitioner = _partitioner(options.partitioner)
@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> None:
     print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
 
 
-def _machine(options: argparse.Namespace) -> Machine:
+def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
+    """Return what the options state; raises Mistake."""
     memory_bytes = _size(options.memory, "--memory")
     reserve = RESERVES[options.device] if options.reserve is None else options.reserve
     reserve_bytes = 0 if reserve.strip() == "0" else _size(reserve, "--reserve")
@@ -69,7 +70,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         link_bytes_per_s=_bytes_per_s(options.link, "--link"),
         dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
         optimizer=options.optimizer,
-        num_devices=count(options.devices, "--devices"),
+        num_devices=num_devices,
     )
 
 
@@ -126,7 +127,7 @@ def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
     for j, shard in enumerate(plan.shards):
         layers = tuple(cost.name for cost in plan.costs[shard.first : shard.last])
         # As printed: sums of equal seconds differ in their last bits.
-        seconds = (_time(shard.forward_s), _time(shard.backward_s))
+        seconds = (duration(shard.forward_s), duration(shard.backward_s))
         kinds.setdefault((layers, shard.slab_bytes, shard.needed_bytes, seconds), []).append(j)
     return [(*head, "equal shards"), *((*_row(plan, alike), str(len(alike))) for alike in kinds.values())]
 
@@ -138,8 +139,8 @@ def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
         _layers(plan, shard) + (" ..." if len(alike) > 1 else ""),
         format_bytes(shard.slab_bytes),
         format_bytes(shard.needed_bytes),
-        _time(shard.forward_s),
-        _time(shard.backward_s),
+        duration(shard.forward_s),
+        duration(shard.backward_s),
     )
 
 
@@ -164,11 +165,11 @@ def _step_lines(plan: AheadPlan) -> list[str]:
     step = plan.step
     tokens = "" if plan.num_tokens is None else f", {plan.num_tokens / step.total_s:.4g} tokens/s"
     return [
-        f"step of one task alone: {_time(step.total_s)} = compute {_time(step.compute_s)} + exposed load "
-        f"{_time(step.exposed_load_s)} + boundary {_time(step.exposed_boundary_s)} + update "
-        f"{_time(step.exposed_update_s)}; {plan.num_samples / step.total_s:.4g} samples/s{tokens}",
-        f"bound by: {step.bound} (busy in a step: compute {_time(step.compute_s)}, with the forwards that backward "
-        f"repeats; link {_time(step.link_s)}; host optimizer {_time(step.update_s)})",
+        f"step of one task alone: {duration(step.total_s)} = compute {duration(step.compute_s)} + exposed load "
+        f"{duration(step.exposed_load_s)} + boundary {duration(step.exposed_boundary_s)} + update "
+        f"{duration(step.exposed_update_s)}; {plan.num_samples / step.total_s:.4g} samples/s{tokens}",
+        f"bound by: {step.bound} (busy in a step: compute {duration(step.compute_s)}, with the forwards that backward "
+        f"repeats; link {duration(step.link_s)}; host optimizer {duration(step.update_s)})",
     ]
 
 
@@ -193,7 +194,8 @@ def _rates_line(plan: AheadPlan) -> str:
     )
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that suits them."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

@@ -12,8 +12,9 @@ import torch
 from hydra_engine.cli.command import Mistake
 from hydra_engine.devices import Ceilings, DeviceSpec, EmulatedDevice, probe, resolve_devices
 from hydra_engine.devices import rates as ceilings
-from hydra_engine.system import host_threads
+from hydra_engine.system import dram, host_threads
 from hydra_engine.tasks import table
+from partitioners import format_bytes
 from partitioners.precision import DTYPES
 
 T = TypeVar("T")
@@ -38,6 +39,15 @@ def run(options: argparse.Namespace) -> None:
     found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
     print(*table(_columns(found)), sep="\n")
     print(f"stored in {_stored(partial(ceilings.save, *found))}")
+
+
+def machine_lines() -> list[str]:
+    """Return a line for each device that a run takes by itself."""
+    specs = resolve_devices(None, max(1, dram.available_dram_bytes() // 2))
+    lines = [f"{spec.name_at(index)}: {format_bytes(spec.memory_bytes)}" for index, spec in enumerate(specs)]
+    if any(isinstance(spec, EmulatedDevice) for spec in specs):
+        lines.append("this process sees no GPU: a run takes one emulated device of half the free DRAM")
+    return lines
 
 
 def _stored(access: Callable[[], T]) -> T:

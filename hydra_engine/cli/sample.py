@@ -40,23 +40,37 @@ def here_importable() -> Iterator[None]:
 
 
 def sample_of(name: str) -> Sample:
-    """Calls the function that `name` names, where nothing is allocated; raises Mistake."""
-    function = function_of(name)
+    """Call the function that `name` names, where nothing is allocated; raises Mistake."""
+    with without_values(name):
+        return unpacked(name, called(name, "returns (model, (inputs, target), loss_fn)"))
+
+
+@contextlib.contextmanager
+def without_values(name: str) -> Iterator[None]:
+    """Let tensors have shapes alone, so that a model may be of any size; what reads values raises Mistake."""
     try:
-        with torch.device("meta"):  # shapes only: a model of any size
-            returned = function()
-    except Exception as error:
+        with torch.device("meta"):
+            yield
+    except Mistake as mistake:
+        error = mistake.__cause__
         if isinstance(error, (RuntimeError, TypeError)) and _META.search(str(error)):  # it wants values
             raise Mistake(
                 f"{name}: {_said(error)}: the function reads values, limit: it is called under torch.device('meta'), "
                 f"where tensors have shapes but no values; build the model and the batch from shapes alone, and load "
                 f"weights and data elsewhere"
             ) from error
+        raise
+
+
+def called(name: str, returns: str) -> Any:
+    """Call the function that `name` names, without arguments; raises Mistake. returns: words of a rule."""
+    function = function_of(name)
+    try:
+        return function()
+    except Exception as error:
         raise Mistake(
-            f"{name}: {_said(error)}, limit: the function is called without arguments and returns (model, "
-            f"(inputs, target), loss_fn); correct it"
+            f"{name}: {_said(error)}, limit: the function is called without arguments and {returns}; correct it"
         ) from error
-    return _unpacked(name, returned)
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -85,7 +99,8 @@ def function_of(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _unpacked(name: str, returned: Any) -> Sample:
+def unpacked(name: str, returned: Any) -> Sample:
+    """Check what a function returned; raises Mistake."""
     rule = "limit: (model, (inputs, target), loss_fn); return these three"
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise Mistake(f"{name}: returned {_kind(returned)}, {rule}")

@@ -19,7 +19,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the sweep, and print the best trial of each objective."""
     if options.interval is not None and options.population is None:
         raise Mistake(f"--interval: {options.interval!r}, limit: with --population; name the values to perturb")
-    devices = None if options.devices is None else _devices(options.devices, are_here=options.cluster is None)
+    devices = None if options.devices is None else devices_of(options.devices, are_here=options.cluster is None)
     with here_importable():
         build_task = function_of(options.function)
         try:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
                 devices=devices,
                 dram=options.dram,
                 checkpoint_dir=options.checkpoint_dir,
-                checkpoint_every=_every(options.checkpoint_every),
+                checkpoint_every=checkpoint_interval(options.checkpoint_every),
                 metric=_one_or_all(options.metric),
                 direction=_one_or_all(options.direction),
                 seed=options.seed,
@@ -57,7 +57,8 @@ def _rungs(text: str) -> Rungs:
     return Rungs(min_resource=count(least, "--rungs"), reduction_factor=count(factor, "--rungs"))
 
 
-def _every(text: str) -> str | int:
+def checkpoint_interval(text: str) -> str | int:
+    """Return what --checkpoint-every gives: a number of steps, or a time as text."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
@@ -65,7 +66,8 @@ def _one_or_all(names: Sequence[str] | None) -> str | Sequence[str] | None:
     return names[0] if names is not None and len(names) == 1 else names
 
 
-def _devices(names: Sequence[str], *, are_here: bool) -> Sequence[DeviceSpec | str]:
+def devices_of(names: Sequence[str], *, are_here: bool) -> Sequence[DeviceSpec | str]:
+    """Return the devices that --devices names; are_here: of this machine, and not of a cluster. Raises Mistake."""
     try:
         # A size is an emulated device's, and a GPU's name has no digit in front.
         specs: list[DeviceSpec | str] = [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]

@@ -72,6 +72,7 @@ class ModelOrchestrator:
 
     Attributes:
         verbose: 0 silent, 1 plan and live progress.
+        tracebacks: print those of tasks that failed while others finished; False: one line for each.
         buffer: bytes that partitioning keeps free for the next shard: None for as much as the shard itself, or an int,
             or a string ("512MiB").
         optimizer_threads: of the host, that commit and update; None: as many as leave a core to each device and one to
@@ -120,6 +121,7 @@ class ModelOrchestrator:
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
         self.verbose = 1
+        self.tracebacks = True
         self.buffer: int | str | None = None
         self.optimizer_threads: int | None = None
         self.numa_node: int | None = None
@@ -686,7 +688,8 @@ class ModelOrchestrator:
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()
         for task in failed:
-            print(task.error, file=sys.stderr)
+            line = f"hydra_engine: {task.name} failed: {type(task.exception).__name__}: {task.exception}"
+            print(task.error if self.tracebacks else " ".join(line.split()), file=sys.stderr)
         return self.report
 
     @contextmanager

@@ -1,0 +1,341 @@
+"""``hydra-engine demo``: four byte-level GPTs on two small devices, each model's training state over 4 times a device.
+
+It says what it will do and how long that takes. It plans, trains, trains one of the models again in plain PyTorch, and
+ends in one line that says what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_engine.cli.command import Failure, Mistake, count
+from hydra_engine.cli.sweep import devices_of
+from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice
+from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.run import ModelOrchestrator
+from hydra_engine.tasks import FAILED, ModelTask, TaskReport, table
+
+VOCABULARY = 256  # bytes
+CONTEXT = 64  # tokens the model sees
+BATCH_SIZE = 8
+EPOCHS = 2
+TEXT_BYTES = 4_000_000  # of the standard library's source
+STATE_BYTES = 16  # per parameter: weight, gradient, and AdamW's two moments, 4 bytes each
+DEVICES = ("12MiB", "12MiB")
+STEPS, FULL_STEPS = "20", "120"  # of each model
+CHECKED = "deep"  # the model that is trained again
+# Seconds that planning took, over those of one step of all models in plain PyTorch; and those of a step here.
+PLAN_STEPS, ENGINE_TIMES = 9, 2.0
+
+
+class Config(NamedTuple):
+    """The settings that one task tries."""
+
+    width: int
+    num_blocks: int
+    lr: float
+    dropout: float = 0.0
+
+
+CONFIGS = {
+    "base": Config(width=192, num_blocks=8, lr=1e-3),
+    "fast": Config(width=192, num_blocks=8, lr=3e-3),
+    "wide": Config(width=256, num_blocks=4, lr=5e-4),
+    "deep": Config(width=160, num_blocks=11, lr=1e-3, dropout=0.1),
+}
+
+
+# --- the model: an nn.Sequential, whose layers the engine cuts into shards ---
+
+
+class Embed(nn.Module):
+    """Byte and position embeddings: (batch, time) of bytes -> (batch, time, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(0.1 * torch.randn(CONTEXT, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.token(tokens) + self.position
+        return embedded
+
+
+class Attention(nn.Module):
+    """Causal self-attention with heads of 32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        projected: Tensor = self.out(attended.transpose(1, 2).flatten(-2))
+        return projected
+
+
+class Residual(nn.Module):
+    """Half a transformer block: x + inner(norm(x))."""
+
+    def __init__(self, width: int, inner: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(width), inner, nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        summed: Tensor = x + self.inner(x)
+        return summed
+
+
+def gpt(config: Config, seed: int) -> nn.Sequential:
+    """Return the untrained model, the same at every call."""
+    torch.manual_seed(seed)
+    width = config.width
+    layers: list[nn.Module] = [Embed(width)]
+    for _ in range(config.num_blocks):
+        mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        layers += [Residual(width, Attention(width), config.dropout), Residual(width, mlp, config.dropout)]
+    return nn.Sequential(*layers, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+
+
+def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the cross-entropy of every position's next byte."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+# --- the data ---
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a text, evenly spaced; the target is the same window one byte on."""
+
+    def __init__(self, text: bytes, num_windows: int) -> None:
+        if len(text) <= CONTEXT + num_windows:
+            raise ValueError(f"text: {len(text)} bytes, limit: more than {CONTEXT + num_windows}; give a longer one")
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.num_windows = num_windows
+        self.stride = (len(text) - CONTEXT - 1) // num_windows
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.stride
+        window = self.bytes[start : start + CONTEXT + 1].long()
+        return window[:-1], window[1:]
+
+
+def read_text(path: Path | None) -> bytes:
+    """Return the file's bytes, or else the source of the standard library."""
+    if path is not None:
+        return path.read_bytes()
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES]
+
+
+# --- the check: the same task in plain PyTorch ---
+
+
+def train_plain(
+    model: nn.Module, loader: Iterable[Any], validation: Iterable[Any], lr: float, seed: int
+) -> tuple[list[float], list[float]]:
+    """Return the losses that the engine must give: of all steps, and of all epochs' validation."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, validation_losses = [], []
+    torch.manual_seed(seed)  # shuffling and dropout draw from this one stream
+    for _ in range(EPOCHS):
+        for inputs, target in loader:
+            optimizer.zero_grad()
+            loss = next_byte_loss(model(inputs), target)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+        validation_losses.append(evaluate(model, validation))
+    return losses, validation_losses
+
+
+def evaluate(model: nn.Module, loader: Iterable[Any]) -> float:
+    """Return the mean loss; leave the random stream and every module's training flag as they were."""
+    training_flags = [(module, module.training) for module in model.modules()]
+    total, num_windows = 0.0, 0
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.eval()
+        for inputs, target in loader:
+            total += next_byte_loss(model(inputs), target).item() * len(inputs)
+            num_windows += len(inputs)
+    for module, training in training_flags:
+        module.training = training
+    return total / num_windows
+
+
+def differences(task: ModelTask, report: TaskReport, config: Config, seed: int) -> list[str]:
+    """Train a task again in plain PyTorch, print what is compared, and return what differs."""
+    start_s = time.perf_counter()
+    plain, validation, lr = gpt(config, seed), task.validation, task.lr
+    assert validation is not None
+    assert lr is not None
+    losses, validation_losses = train_plain(plain, task.dataloader, validation, lr, report.seed)
+    print(f"{report.name} again in plain PyTorch, alone, in {time.perf_counter() - start_s:.1f} s")
+    pairs = list(zip(task.model.state_dict().values(), plain.state_dict().values(), strict=True))
+    num_equal = sum(torch.equal(ours, theirs) for ours, theirs in pairs)
+    checks = [
+        (num_equal == len(pairs), f"{num_equal} of {len(pairs)} weight tensors are bit-equal"),
+        (report.losses == losses, f"losses of {len(losses)} steps are identical"),
+        (report.validation_losses == validation_losses, f"validation losses of {EPOCHS} epochs are identical"),
+    ]
+    for holds, text in checks:
+        print(f"  {'yes' if holds else 'NO'}: {text}")
+    return [text for holds, text in checks if not holds]
+
+
+# --- the verb ---
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan, train and check; raises Failure if a task failed or a bit differs."""
+    num_steps = count(options.steps or (FULL_STEPS if options.full else STEPS), "--steps")
+    steps_per_epoch = -(-num_steps // EPOCHS)
+    devices = _devices(options)
+    threads = torch.get_num_threads()
+    # One compute thread for each emulated device; more would compete for the same cores. Results depend on the number
+    # (sums are cut differently), so the plain run uses the same.
+    torch.set_num_threads(1)
+    try:
+        _demonstrate(_tasks(options, steps_per_epoch), devices, EPOCHS * steps_per_epoch, options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _devices(options: argparse.Namespace) -> Sequence[DeviceSpec]:
+    devices = [each for each in devices_of(options.devices or DEVICES, are_here=True) if isinstance(each, DeviceSpec)]
+    if options.memory is None:
+        return devices
+    gpus = [each for each in devices if isinstance(each, CudaDevice)]
+    if not gpus:
+        raise Mistake(
+            f"--memory: {options.memory!r} without a GPU, limit: of GPUs; give --devices 8MiB 8MiB for emulated ones"
+        )
+    try:
+        return [CudaDevice(each.index, options.memory) for each in gpus]
+    except (ValueError, RuntimeError) as error:
+        raise Mistake(f"--memory: {error}") from error
+
+
+def _tasks(options: argparse.Namespace, steps_per_epoch: int) -> list[ModelTask]:
+    try:
+        text = read_text(None if options.text is None else Path(options.text))
+        num_train = len(text) * 9 // 10
+        train = Windows(text[:num_train], steps_per_epoch * BATCH_SIZE)
+        validation = Windows(text[num_train:], max(1, len(train) // 8))
+    except (OSError, ValueError) as error:
+        raise Mistake(f"--text: {error}; name a file of more than {10 * CONTEXT} bytes, or leave it out") from error
+    return [
+        ModelTask(
+            gpt(config, options.seed),
+            next_byte_loss,
+            DataLoader(train, batch_size=BATCH_SIZE, shuffle=True),
+            config.lr,
+            EPOCHS,
+            name=name,
+            optimizer=torch.optim.AdamW,
+            seed=options.seed,
+            validation=DataLoader(validation, batch_size=BATCH_SIZE),
+        )
+        for name, config in CONFIGS.items()
+    ]
+
+
+def _demonstrate(
+    tasks: list[ModelTask], devices: Sequence[DeviceSpec], num_steps: int, options: argparse.Namespace
+) -> None:
+    is_emulated = all(isinstance(device, EmulatedDevice) for device in devices)
+    times = [_state_bytes(task) / min(device.memory_bytes for device in devices) for task in tasks]
+    _announce(devices, num_steps, _step_s(options.seed), is_checked=is_emulated)
+    print("", *table(_rows(tasks, times)), sep="\n")
+    orchestra = ModelOrchestrator(tasks, devices=devices)
+    orchestra.tracebacks = options.debug
+    print("\n1. plan")
+    try:
+        orchestra.generate()
+    except ShardDoesNotFit as error:
+        raise Mistake(f"--devices: {error}; or give larger ones: --devices {' '.join(DEVICES)}") from error
+    print("\n2. train")
+    report = orchestra.train_models()
+    print(f"\n{report}")
+    failed = [name for name, task in report.tasks.items() if task.status == FAILED]
+    if failed:
+        raise Failure(f"{len(failed)} of {len(tasks)} models failed: {', '.join(failed)}; --debug shows why")
+    ended = (
+        f"{len(tasks)} models, each {min(times):.1f} to {max(times):.1f} times a device, were trained together on "
+        f"{_num(devices)} in {report.makespan_s:.1f} s"
+    )
+    if not is_emulated:
+        print(f"\nConclusion: {ended}. Bits are compared on emulated devices alone: leave --devices out.")
+        return
+    print("\n3. check")
+    task = next(task for task in tasks if task.name == CHECKED)
+    found = differences(task, report.tasks[CHECKED], CONFIGS[CHECKED], options.seed)
+    if found:
+        raise Failure(f"{ended}, but {CHECKED} differs from plain PyTorch: not {'; not '.join(found)}; report this bug")
+    print(f"\nConclusion: {ended}, and {CHECKED} has every bit that plain PyTorch gives it alone.")
+
+
+def _step_s(seed: int) -> float:
+    """Seconds of one step of all models in plain PyTorch, as one of them takes them here and now."""
+    model = gpt(CONFIGS[CHECKED], seed)
+    optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.zeros(BATCH_SIZE, CONTEXT, dtype=torch.long)
+    seconds = []
+    for _ in range(2):  # the first one also allocates
+        start_s = time.perf_counter()
+        next_byte_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        seconds.append(time.perf_counter() - start_s)
+    return len(CONFIGS) * min(seconds)
+
+
+def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, is_checked: bool) -> None:
+    """Say how long each phase takes and what it does."""
+    plan_s = PLAN_STEPS * step_s
+    train_s = ENGINE_TIMES * num_steps * step_s / min(len(devices), 2)
+    check_s = num_steps * step_s / len(CONFIGS) if is_checked else 0.0
+    total_s = plan_s + train_s + check_s
+    lines = [
+        f"Four byte-level GPTs train together on {_num(devices)}, each too small for any: about "
+        f"{_about(total_s)} here.",
+        f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device",
+        f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes",
+    ]
+    if is_checked:
+        lines.append(f"3. check, {_about(check_s)}: train {CHECKED} again, in plain PyTorch, and compare all bits")
+    print(*lines, sep="\n")
+
+
+def _num(devices: Sequence[DeviceSpec]) -> str:
+    return f"{len(devices)} {'device' if len(devices) == 1 else 'devices'}"
+
+
+def _about(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _rows(tasks: Sequence[ModelTask], times: Sequence[float]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("model", "blocks", "width", "lr", "dropout", "training state", "of a device")]
+    for task, times_a_device in zip(tasks, times, strict=True):
+        config, mib = CONFIGS[str(task.name)], _state_bytes(task) / 2**20
+        shown = (str(config.num_blocks), str(config.width), f"{config.lr:g}", str(config.dropout), f"{mib:.1f} MiB")
+        rows.append((str(task.name), *shown, f"{times_a_device:.1f} times"))
+    return rows
+
+
+def _state_bytes(task: ModelTask) -> int:
+    return STATE_BYTES * sum(parameter.numel() for parameter in task.model.parameters())

@@ -1,0 +1,34 @@
+"""``hydra-engine report``: what a saved report says, and its pictures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from hydra_engine.cli.command import Mistake
+from hydra_engine.tasks import Report
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the summary of a report; draw its timeline and write its trace where that is asked for."""
+    try:
+        report = Report.load(options.file)
+    except FileNotFoundError as error:
+        raise Mistake(f"FILE: {options.file!r} is not there, limit: a saved report; {_MAKE}") from error
+    except (OSError, ValueError) as error:
+        raise Mistake(f"FILE: {options.file!r} cannot be read: {error}; {_MAKE}") from error
+    print(report.summary())
+    for field, path, write in (("--plot", options.plot, report.plot), ("--trace", options.trace, report.trace)):
+        if path is not None:
+            _write(field, path, write)
+
+
+_MAKE = "save one with report.save(FILE) or `hydra-engine train --report FILE`"
+
+
+def _write(field: str, path: str, write: Callable[[str], object]) -> None:
+    try:
+        write(path)
+    except (ImportError, OSError, ValueError) as error:
+        raise Mistake(f"{field}: {path!r}: {error}; name another file, or mend this") from error
+    print(f"written: {path}")

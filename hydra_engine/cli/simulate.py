@@ -1,0 +1,59 @@
+"""``hydra-engine simulate``: how long tasks would train on so many devices, by the scheduler of a real run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from hydra_engine.cli.command import Mistake, count
+from hydra_engine.cli.plan import duration, machine_of
+from hydra_engine.cli.sample import called, here_importable, refusal, unpacked, without_values
+from hydra_engine.planning import DeviceCost, HostCost, TaskCost, plan_ahead, simulate
+from hydra_engine.tasks import table
+from partitioners import Optimal
+
+RETURNS = "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a row of predicted figures for each number of devices."""
+    numbers = [count(each, "--devices") for each in options.devices]
+    copies, num_steps = count(options.copies, "--copies"), count(options.steps, "--steps")
+    with here_importable():
+        costs, device = _costs(options, num_steps)
+    tasks = [replace(cost, name=f"{cost.name}-{k}") for cost in costs for k in range(copies)]
+    rows: list[tuple[str, ...]] = [("devices", "makespan", "at least", "busy", "speedup")]
+    first_s = 0.0
+    for number in numbers:
+        try:
+            found = simulate(tasks, [device] * number, options.policy, host=HostCost())
+        except ValueError as error:
+            raise Mistake(str(error)) from error
+        first_s = first_s or found.makespan_s
+        speedup = first_s / found.makespan_s if found.makespan_s else 1.0
+        shown = (duration(found.makespan_s), duration(found.bound_s), f"{found.busy_share:.0%}", f"{speedup:.2f}")
+        rows.append((str(number), *shown))
+    print(f"{options.function}: {len(tasks)} tasks, policy {options.policy}; predicted, not measured", "", sep="\n")
+    print(*table(rows), sep="\n")
+    print(f"at least: no schedule is faster; speedup: over {numbers[0]} of these devices")
+
+
+def _costs(options: argparse.Namespace, num_steps: int) -> tuple[list[TaskCost], DeviceCost]:
+    """Return the tasks' costs, and those of one device: of a model by arithmetic, or as the function returned them."""
+    with without_values(options.function):
+        returned = called(options.function, RETURNS)
+    costs = list(returned) if isinstance(returned, list) else [returned]
+    if costs and all(isinstance(each, TaskCost) for each in costs):
+        return costs, DeviceCost()
+    if options.memory is None:
+        raise Mistake("--memory: not given, limit: a size, for a model; pass for example --memory 24GiB")
+    sample, machine = unpacked(options.function, returned), machine_of(options)
+    try:
+        plan = plan_ahead(sample, machine, Optimal())
+    except Exception as error:
+        mistake = refusal(error)
+        if mistake is None:
+            raise
+        raise mistake from error
+    link = machine.link_bytes_per_s
+    return [plan.task_cost("task", num_steps)], DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link)

@@ -1,0 +1,114 @@
+"""`hydra-engine demo`: what it says before and after, that its bits are plain PyTorch's, and what it refuses."""
+
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hydra_engine.cli import main
+from tests.fake_cuda import FakeCuda
+
+demo = import_module("hydra_engine.cli.demo")
+
+
+def shrink(monkeypatch, **changes):
+    """Make the four models small."""
+    small = {name: config._replace(**changes) for name, config in demo.CONFIGS.items()}
+    monkeypatch.setattr(demo, "CONFIGS", small)
+    monkeypatch.setattr(demo, "CONTEXT", 16)
+    return small
+
+
+def test_it_trains_four_models_as_plain_pytorch_does(capsys, monkeypatch):
+    small = shrink(monkeypatch, width=96, num_blocks=4)
+    threads = torch.get_num_threads()
+    assert main(["demo", "--steps", "2", "--devices", "1.75MiB", "1.75MiB"]) == 0
+    assert torch.get_num_threads() == threads
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0].startswith("Four byte-level GPTs train together on 2 devices, each too small for any: about ")
+    assert [line.split(",")[0] for line in lines[1:4]] == ["1. plan", "2. train", "3. check"]
+    for name in small:
+        header, row = (line for line in lines if line.split()[:2] in ([name, "4"], [name, "finished"]))
+        assert float(header.split()[-2]) >= 4, header
+        assert row.count("->") == 2, row  # training and validation loss
+    assert printed.count("plan for EmulatedDevice(1.8 MiB), EmulatedDevice(1.8 MiB)") == 1
+    assert {"1. plan", "2. train", "3. check"} <= set(lines)
+    assert "  yes: 54 of 54 weight tensors are bit-equal" in lines
+    assert "  yes: losses of 2 steps are identical" in lines
+    assert "  yes: validation losses of 2 epochs are identical" in lines
+    assert lines[-1].startswith("Conclusion: 4 models, each 4.")
+    assert lines[-1].endswith("and deep has every bit that plain PyTorch gives it alone.")
+
+
+def test_it_trains_on_gpus(capsys, monkeypatch):
+    small = shrink(monkeypatch, width=32, num_blocks=1)
+    cuda = FakeCuda(num_devices=2)
+    with cuda.installed():
+        assert main(["demo", "--steps", "2", "--devices", "cuda:0", "cuda:1", "--memory", "8MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "plan for CudaDevice(0, 3.8 MiB), CudaDevice(1, 3.8 MiB)" in lines
+    for name in small:
+        assert [line for line in lines if line.split()[:3] == [name, "finished", "2"]]
+    assert lines[-1].endswith("Bits are compared on emulated devices alone: leave --devices out.")
+    cuda.check_all_left_as_found()
+
+
+def test_it_fails_when_the_weights_differ(capsys, monkeypatch):
+    shrink(monkeypatch, width=96, num_blocks=4)
+    gpt, seeds = demo.gpt, iter(range(99))
+    monkeypatch.setattr(demo, "gpt", lambda config, seed: gpt(config, next(seeds)))
+    assert main(["demo", "--steps", "2", "--devices", "1.75MiB", "1.75MiB"]) == 1
+    out, err = capsys.readouterr()
+    assert "  NO: losses of 2 steps are identical" in out
+    assert "Conclusion" not in out
+    assert "but deep differs from plain PyTorch: not " in err
+    assert err.count("\n") == 1
+
+
+def test_what_differs_is_named(capsys, monkeypatch):
+    config = demo.Config(width=32, num_blocks=1, lr=1e-3)
+    windows = demo.Windows(bytes(range(256)), 8)
+    untrained = SimpleNamespace(
+        model=demo.gpt(config, seed=0),
+        dataloader=DataLoader(windows, batch_size=4),
+        validation=DataLoader(windows, batch_size=4),
+        lr=config.lr,
+    )
+    report = SimpleNamespace(name="tiny", losses=[0.0] * 4, validation_losses=[0.0] * 2, seed=0)
+    assert len(demo.differences(untrained, report, config, 0)) == 3
+    printed = capsys.readouterr().out
+    assert printed.count("NO: ") == 3
+    assert "NO: 0 of " in printed
+
+
+def test_devices_too_small_are_refused_in_one_line(capsys):
+    assert main(["demo", "--devices", "1KiB"]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("Four byte-level GPTs train together on 1 device, ")
+    assert "available: 1 KiB" in err
+    assert err.endswith("or give larger ones: --devices 12MiB 12MiB\n")
+    assert err.count("\n") == 1
+
+
+def test_it_learns_a_text_of_the_users(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 2)
+    windows = demo.Windows(demo.read_text(path), 8)
+    inputs, target = windows[7]
+    assert len(windows) == 8
+    assert inputs.tolist()[1:] == target.tolist()[:-1]
+    with pytest.raises(ValueError, match="text: 512 bytes, limit: more than 564; give a longer one"):
+        demo.Windows(demo.read_text(path), 500)
+
+
+def test_ctrl_c_names_the_command(capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_demonstrate", interrupt)
+    assert main(["demo", "--steps", "2"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "hydra-engine demo: ended by Ctrl-C; begin again with `hydra-engine demo --steps 2`\n")

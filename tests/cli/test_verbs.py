@@ -1,0 +1,291 @@
+"""`hydra-engine train`, `report`, `simulate`, `devices` and `completion`; version, help and exit codes of all."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hydra_engine
+from hydra_engine import Callback, ModelTask, Report, TaskCost
+from hydra_engine.cli import command, main
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.cli.test_verbs"
+
+
+# --- functions that the lines name ---
+
+
+class Interrupts(Callback):
+    """Sends Ctrl-C after the third step, once."""
+
+    def on_step(self, report):
+        marker = os.environ.get("INTERRUPT_ONCE")
+        if marker and report.steps >= 3 and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def task(name="a", batches=None):
+    if batches is None:
+        batches = [(torch.ones(2, 4), torch.ones(2, 1))] * 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return ModelTask(model, F.mse_loss, batches, 0.1, 2, name=name, seed=0, callbacks=[Interrupts()])
+
+
+def pair():
+    return [task("a"), task("b")]
+
+
+class Breaks:
+    """Two batches, and then an error."""
+
+    def __iter__(self):
+        yield from [(torch.ones(2, 4), torch.ones(2, 1))] * 2
+        raise OSError("the disk is gone")
+
+
+def one_breaks():
+    return [task("a"), task("b", Breaks())]
+
+
+def all_break():
+    return [task("b", Breaks())]
+
+
+def sample():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(8, 64), torch.randn(8, 64)), F.mse_loss
+
+
+def costs():
+    return [TaskCost(name="a", unit_s=[1.0, 2.0, 1.0], num_steps=5)]
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs a line, and returns its exit code, its lines, and what it wrote to stderr."""
+
+    def said(line):
+        code = main(shlex.split(line))
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err
+
+    return said
+
+
+# --- train and report ---
+
+
+def test_tasks_are_trained_and_their_report_is_read(said, tmp_path):
+    path = tmp_path / "run.json"
+    code, lines, err = said(f"train {HERE}:pair --devices 1MiB 1MiB --report {path}")
+    assert (code, err) == (0, "")
+    assert [line.split()[:3] for line in lines if line.split()[:2] in (["a", "finished"], ["b", "finished"])] == [
+        ["a", "finished", "8"],
+        ["b", "finished", "8"],
+    ]
+    assert said(f"report {path}") == (0, Report.load(path).summary().splitlines(), "")
+    assert said(f"train {HERE}:task --devices 1MiB --quiet") == (0, [], "")
+
+
+def test_pictures_are_written_where_asked(said, tmp_path):
+    report, plot, trace = (tmp_path / name for name in ("run.json", "timeline.svg", "trace.json"))
+    assert said(f"train {HERE}:task --devices 1MiB --quiet --report {report}")[0] == 0
+    code, lines, err = said(f"report {report} --plot {plot} --trace {trace}")
+    assert (code, err, lines[-2:]) == (0, "", [f"written: {plot}", f"written: {trace}"])
+    assert "<svg" in plot.read_text()
+    assert trace.stat().st_size > 0
+    code, _, err = said(f"report {report} --plot {tmp_path / 'timeline.doc'}")
+    assert code == 2
+    assert err.startswith("hydra-engine report: --plot: ")
+    assert err.count("\n") == 1
+
+
+def test_a_dry_run_plans_and_trains_nothing(said, tmp_path):
+    code, lines, err = said(f"train {HERE}:pair --devices 1MiB --dry-run --checkpoint-dir {tmp_path / 'runs'}")
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("plan for EmulatedDevice(1 MiB)")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failure_is_one_line_and_the_others_are_trained(said, capsys):
+    code, lines, err = said(f"train {HERE}:one_breaks --devices 1MiB")
+    assert code == 1
+    assert [line.split()[:3] for line in lines if line.startswith("a  ")][-1][1:] == ["finished", "8"]
+    assert err.splitlines() == [
+        "hydra_engine: b failed: OSError: the disk is gone",
+        "hydra-engine train: 1 of 2 tasks failed: b; the others are trained; mend what the lines above name",
+    ]
+    code, _, err = said(f"train {HERE}:all_break --devices 1MiB --quiet")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("hydra-engine train: OSError: the disk is gone; the same command with --debug shows")
+    with pytest.raises(OSError, match="the disk is gone"):
+        main(shlex.split(f"train {HERE}:all_break --devices 1MiB --quiet --debug"))
+
+
+@pytest.mark.slow
+def test_ctrl_c_names_the_command_that_goes_on(tmp_path):
+    marker, runs, report = tmp_path / "interrupted", tmp_path / "runs", tmp_path / "run.json"
+    environment = os.environ | {"INTERRUPT_ONCE": str(marker), "OMP_NUM_THREADS": "1"}
+
+    def ended(*line):
+        argv = [sys.executable, "-m", "hydra_engine", *line]
+        return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    options = ("--devices", "1MiB", "--checkpoint-dir", str(runs), "--report", str(report))
+    first = ended("train", f"{HERE}:pair", *options)
+    assert first.returncode == 130, first.stderr
+    assert first.stderr.splitlines()[-1] == (
+        f"hydra-engine train: ended by Ctrl-C; go on with `hydra-engine resume {runs}`"
+    )
+    assert "Traceback" not in first.stderr
+    again = ended("train", f"{HERE}:pair", *options)
+    assert again.returncode == 2
+    assert f"go on from it with `hydra-engine resume {runs}`" in again.stderr
+    second = ended("resume", str(runs))
+    assert (second.returncode, second.stderr) == (0, "")
+    whole = Report.load(report)
+    assert {name: (task.status, task.steps) for name, task in whole.tasks.items()} == {
+        "a": ("finished", 8),
+        "b": ("finished", 8),
+    }
+    assert whole.tasks["a"].losses == whole.tasks["b"].losses
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "train x:y --devices 1MiB",
+            "begin again with `hydra-engine train x:y --devices 1MiB`; with --checkpoint-dir it",
+        ),
+        ("train x:y --checkpoint-dir {saved}", "go on with `hydra-engine resume {saved}`"),
+        ("train x:y --checkpoint-dir {empty}", "go on with `hydra-engine train x:y --checkpoint-dir {empty}`"),
+        ("sweep x:y --checkpoint-dir {saved}", "go on with `hydra-engine sweep x:y --checkpoint-dir {saved}`"),
+        ("plan x:y --memory 1GiB", "begin again with `hydra-engine plan x:y --memory 1GiB`"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("raised", "code", "how"), [(KeyboardInterrupt(), 130, "Ctrl-C"), (SystemExit(143), 143, "SIGTERM")]
+)
+def test_an_interrupt_names_a_command(said, tmp_path, monkeypatch, line, told, raised, code, how):
+    class Interrupted:
+        @staticmethod
+        def run(options):
+            raise raised
+
+    monkeypatch.setattr(command, "import_module", lambda name: Interrupted)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "checkpoint-00000001.json").touch()
+    places = {"saved": tmp_path / "saved", "empty": tmp_path / "empty"}
+    verb = line.split()[0]
+    if how == "SIGTERM":
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(line.format(**places)))
+        assert ended.value.code == code
+        return
+    found, lines, err = said(line.format(**places))
+    assert (found, lines, err.count("\n")) == (code, [], 1)
+    assert err.startswith(f"hydra-engine {verb}: ended by {how}; {told.format(**places)}")
+
+
+# --- simulate ---
+
+
+def test_numbers_of_devices_are_compared(said):
+    code, lines, err = said(f"simulate {HERE}:costs --copies 4 --devices 1 2 4")
+    assert (code, err) == (0, "")
+    assert [line.split() for line in lines[2:7]] == [
+        ["devices", "makespan", "at", "least", "busy", "speedup"],
+        ["-------", "--------", "--------", "----", "-------"],
+        ["1", "80", "s", "80", "s", "100%", "1.00"],
+        ["2", "40", "s", "40", "s", "100%", "2.00"],
+        ["4", "20", "s", "20", "s", "100%", "4.00"],
+    ]
+
+
+def test_a_model_is_simulated_as_it_is_planned(said):
+    options = "--memory 512KiB --device cpu"
+    _, planned, _ = said(f"plan {HERE}:sample {options}")
+    code, lines, err = said(f"simulate {HERE}:sample {options} --steps 1000 --devices 1")
+    assert (code, err) == (0, "")
+    value, unit = next(line for line in planned if line.startswith("step of one task")).split(": ")[1].split()[:2]
+    step_s = float(value) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+    value, unit = lines[-2].split()[1:3]
+    makespan_s = float(value) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+    assert makespan_s == pytest.approx(1000 * step_s, rel=0.25)
+
+
+# --- the others ---
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is without a GPU")
+def test_devices_of_this_machine_are_listed(said):
+    code, lines, err = said("devices")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"emulated:0: [\d.]+ [KMGT]iB", lines[0])
+    assert lines[1:] == ["this process sees no GPU: a run takes one emulated device of half the free DRAM"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_verbs_and_options(said, tmp_path):
+    pytest.importorskip("shtab")
+    code, lines, err = said("completion bash")
+    assert (code, err) == (0, "")
+    script = tmp_path / "script"
+    script.write_text("\n".join(lines))
+
+    def completions(*words):
+        given = " ".join(map(shlex.quote, words))
+        ask = f"source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}; "
+        ask += "$(complete -p hydra-engine | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
+        found = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+        return {each.strip() for each in found.stdout.splitlines()}
+
+    assert {"demo", "devices"} <= completions("hydra-engine", "de")
+    assert "--checkpoint-dir" in completions("hydra-engine", "train", "--ch")
+    assert "bfloat16" in completions("hydra-engine", "plan", "--precision", "bf")
+
+
+def test_completion_names_what_to_install(said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, lines, err = said("completion bash")
+    assert (code, lines) == (2, [])
+    assert "run pip install 'hydra_engine[completion]'" in err
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"hydra-engine {hydra_engine.__version__}\n"
+
+
+@pytest.mark.parametrize("verb", command._VERBS)
+def test_help_ends_in_examples_that_are_lines_of_the_verb(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
+    assert examples
+    for example in examples:
+        words = shlex.split(example.partition("#")[0].replace('eval "$(', "").replace(')"', ""))
+        own, _ = command._parted(words[1:])
+        assert command.parser().parse_args(own).command == verb
+
+
+def test_the_page_lists_every_verb_and_exit_code():
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    assert [verb for verb in command._VERBS if f"`{verb}`" not in page] == []
+    codes = {command.DONE, command.FAILED, command.REFUSED, 75, command.INTERRUPTED, command.TERMINATED}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == codes

@@ -1,0 +1,161 @@
+"""Wrong command lines, of every verb: each gives exit code 2 and one line that names the value and the remedy."""
+
+import shlex
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import ModelTask, TaskCost
+from hydra_engine.cli import main
+
+HERE = "tests.cli.test_wrong_lines"
+pytest.importorskip("optuna")
+
+# --- functions that the lines name ---
+
+
+def sample():
+    return nn.Linear(64, 1), (torch.randn(8, 64), torch.randn(8, 1)), F.mse_loss
+
+
+def task(name="a"):
+    batches = [(torch.zeros(2, 4), torch.zeros(2, 1))]
+    return ModelTask(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), F.mse_loss, batches, 0.1, name=name)
+
+
+def twins():
+    return [task(), task()]
+
+
+def none_at_all():
+    return []
+
+
+def numbers():
+    return [3]
+
+
+def raises():
+    raise OSError("data.bin is not there")
+
+
+def cost():
+    return TaskCost(name="a", unit_s=[0.1, 0.2, 0.3])
+
+
+def costs():
+    return [cost(), cost()]
+
+
+def build(trial):
+    return task()
+
+
+# A line, the value that its error names, and the remedy. {tmp}: an empty folder. {text}: a file that is no report.
+LINES = [
+    # The verb.
+    ("", "required: VERB", "--help"),
+    ("fly", "'fly'", "demo"),
+    ("--verbose", "required: VERB", "--help"),
+    # demo
+    ("demo --steps 0", "--steps: '0'", "a whole number >= 1"),
+    ("demo --steps many", "--steps: 'many'", "a whole number >= 1"),
+    ("demo --devices 12MB12", "'12MB12' is not a size", "a size such as 512MiB is an emulated device"),
+    ("demo --devices tpu", "'tpu'", "a size such as 512MiB is an emulated device"),
+    ("demo --memory 4GiB", "--memory: '4GiB' without a GPU", "give --devices 8MiB 8MiB"),
+    ("demo --text {tmp}/none.txt", "none.txt", "leave it out"),
+    ("demo --text {text}", "text: ", "name a file of more than"),
+    ("demo --seed x", "--seed: invalid int value: 'x'", "--help"),
+    # plan
+    ("plan {here}:sample", "required: --memory", "--help"),
+    ("plan sample --memory 2GiB", "function: 'sample'", "PACKAGE.MODULE:FUNCTION; write for example"),
+    ("plan nowhere:f --memory 2GiB", "module: 'nowhere' is not there", "run the command in the folder that holds it"),
+    ("plan {here}:smaple --memory 2GiB", "function: 'smaple'", "the module defines sample"),
+    ("plan {here}:sample --memory 16G", "--memory: '16G' is not a size", "'16GiB'"),
+    ("plan {here}:sample --memory 1MiB", "--reserve: 1 GiB", "raise --memory, or reserve less"),
+    ("plan {here}:sample --memory 2GiB --device tpu", "'tpu'", "gpu"),
+    ("plan {here}:sample --memory 2GiB --precision int8", "'int8'", "bfloat16"),
+    ("plan {here}:sample --memory 2GiB --optimizer lion", "'lion'", "adamw"),
+    ("plan {here}:sample --memory 2GiB --batch 0", "--batch: '0'", "a whole number >= 1"),
+    ("plan {here}:sample --memory 2GiB --micro-batches 9", "micro-batches: 9", "ask for fewer"),
+    ("plan {here}:sample --memory 2GiB --partitioner best", "'best'", "optimal, pilot and balanced:N"),
+    ("plan {here}:sample --memory 2GiB --flops fast", "--flops: 'fast'", "write 80e12"),
+    ("plan {here}:sample --memory 2GiB --link 0", "--link: '0'", "at least 1 byte"),
+    ("plan {here}:raises --memory 2GiB", "OSError: data.bin is not there", "correct it"),
+    # probe
+    ("probe --device tpu", "'tpu'", "the command takes 'emulated' for the CPU"),
+    ("probe --device", "--device: expected at least one argument", "--help"),
+    # train
+    ("train", "required: PACKAGE.MODULE:FUNCTION", "--help"),
+    ("train {here}:none_at_all", "returned an empty list", "at least one ModelTask"),
+    ("train {here}:numbers", "returned a int in its list", "a ModelTask or a list of them"),
+    ("train {here}:sample", "returned a Linear in its list", "a ModelTask or a list of them"),
+    ("train {here}:cost", "returned a TaskCost", "a ModelTask or a list of them"),
+    ("train {here}:build", "missing 1 required positional argument: 'trial'", "correct it"),
+    ("train {here}:twins", "'a'", "name"),
+    ("train {here}:task --devices 5lots", "'5lots' is not a size", "'16GiB'"),
+    ("train {here}:task --devices 1MiB --policy best", "'best'", "sharded-lrtf"),
+    ("train {here}:task --devices 1MiB --dram some", "dram: 'some' is not a size", "'16GiB'"),
+    ("train {here}:task --devices 8B --quiet", "needs", "available: "),
+    ("train {here}:task --devices 1MiB --checkpoint-dir {tmp} --checkpoint-every often", "'often'", "limit: a time"),
+    ("train {here}:task --devices 1MiB --checkpoint-dir /dev/null/a --quiet", "/dev/null/a", "cannot be used"),
+    # sweep
+    ("sweep {here}:build --trials none", "--trials: 'none'", "a whole number >= 1"),
+    ("sweep {here}:build --rungs 3", "--rungs: '3'", "pass for example 1:3"),
+    ("sweep {here}:build --interval 2", "--interval: '2'", "with --population"),
+    ("sweep {here}:build --metric accuracy", "'accuracy'", "direction"),
+    # resume
+    ("resume", "required: DIR", "--help"),
+    ("resume {tmp}", "nothing is saved in", "give the checkpoint_dir of a run"),
+    ("resume {tmp}/none", "/none", "give the checkpoint_dir of a run"),
+    # devices
+    ("devices stop runs/a", "'stop'", "add"),
+    ("devices add", "RUN: None with add", "name it"),
+    ("devices remove runs/a", "NAME: None with remove", "add and remove take one"),
+    ("devices list {tmp}", "no run takes orders in", "the checkpoint_dir of a run"),
+    ("devices list {tmp} --grace 3", "--grace: '3' with list", "leave it out"),
+    ("devices remove {tmp} gpu --grace soon", "--grace: 'soon'", "pass for example 30"),
+    # report
+    ("report", "required: FILE", "--help"),
+    ("report {tmp}/none.json", "none.json' is not there", "report.save(FILE)"),
+    ("report {text}", "cannot be read", "report.save(FILE)"),
+    ("report {tmp}", "cannot be read", "report.save(FILE)"),
+    # simulate
+    ("simulate {here}:sample", "--memory: not given", "pass for example --memory 24GiB"),
+    ("simulate {here}:cost --devices 0", "--devices: '0'", "a whole number >= 1"),
+    ("simulate {here}:cost --copies x", "--copies: 'x'", "a whole number >= 1"),
+    ("simulate {here}:cost --steps -1", "--steps: '-1'", "a whole number >= 1"),
+    ("simulate {here}:cost --policy best", "'best'", "sharded-lrtf"),
+    ("simulate {here}:numbers --memory 2GiB", "returned a list of 1", "return these"),
+    ("simulate {here}:costs", "'a", "a name of its own"),
+    # completion
+    ("completion fish", "'fish'", "bash"),
+]
+
+
+def test_there_are_fifty_and_every_verb_is_among_them():
+    assert len(LINES) >= 50
+    verbs = {"demo", "plan", "probe", "train", "sweep", "resume", "devices", "report", "simulate", "completion"}
+    assert {line.split(" ")[0] for line, _, _ in LINES} >= verbs
+
+
+@pytest.mark.parametrize(("line", "value", "remedy"), LINES, ids=[line or "nothing" for line, _, _ in LINES])
+def test_wrong_line(line, value, remedy, tmp_path, capsys):
+    folder, text = tmp_path / "empty", tmp_path / "text"
+    folder.mkdir()
+    text.write_text("my thesis")
+    line = line.format(here=HERE, tmp=folder, text=text)
+    try:
+        code = main(shlex.split(line))
+    except SystemExit as ended:  # argparse's way
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, ""), err
+    assert err.startswith("hydra-engine")
+    assert err.count("\n") == 1, err
+    assert value in err
+    assert remedy in err
+    assert "Traceback" not in err
+    assert not list(folder.iterdir())
