@@ -465,7 +465,8 @@ class Report:
         for task in self.tasks.values():
             if task.status != FINISHED:
                 why = task.stop_reason if task.exception is None else _first_line(task.exception)
-                lines.append(f"{task.name} {task.status} after {_plural(task.steps, 'step')}{f': {why}' if why else ''}")
+                ended = f"{task.name} {task.status} after {_plural(task.steps, 'step')}"
+                lines.append(f"{ended}: {why}" if why else ended)
         return "\n".join([*lines, *self.messages])
 
     def plot(self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None) -> None:
