@@ -146,8 +146,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.description = (
         "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
-        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says at first "
-        "what it does and how long that takes. Exit code 1: the bits differ."
+        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
+        "it does and how long that takes. Exit code 1: the bits differ."
     )
     add = demo.add_argument
     add("--full", action="store_true", help="120 steps of each model in place of 20: minutes")
