@@ -19,7 +19,7 @@ CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display te
 	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \
 	--deselect "tests/test_imports.py::test_module_can_be_imported[integrations"
 
-.PHONY: demo check test test-oldest exact lint docs picture bench gpu-wheels dist clean
+.PHONY: demo check test test-oldest exact lint docs pictures bench gpu-wheels dist clean
 
 demo: $(STAMP)
 	$(BIN)/hydra-engine demo
@@ -48,8 +48,11 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# docs/pictures/first-page.png, of the site in a headless browser: needs Chromium.
-picture: docs
+# Those in docs/screens and docs/pictures: of the live display, of timelines, and of the site's first page, which needs
+# Chromium. Some 4 minutes.
+pictures: docs
+	$(BIN)/python -m tests.screens
+	$(BIN)/python -m tests.timelines
 	$(BIN)/python docs/site/picture.py
 
 bench: $(STAMP)

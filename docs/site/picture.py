@@ -1,4 +1,4 @@
-"""Render the site's first page in a headless Chromium: `make picture` writes docs/pictures/first-page.png."""
+"""Render the site's first page in a headless Chromium: `make pictures` writes docs/pictures/first-page.png."""
 
 import shutil
 import subprocess
