@@ -452,7 +452,8 @@ def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def check_call(model: nn.Module, inputs: Any) -> None:
     """Raise TypeError where a module's own forward does not take the inputs of a batch, saying what it takes."""
     args, kwargs = called_with(inputs)
-    signature = inspect.signature(model.forward)
+    # A decorator with functools.wraps may take other arguments than what it wraps.
+    signature = inspect.signature(model.forward, follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

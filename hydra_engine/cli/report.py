@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from hydra_engine.cli.command import Mistake
 from hydra_engine.tasks import Report
@@ -17,6 +18,9 @@ def run(options: argparse.Namespace) -> None:
         raise Mistake(f"FILE: {options.file!r} is not there, limit: a saved report; {_MAKE}") from error
     except (OSError, ValueError) as error:
         raise Mistake(f"FILE: {options.file!r} cannot be read: {error}; {_MAKE}") from error
+    for field, path in (("--plot", options.plot), ("--trace", options.trace)):
+        if path is not None and Path(path).exists() and Path(path).samefile(options.file):
+            raise Mistake(f"{field}: {path!r} is the report itself, which this would replace; name another file")
     print(report.summary())
     for field, path, write in (("--plot", options.plot, report.plot), ("--trace", options.trace, report.trace)):
         if path is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra_engine.cli.command import Failure, Mistake
 from hydra_engine.cli.sample import called, here_importable
@@ -17,6 +19,8 @@ RULE = "limit: a ModelTask or a list of them; return these"
 
 def run(options: argparse.Namespace) -> None:
     """Train the tasks of a user's function, print the report and save it; raises Failure if a task failed."""
+    if options.report is not None:
+        _check_writable(Path(options.report))
     devices = None if options.devices is None else devices_of(options.devices, are_here=True)
     with here_importable():
         tasks = _tasks(options.function, called(options.function, "returns a ModelTask or a list of them"))
@@ -41,6 +45,12 @@ def run(options: argparse.Namespace) -> None:
         except (CheckpointError, HostOutOfMemory, ShardDoesNotFit) as error:
             raise Mistake(str(error)) from error
     _tell(report, options)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file for the report before the hours that training takes, rather than after them."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise Mistake(f"--report: {str(path)!r} cannot be saved, limit: a file in a folder that is there and yours")
 
 
 def _tasks(name: str, returned: object) -> list[ModelTask]:

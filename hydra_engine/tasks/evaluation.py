@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_engine.tasks.options import check_loader, naming_task
 from hydra_engine.tasks.report import Evaluation
+from hydra_engine.tasks.splitting import LABELS, unpack_batch
 from hydra_engine.tasks.task import ModelTask, Purpose
 
 # Options of a task that hold of its evaluations too.
@@ -139,8 +140,11 @@ class EvaluationTask(ModelTask):
         else:
             pair, options = None, {"precision": "float32", "seed": 0, **given}
 
+        is_default = getattr(pair, "func", None) is unpack_batch
+
         def inputs_alone(batch: Any) -> tuple[Any, None]:
-            if unpack is None and pair is not None:
+            has_no_labels = is_default and isinstance(batch, Mapping) and LABELS not in batch
+            if unpack is None and pair is not None and not has_no_labels:
                 return pair(batch)[0], None
             found = batch if unpack is None else unpack(batch)
             # Of a data collator of `transformers`, say.

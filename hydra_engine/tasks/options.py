@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -37,7 +38,8 @@ def _is_partitioner(value: object) -> bool:
 
 
 def _is_rate(value: object) -> bool:
-    return isinstance(value, Tensor) or _is_number(value)
+    # Also of numpy: a learning rate is often one of a np.logspace.
+    return isinstance(value, (Tensor, Real)) and not isinstance(value, bool)
 
 
 def _is_json(value: object) -> bool:
@@ -74,6 +76,8 @@ _FUNCTIONS = {
     "unpack": "give a function batch -> (inputs, target)",
     "split": "give a function (inputs, target, n) -> list of (inputs, target, weight)",
 }
+# Modules of the data sets of Hugging Face, which are no torch.utils.data.Dataset; many projects have a `datasets`, too.
+_HUGGING_FACE = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
 _FLAGS = ("loader_alone", "read_ahead", "preemptible")
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 # Raise TypeError.
@@ -254,9 +258,8 @@ def check_loader(field: str, loader: object) -> None:
         or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
     ):
         raise TypeError(f"{field}: a {kind} is no iterable of batches; give a DataLoader, or a list of batches")
-    # Those of Hugging Face are no torch.utils.data.Dataset.
     is_map = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
-    if is_map or type(loader).__module__.partition(".")[0] == "datasets":
+    if is_map or type(loader).__module__ in _HUGGING_FACE:
         raise TypeError(
             f"{field}: a {kind} is a data set, whose items are single samples, limit: batches; give "
             f"DataLoader(data_set, batch_size=32, shuffle=True), or batch_size=None where its items are batches"

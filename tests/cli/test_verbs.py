@@ -112,6 +112,23 @@ def test_pictures_are_written_where_asked(said, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--plot", "--trace"])
+def test_a_picture_never_replaces_its_report(said, tmp_path, option):
+    report = tmp_path / "run.json"
+    assert said(f"train {HERE}:task --devices 1MiB --quiet --report {report}")[0] == 0
+    before = report.read_bytes()
+    code, _, err = said(f"report {report} {option} {tmp_path / '.' / 'run.json'}")
+    assert (code, report.read_bytes()) == (2, before)
+    assert err.startswith(f"hydra-engine report: {option}: ")
+
+
+@pytest.mark.parametrize("path", [".", "missing/run.json"])
+def test_a_report_that_cannot_be_saved_is_refused_before_training(said, tmp_path, path):
+    code, lines, err = said(f"train {HERE}:task --devices 1MiB --report {tmp_path / path}")
+    assert (code, lines) == (2, [])
+    assert err.startswith("hydra-engine train: --report: ")
+
+
 def test_a_dry_run_plans_and_trains_nothing(said, tmp_path):
     code, lines, err = said(f"train {HERE}:pair --devices 1MiB --dry-run --checkpoint-dir {tmp_path / 'runs'}")
     assert (code, err) == (0, "")

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +34,14 @@ class TestDefaults:
     )
     def test_learning_rate_is_the_default_only_without_an_optimizer(self, lr, optimizer, expected):
         assert task_of(lr, optimizer=optimizer).lr == expected
+
+    def test_learning_rate_may_be_of_numpy(self):
+        assert task_of(np.float32(0.5)).lr == 0.5
+
+    def test_loader_may_be_of_a_module_named_datasets(self):
+        kind = type("Loader", (), {"__module__": "datasets.mine", "__iter__": lambda self: iter(())})
+        loader = kind()
+        assert ModelTask([nn.Linear(2, 2)], F.mse_loss, loader).dataloader is loader
 
     def test_learning_rate_zero_is_kept(self):
         assert task_of(0.0).lr == 0.0
