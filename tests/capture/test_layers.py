@@ -1,6 +1,7 @@
 """A module's own forward as layers: the same bits, gradients and random draws, for each form of a batch."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -262,3 +263,27 @@ def test_what_was_pickled_is_converted_by_its_first_inputs():
 def test_a_module_without_example_is_converted_as_it_is_called():
     net, x = Residual().eval(), torch.randn(2, 3, 6, 6)
     assert torch.equal(Model(net)(x), net(x))
+
+
+def with_scale(forward):
+    """Gives the forward its second argument."""
+
+    @functools.wraps(forward)
+    def scaled(self, x):
+        return forward(self, x, 2.0)
+
+    return scaled
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @with_scale
+    def forward(self, x, scale):
+        return self.linear(x) * scale
+
+
+def test_a_decorator_may_give_the_forward_more_arguments():
+    assert_same(Wrapped(), torch.randn(3, 4))

@@ -523,3 +523,21 @@ def test_ctrl_c_between_outputs_is_the_callers():
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert len(list(outputs)) == 2
+
+
+class TakesIds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2)
+
+    def forward(self, input_ids, mask=None):
+        return self.linear(input_ids)
+
+
+def test_a_task_of_batches_with_labels_predicts_those_without():
+    (x,) = inputs_of(3)
+    model = TakesIds()
+    task = ModelTask(Model(model), F.mse_loss, [{"input_ids": x, "labels": torch.ones(3, 2)}])
+    found = list(orchestra_of().predict(task, [{"input_ids": x}]))
+    with torch.no_grad():
+        assert torch.equal(found[0], model(x))
