@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hydra_engine.cli.command import Failure, Mistake
@@ -41,7 +42,13 @@ def run(options: argparse.Namespace) -> None:
             if options.dry_run:
                 orchestra.generate()
                 return
-            report = orchestra.train_models()
+            try:
+                report = orchestra.train_models()
+            except BaseException:  # what ends the run has a report, too, and is what the user hears of
+                if options.report is not None and orchestra.report is not None:
+                    with suppress(OSError):
+                        orchestra.report.save(options.report)
+                raise
         except (CheckpointError, HostOutOfMemory, ShardDoesNotFit) as error:
             raise Mistake(str(error)) from error
     _tell(report, options)

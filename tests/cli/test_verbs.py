@@ -129,6 +129,12 @@ def test_a_report_that_cannot_be_saved_is_refused_before_training(said, tmp_path
     assert err.startswith("hydra-engine train: --report: ")
 
 
+def test_the_report_is_saved_where_all_tasks_fail(said, tmp_path):
+    path = tmp_path / "run.json"
+    assert said(f"train {HERE}:all_break --devices 1MiB --quiet --report {path}")[0] == 1
+    assert Report.load(path).tasks["b"].status == "failed"
+
+
 def test_a_dry_run_plans_and_trains_nothing(said, tmp_path):
     code, lines, err = said(f"train {HERE}:pair --devices 1MiB --dry-run --checkpoint-dir {tmp_path / 'runs'}")
     assert (code, err) == (0, "")
