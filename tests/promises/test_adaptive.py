@@ -635,7 +635,7 @@ CONFLICTS = [
 
 @pytest.mark.parametrize(("options", "error", "why"), CONFLICTS, ids=str)
 def test_options_that_do_not_go_with_batches_that_adapt(options, error, why):
-    with pytest.raises(error, match=f"^{why}") as caught:
+    with pytest.raises(error, match=f"^task: {why}") as caught:
         task_of(**options)
     assert "\n" not in str(caught.value)
 
@@ -656,7 +656,7 @@ def test_a_first_batch_of_one_micro_batch_is_refused(initial, limits):
 def test_options_that_need_batches_that_adapt(options):
     plain_loader = AdaptiveDataLoader(zoo.mlp()[2].dataset, INITIAL, shuffle=True)
     for loader in (zoo.mlp()[2], plain_loader):
-        with pytest.raises(ValueError, match=f"^{next(iter(options))}: given with a loader whose batches stay"):
+        with pytest.raises(ValueError, match=f"^task: {next(iter(options))}: given with a loader whose batches stay"):
             task_of(loader, **options)
 
 
