@@ -515,8 +515,9 @@ class ModelOrchestrator:
             seed: of the random stream that the loader and layers draw from, by default 0.
 
         Of a task, these are its own where they are not given. A batch too large for one layer alone is computed in
-        parts, as a validation's is, and its outputs are joined by their first dim: with a UserWarning, since they may
-        differ from those of the whole batch: in their last bits, or more if a layer mixes the samples of a batch.
+        parts, and its outputs are joined by the dim that has the number of samples in parts of different sizes: with a
+        UserWarning, since they may differ from those of the whole batch: in their last bits, or more if a layer mixes
+        the samples of a batch. Where a layer takes no more than one sample, give batches of one.
 
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         ShardDoesNotFit where one sample is too large, ValueError for outputs of parts that cannot be joined.
