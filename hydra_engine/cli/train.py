@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_writable(path: Path) -> None:
     """Refuse a file for the report before the hours that training takes, rather than after them."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    is_special = path.exists() and not path.is_file()  # /dev/null, say
+    if path.is_dir() or not os.access(path if is_special else path.resolve().parent, os.W_OK):
         raise Mistake(f"--report: {str(path)!r} cannot be saved, limit: a file in a folder that is there and yours")
 
 

@@ -143,7 +143,12 @@ TYPES: tuple[Rule, ...] = (
     ),
     (
         "metrics",
-        _or_none(lambda value: isinstance(value, Mapping) and all(map(callable, value.values()))),
+        _or_none(
+            lambda value: (
+                isinstance(value, Mapping)
+                and all(isinstance(name, str) and callable(each) for name, each in value.items())
+            )
+        ),
         "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
     ),
     (

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -96,6 +98,29 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
     assert math.isnan(found.losses[0])
     assert found.losses[1:] == [math.inf, -math.inf, 1.0]
     assert found.hparams == {"lr": math.inf, "d": [1, 2]}
+
+
+def test_hyperparameters_that_look_like_the_files_own_words_come_back(tmp_path):
+    hparams = {"__float__": {"__float__": "x"}, "a": {"__float__": 1.5}, "b": [{"__float__": None}]}
+    Report(makespan_s=1.0, tasks={"a": TaskReport(name="a", seed=1, hparams=hparams)}, devices=[]).save(tmp_path / "r")
+    assert Report.load(tmp_path / "r").tasks["a"].hparams == hparams
+
+
+def test_a_link_stays_and_what_is_no_file_is_written_to(tmp_path):
+    report = Report(makespan_s=1.0, tasks={}, devices=[])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "last.json").symlink_to(tmp_path / "runs" / "1.json")
+    report.save(tmp_path / "last.json")
+    assert (tmp_path / "last.json").is_symlink()
+    assert Report.load(tmp_path / "runs" / "1.json").makespan_s == 1.0
+    os.mkfifo(tmp_path / "pipe")
+    taken = []
+    reader = threading.Thread(target=lambda: taken.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    report.save(tmp_path / "pipe")
+    reader.join(30)
+    assert taken == [(tmp_path / "runs" / "1.json").read_text()]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_failure_of_a_loaded_report_is_raised_and_saved_again(tmp_path):
