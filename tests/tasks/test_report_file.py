@@ -260,6 +260,23 @@ def test_summary_says_what_needs_a_look():
     assert repr(failed) == "<TaskReport 'b': failed, 1 step>"
 
 
+def test_names_of_several_lines_and_codes_of_terminals_disturb_no_table(tmp_path):
+    data = [(torch.rand(2, 4), torch.rand(2, 4))]
+    names = ["a\nb", "\x1b[31mc", "d.f0@3"]
+    orchestra = ModelOrchestrator(
+        [ModelTask([nn.Linear(4, 4)], F.mse_loss, data, name=name) for name in names], devices=[EmulatedDevice("1MiB")]
+    )
+    orchestra.verbose = 0
+    plan, report = orchestra.generate(), orchestra.train_models()
+    for text in (str(plan), str(report), report.compare()):
+        assert [name for name in ("a?b  ", "?[31mc", "d.f0@3") if name not in text] == []
+        assert "\x1b" not in text
+    assert [placed.unit.task for placed in report.schedule].count("a\nb") == 1
+    report.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {each["cat"] for each in events if each["ph"] == "X"} == set(names)
+
+
 def test_notebook_shows_the_tables_of_report_and_plan(report):
     page = report._repr_html_()
     assert "<th>task</th>" in page
