@@ -40,7 +40,7 @@ def load(kind: type[T], path: str | os.PathLike[str]) -> T:
     where = f"Report.load: {os.fspath(path)!r}"
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({error}); give a file that Report.save() has written") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{where} holds no report; give a file that Report.save() has written")

@@ -152,6 +152,7 @@ def test_file_of_an_older_or_newer_report_is_read_as_far_as_it_is_known(tmp_path
     ("content", "text"),
     [
         ("not JSON", r"is no JSON .*Report\.save\(\)"),
+        pytest.param("[" * 100_000, "is no JSON", id="deep"),
         ("[1]", "holds no report"),
         ('{"format": "other"}', "holds no report"),
         (
