@@ -151,7 +151,8 @@ def _make_room(
         return batch, _measure(state, batch)
     number = min(2 * len(batch.micro_batches), batch.num_samples)
     if state.task.purpose is Purpose.PREDICT:
-        number = uneven(number, batch.num_samples)
+        power = 1 << len(batch.micro_batches).bit_length()  # the next one: twice as many would be more than are needed
+        number = uneven(power, batch.num_samples)
     if batch.training:
         state.split_into(number)
     batch = reader.split_again(batch, number)
