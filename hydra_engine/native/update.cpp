@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -21,8 +22,11 @@
 
 namespace {
 
-constexpr int64_t kBlock = 1024;       // elements: 4 KiB of each value that stays in the cache
-constexpr int64_t kUnit = 16 * kBlock;  // elements that a thread takes at a time
+// Elements of a block: 512 bytes of each value that stays in the cache. While it is computed, the block after the next
+// is fetched: longer blocks, or none fetched, and memory waits for divisions (benchmarks/host_optimizer).
+constexpr int64_t kBlock = 128;
+constexpr int64_t kAhead = 2 * kBlock;
+constexpr int64_t kUnit = 128 * kBlock;  // elements that a thread takes at a time
 
 enum Type : int32_t { kFloat32, kBFloat16, kFloat16 };
 enum Rule : int32_t { kAdam, kSgd };
@@ -204,8 +208,21 @@ void step_sgd(const Update& u, int64_t begin, int64_t size, float* __restrict gr
     for (int64_t i = 0; i < size; ++i) master[i] = madd(direction[i], u.minus_step, master[i]);
 }
 
+// Fetch a block of these elements into the cache, to be written. An address beyond the end does no harm.
+void fetch(const void* elements, int64_t begin, Type type) {
+    constexpr int64_t line = 64;
+    const int64_t width = type == kFloat32 ? 4 : 2;
+    const char* at = static_cast<const char*>(elements) + begin * width;
+    for (int64_t k = 0; k < kBlock * width; k += line) __builtin_prefetch(at + k, 1, 3);
+}
+
 void step_block(const Update& u, int64_t begin, int64_t size, bool is_tail) {
     float gradient[kBlock];
+    fetch(u.gradient, begin + kAhead, u.gradient_type);
+    for (const float* values : {u.master, u.first, u.second, u.largest}) {
+        if (values) fetch(values, begin + kAhead, kFloat32);
+    }
+    if (u.narrow) fetch(u.narrow, begin + kAhead, u.narrow_type);
     if (u.gradient_type == kFloat32) {
         std::memcpy(gradient, static_cast<const float*>(u.gradient) + begin, size * sizeof(float));
     } else {
