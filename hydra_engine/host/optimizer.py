@@ -159,7 +159,6 @@ class TaskOptimizer:
         self._releasing = threading.Lock()  # shards of a step are released side by side
         self._released: StepRecord | None = None  # of the step in progress, with early release
         self._averages = Averages(task.ema_decay, self._slots)
-        native().prepare(self.optimizer)
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
@@ -526,6 +525,7 @@ def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> t
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_optimizer_needs_no_closure(optimizer)
+    native().prepare(optimizer)
     return optimizer
 
 

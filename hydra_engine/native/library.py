@@ -32,8 +32,8 @@ VARIABLE = "HYDRA_ENGINE_NATIVE"  # "0": nothing is compiled, and nothing that w
 REMEDY = "install one (g++ or clang++), or name it in CXX"
 
 # Arguments: the new file, its place, the log, the compiler and its own. The last step is atomic: a file that has its
-# name is whole. At the lowest priority, since training has begun.
-BUILD = 'new=$1; place=$2; log=$3; shift 3; nice -n 19 "$@" -o "$new" 2> "$log" && mv -f "$new" "$place"'
+# name is whole.
+BUILD = 'new=$1; place=$2; log=$3; shift 3; "$@" -o "$new" 2> "$log" && mv -f "$new" "$place"'
 
 
 class Library:
@@ -52,7 +52,7 @@ class Library:
 
     def load(self) -> ctypes.CDLL | None:
         """Return the library if it is there; begin to build it if nobody does. Never waits for a compiler."""
-        if os.environ.get(VARIABLE) == "0":
+        if _is_off():
             return None
         if self._loaded is None and not self.missing_because:
             with self._mutex:
@@ -63,9 +63,13 @@ class Library:
         return self._loaded
 
     def wait(self) -> ctypes.CDLL | None:
-        """Return the library, after the build that this process may have begun; None: it is not there."""
-        if self.load() is None and self._build is not None:
-            self._build.wait()
+        """Return the library after the build in progress, whoever makes it; None: it is not there."""
+        if self.load() is None and not self.missing_because and not _is_off():
+            if self._build is not None:
+                self._build.wait()
+            else:
+                with self._place().with_suffix(".lock").open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_SH)
         return self.load()
 
     def _look(self) -> None:
@@ -117,6 +121,10 @@ class Library:
             pass  # another process builds it
         finally:
             os.close(lock)
+
+
+def _is_off() -> bool:
+    return os.environ.get(VARIABLE) == "0"
 
 
 def _compiler() -> list[str]:

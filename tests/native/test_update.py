@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_engine import ModelOrchestrator, ModelTask
 from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
 from hydra_engine.native.library import Library
@@ -176,3 +177,16 @@ def test_without_a_compiler_torch_makes_the_updates(monkeypatch, tmp_path):
 def test_rows_are_laid_out_as_in_the_source(taken):
     """The kernel tells the size of its struct: a field that one side lacks would shift all others."""
     assert Library(update.SOURCE).load().hydra_update_bytes() == ctypes.sizeof(update.Update)
+
+
+def test_a_plan_says_that_there_is_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    kernel = Native(Library(update.SOURCE))
+    for module in ("host.optimizer", "run.task_list"):
+        monkeypatch.setattr(f"hydra_engine.{module}.native", lambda: kernel)
+    data = [(torch.ones(2, 3), torch.ones(2, 1))]
+    orchestra = ModelOrchestrator([ModelTask(nn.Sequential(nn.Linear(3, 1)), nn.MSELoss(), data, 0.1, 1)])
+    plan = orchestra.generate()
+    assert f"host updates take several passes over memory instead of one: {kernel.missing_because}\n" in str(plan)
+    assert kernel.missing_because.startswith("no C++ compiler was found; ")
