@@ -3,7 +3,10 @@
 Written plainly, an update widens every gradient, steps the optimizer and narrows every weight: three passes. What steps
 each element by itself may as well go a block at a time, and then the widened gradient never leaves the cache:
 
-    gradient (DRAM) -> scratch (cache) -> finish_gradient -> step master and state (DRAM) -> narrow (DRAM)
+    gradient (DRAM) -> scratch (cache) -> factors -> step master and state (DRAM) -> narrow (DRAM)
+
+That is one native call for the parameters of a shard where `hydra_engine.native` has torch's bits. Else it is torch's
+own step, on a block after the other if there is one intra-op thread, and on all parameters together if there are more.
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
+
+from hydra_engine.native import NarrowUpdate, is_dense, lies_as, native
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
@@ -45,36 +49,31 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
+NOTHING = torch.empty(0)
 _OF_THREAD = threading.local()
 
-Finish = Callable[[Tensor], None]
+Factors = Sequence["float | Tensor"]
 StepPiece = Callable[[Tensor, Tensor, dict[str, Tensor]], None]  # of a master, given its gradient and state
-
-
-@dataclass(frozen=True)
-class NarrowUpdate:
-    """A parameter to be stepped."""
-
-    parameter: nn.Parameter  # the float32 master
-    gradient: Tensor  # as it came down the link
-    narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
 
 
 def step_narrow(
     optimizer: Optimizer,
     updates: Sequence[NarrowUpdate],
-    finish_gradient: Finish | None,
+    factors: Factors = (),
     step: Callable[[], object] | None = None,
 ) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
-    `finish_gradient` works in place, element by element, on a widened gradient or on pieces of it. Weights and state
-    are bitwise those of the plain way, at the same number of intra-op threads: `p.grad = gradient.float()`,
-    `finish_gradient(p.grad)`, `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may
-    be overwritten. `step`: instead of the optimizer's own, where that goes over all parameters at once.
+    Widened gradients are multiplied by `factors`, one after the other. Weights and state are bitwise those of the plain
+    way, at the same number of intra-op threads: `p.grad = gradient.float()`, `p.grad.mul_(factor)` for each factor,
+    `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may be overwritten.
+    `step`: instead of the optimizer's own, where that goes over all parameters at once.
     """
     if not _is_elementwise(optimizer):
-        _step_whole(step or optimizer.step, updates, finish_gradient, torch.empty(0))
+        step_whole(step or optimizer.step, updates, factors)
+        return
+    updates = native().step(optimizer, updates, factors)
+    if not updates:
         return
     part = part_of(optimizer, [])
     bare = _bare_step(part)
@@ -83,14 +82,21 @@ def step_narrow(
     with torch.no_grad():
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
-                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], finish_gradient, scratch)
+                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], factors, scratch)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
                     {**group, "params": [p for p in group["params"] if id(p) in mine]}
                     for group in optimizer.param_groups
                 ]
-                _step_whole(bare, block, finish_gradient, scratch)
+                step_whole(bare, block, factors, scratch)
+
+
+def step_natively(
+    optimizer: Optimizer, updates: Sequence[NarrowUpdate], factors: Factors = ()
+) -> Sequence[NarrowUpdate]:
+    """Make the updates that one native call can make, with the bits of `step_narrow`; return the others."""
+    return native().step(optimizer, updates, factors) if _is_elementwise(optimizer) else updates
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -158,21 +164,20 @@ def _blocks(updates: Sequence[NarrowUpdate], cuts: Sequence[bool]) -> Iterator[t
         yield block, False
 
 
-def _step_whole(
-    step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None, scratch: Tensor
+def step_whole(
+    step: Callable[[], object], updates: Sequence[NarrowUpdate], factors: Factors = (), scratch: Tensor = NOTHING
 ) -> None:
     """The plain way; gradients are widened into what there is of scratch."""
     try:
         for update in updates:
             gradient, dtype = update.gradient, update.parameter.dtype
             if gradient.dtype != dtype:
-                if dtype == scratch.dtype and gradient.numel() <= len(scratch) and _is_dense(gradient):
+                if dtype == scratch.dtype and gradient.numel() <= len(scratch) and is_dense(gradient):
                     place = scratch.as_strided(gradient.shape, gradient.stride())
                     gradient, scratch = place.copy_(gradient), scratch[gradient.numel() :]
                 else:
                     gradient = gradient.to(dtype)
-            if finish_gradient is not None:
-                finish_gradient(gradient)
+            _multiply(gradient, factors)
             update.parameter.grad = gradient
         step()
     finally:
@@ -182,6 +187,11 @@ def _step_whole(
         for update in updates:
             if update.narrow is not None:
                 update.narrow.copy_(update.parameter)
+
+
+def _multiply(gradient: Tensor, factors: Factors) -> None:
+    for factor in factors:
+        gradient.mul_(factor)
 
 
 def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> bool:
@@ -197,7 +207,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
         return False
     tensors = [update.gradient, update.narrow, *state.values()]
     return all(
-        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or _lies_as(tensor, parameter)))
+        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or lies_as(tensor, parameter)))
         for tensor in tensors
     )
 
@@ -211,7 +221,7 @@ def _step_in_pieces(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     update: NarrowUpdate,
-    finish_gradient: Finish | None,
+    factors: Factors,
     scratch: Tensor,
 ) -> None:
     """The plain way, on one piece of a parameter after the other."""
@@ -226,8 +236,7 @@ def _step_in_pieces(
         if gradient.dtype != torch.float32:
             size = gradient.numel()
             gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
-        if finish_gradient is not None:
-            finish_gradient(gradient)
+        _multiply(gradient, factors)
         step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
         if narrows is not None:
             narrows[k].copy_(master)
@@ -277,17 +286,3 @@ def _piece_step(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[s
 def _bare_step(part: Optimizer) -> Callable[[], object]:
     """The step without what torch wraps around it for hooks and the profiler: twice as fast on next to nothing."""
     return partial(inspect.unwrap(type(part).step), part)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
-    if tensor.layout != torch.strided:
-        return False
-    if tensor.is_contiguous() and 1 not in tensor.shape:
-        return True  # the common case, without a call into the meta device for each tensor of each update
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return True if both are dense, with their elements in the same order."""
-    return _is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

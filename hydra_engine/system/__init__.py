@@ -19,6 +19,7 @@ from hydra_engine.system.files import (
     NewFile,
     OldFile,
     WriteBehind,
+    cache_folder,
     fingerprint,
 )
 from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway
