@@ -16,6 +16,7 @@ from partitioners.measure import GPU, STATED_RATES, Rates
 from partitioners.meter import MemoryMeter
 from partitioners.partitioner import (
     Balanced,
+    Fastest,
     Optimal,
     Pilot,
     Presharded,
@@ -33,6 +34,7 @@ __all__ = [
     "Balanced",
     "Budget",
     "DependsOnValues",
+    "Fastest",
     "LayerCost",
     "LayerPeak",
     "LayerTooLarge",

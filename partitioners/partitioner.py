@@ -162,15 +162,9 @@ class Balanced(_Fixed):
             raise ValueError(f"num_shards: {self.num_shards}, limit: the model's {num} layers; ask for fewer shards")
         table = ShardTable.of(costs, budget.num_micro_batches)
         fits = _fitting(costs, table, budget)
-        load = np.where(fits, self._loads(costs, table), np.inf)
-        # By last: the least largest load of layers [0, last) in this number of shards, and where the last shard begins.
-        least = np.where(np.arange(num + 1) == 0, 0.0, np.inf)
-        before = []
-        for _ in range(self.num_shards):
-            largest = np.maximum(least[:, None], load)
-            before.append(largest.argmin(axis=0))
-            least = largest.min(axis=0)
-        if not np.isfinite(least[num]):
+        loads = table.full.astype(np.float64) if self.by == "bytes" else _seconds(costs)
+        boundaries = _BalancedCuts(fits, loads, self.num_shards).ends(self.num_shards, num)
+        if boundaries is None:
             fewest = fewest_shards(fits)
             assert fewest is not None
             few = self.num_shards < len(fewest)
@@ -179,16 +173,37 @@ class Balanced(_Fixed):
                 + (f"at least {len(fewest)} shards; ask for more" if few else f"{len(fewest)} do; ask for those")
                 + ", or give the device more memory"
             )
-        boundaries = [num]
-        for starts in before[:0:-1]:
-            boundaries.append(int(starts[boundaries[-1]]))
-        return boundaries[::-1]
+        return boundaries
 
-    def _loads(self, costs: Sequence[LayerCost], table: ShardTable) -> Seconds:
-        if self.by == "bytes":
-            return table.full.astype(np.float64)
-        seconds = np.concatenate([[0.0], np.cumsum([2 * c.forward_s + c.backward_s for c in costs])])
-        return np.asarray(seconds[None, :] - seconds[:, None])
+
+def _seconds(costs: Sequence[LayerCost]) -> Seconds:
+    """Seconds of forward, recomputed forward and backward, of every shard."""
+    seconds = np.concatenate([[0.0], np.cumsum([2 * c.forward_s + c.backward_s for c in costs])])
+    return np.asarray(seconds[None, :] - seconds[:, None])
+
+
+class _BalancedCuts:
+    """The cuts of the first layers into 1, 2, ... `most` shards whose largest load is least."""
+
+    def __init__(self, fits: Flags, loads: Seconds, most: int) -> None:
+        """`fits`, `loads`: of every shard ``[first, last)``."""
+        loads = np.where(fits, loads, np.inf)
+        # By last: the least largest load of layers [0, last) in so many shards, and where the last shard begins.
+        least = np.where(np.arange(len(fits)) == 0, 0.0, np.inf)
+        self._least, self._before = [least], [np.zeros(len(fits), dtype=np.int64)]
+        for _ in range(most):
+            largest = np.maximum(self._least[-1][:, None], loads)
+            self._before.append(largest.argmin(axis=0))
+            self._least.append(largest.min(axis=0))
+
+    def ends(self, number: int, last: int) -> list[int] | None:
+        """Return the ends of so many shards of layers ``[0, last)``; None: no such shards fit."""
+        if not np.isfinite(self._least[number][last]):
+            return None
+        ends = [last]
+        for before in self._before[number:1:-1]:
+            ends.append(int(before[ends[-1]]))
+        return ends[::-1]
 
 
 class Optimal(_Halving):
@@ -233,7 +248,7 @@ class Optimal(_Halving):
         return found
 
     def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        num, fits = len(costs), _wanted(model, budget, _fitting(costs, model.table, budget))
+        num, fits = len(costs), _wanted(model.table, budget, _fitting(costs, model.table, budget))
         # By (first, last): least seconds of layers [0, last) whose last shard is [first, last), and where the shard
         # before it begins.
         least = np.full((num + 1, num + 1), np.inf)
@@ -257,17 +272,80 @@ class Optimal(_Halving):
         return boundaries[::-1]
 
 
-def _wanted(model: StepModel, budget: Budget, fits: Flags) -> Flags:
+class Fastest(_Halving):
+    """Finds the cut with the least predicted time among `candidates`.
+
+    The engine predicts each of them in a simulation of the run at hand: its tasks, devices, links and optimizer. Where
+    nothing of a run is known, `partition` predicts one task alone on a device.
+    """
+
+    def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        """Return the candidate with the least `predict_step`, of equals the one with fewest shards.
+
+        Raises LayerTooLarge when no partition fits the device.
+        """
+        model = StepModel(costs, budget)
+        return min(self._candidates(model.table, costs, budget), key=lambda ends: model.predict(ends).total_s)
+
+    def candidates(self, costs: Sequence[LayerCost], budget: Budget) -> list[list[int]]:
+        """Return cuts worth predicting, each once, those with fewer shards first.
+
+        They are the cut of `Optimal`, that of `Pilot`, and for each number of shards up to `MOST_SHARDS`, or to twice
+        the fewest that fit:
+
+        - that of `Balanced`: the units of several tasks, or the copies and updates of one, hide under one another;
+        - one whose last shard is as large as the device allows beside the slab of another shard, with the shards below
+          balanced. Of the last shard no forward is run again, and it is loaded once per step.
+
+        Raises LayerTooLarge when no partition fits the device.
+        """
+        return self._candidates(ShardTable.of(costs, budget.num_micro_batches), costs, budget)
+
+    def _candidates(self, table: ShardTable, costs: Sequence[LayerCost], budget: Budget) -> list[list[int]]:
+        num, fits = len(costs), _wanted(table, budget, _fitting(costs, table, budget))
+        fewest = fewest_shards(fits)
+        assert fewest is not None
+        numbers = _numbers(len(fewest), num)
+        cuts = _BalancedCuts(fits, _seconds(costs), numbers[-1])
+        found = [Optimal().partition(costs, budget), Pilot().partition(costs, budget)]
+        for number in numbers:
+            balanced = cuts.ends(number, num)
+            if balanced is not None:
+                found.append(balanced)
+            for first in map(int, np.flatnonzero(fits[:, num])):  # from the largest last shard on
+                lower = cuts.ends(number - 1, first) if number > 1 and first > 0 else None
+                if lower is None:
+                    continue
+                slab = max(int(table.slab[start, end]) for start, end in pairwise([0, *lower]))
+                if int(table.full[first, num]) + slab <= budget.memory_bytes:
+                    found.append([*lower, num])
+                    break
+        return sorted({tuple(ends): ends for ends in found}.values(), key=lambda ends: (len(ends), ends))
+
+
+MOST_SHARDS = 16
+
+
+def _numbers(fewest: int, num_layers: int) -> list[int]:
+    """Return numbers of shards to try: all up to `MOST_SHARDS`, and 17 from the fewest to twice as many beyond."""
+    most = min(num_layers, max(MOST_SHARDS, 2 * fewest))
+    if fewest <= MOST_SHARDS:
+        return [*range(fewest, min(most, MOST_SHARDS) + 1), *range(MOST_SHARDS + 2, most + 1, 2)]
+    return sorted({fewest + (most - fewest) * k // MOST_SHARDS for k in range(MOST_SHARDS + 1)})
+
+
+def _wanted(table: ShardTable, budget: Budget, fits: Flags) -> Flags:
     """Shards that fit, and leave free the buffer that the user asked for as far as a partition can."""
     if not budget.buffer_bytes or not budget.double_buffer:
         return fits
-    roomy = model.table.fits(budget.memory_bytes - budget.buffer_bytes)
-    ones = np.arange(model.num_layers)
+    roomy = table.fits(budget.memory_bytes - budget.buffer_bytes)
+    ones = np.arange(len(fits) - 1)
     roomy[ones, ones + 1] = fits[ones, ones + 1]
     return roomy if fewest_shards(roomy) is not None else fits
 
 
 _KNOWN: dict[str, Callable[..., Partitioner]] = {
+    "fastest": Fastest,
     "pilot": Pilot,
     "optimal": Optimal,
     "balanced": Balanced,

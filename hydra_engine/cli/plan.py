@@ -11,7 +11,7 @@ from torch import nn
 from hydra_engine.cli.command import Mistake, count
 from hydra_engine.cli.sample import here_importable, refusal, sample_of
 from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
-from hydra_engine.tasks import table
+from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
 
 DEVICES = {"gpu": GPU, "cpu": "cpu"}
@@ -192,14 +192,6 @@ def _rates_line(plan: AheadPlan) -> str:
         f"{machine.rates.memory_bytes_per_s / 1e9:.4g} GB/s, link {machine.link_bytes_per_s / 1e9:.4g} GB/s each way, "
         f"DRAM {machine.dram_bytes_per_s / 1e9:.4g} GB/s for {machine.update_traffic_bytes} bytes per parameter"
     )
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the unit that suits them."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return "0 s"  # also what is left of a difference between equal sums
 
 
 def _plural(number: int, noun: str, ending: str = "s") -> str:

@@ -6,10 +6,10 @@ import argparse
 from dataclasses import replace
 
 from hydra_engine.cli.command import Mistake, count
-from hydra_engine.cli.plan import duration, machine_of
+from hydra_engine.cli.plan import machine_of
 from hydra_engine.cli.sample import called, here_importable, refusal, unpacked, without_values
 from hydra_engine.planning import DeviceCost, HostCost, TaskCost, plan_ahead, simulate
-from hydra_engine.tasks import table
+from hydra_engine.tasks import duration, table
 from partitioners import Optimal
 
 RETURNS = "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them"

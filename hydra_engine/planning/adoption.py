@@ -47,6 +47,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import memory_of, residue
 from hydra_engine.host import Cut, Measured, Observed, TaskState, has_hooks
+from hydra_engine.planning.cuts import CutChoice, PredictedCut
 from hydra_engine.tasks import Purpose
 from partitioners.reach import PLAIN, Held
 
@@ -118,9 +119,17 @@ class Rehearsed:
     observed: Observed
     steps_on_device: bool
     input_bytes: list[int]
+    choice: CutChoice | None  # of the cut
+    predicted: PredictedCut | None
 
     @classmethod
-    def of(cls, state: TaskState, input_bytes: list[int]) -> Rehearsed:
+    def of(
+        cls,
+        state: TaskState,
+        input_bytes: list[int],
+        choice: CutChoice | None = None,
+        predicted: PredictedCut | None = None,
+    ) -> Rehearsed:
         """Return it, apart from what the task goes on to find out."""
         return cls(
             task=state.name,
@@ -129,6 +138,8 @@ class Rehearsed:
             observed=state.observed.copied(),
             steps_on_device=state.steps_on_device,
             input_bytes=list(input_bytes),
+            choice=choice,
+            predicted=predicted,
         )
 
     def put_into(self, state: TaskState) -> None:

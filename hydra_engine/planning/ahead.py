@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_engine.host import ModelLayout
 from hydra_engine.planning.costs import TaskCost
+from hydra_engine.planning.cuts import cut_cost
 from hydra_engine.tasks import batch_size
 from partitioners import (
     GPU,
@@ -29,7 +30,6 @@ from partitioners import (
     shard_bytes,
     slab_bytes,
 )
-from partitioners.cost import accumulated_bytes
 from partitioners.profile import named_layers
 
 MASTER_BYTES = 4  # of the float32 weight that the host optimizer steps
@@ -140,27 +140,8 @@ class AheadPlan:
 
     def task_cost(self, name: str, num_steps: int) -> TaskCost:
         """Return what the task takes in a simulation of so many steps."""
-        machine, number = self.machine, self.num_micro_batches
-        *lower, last = self.shards
-        gradient_bytes = [sum(cost.grad_bytes for cost in self._costs_of(shard)) for shard in self.shards]
-        updated_bytes = [sum(map(accumulated_bytes, self._costs_of(shard))) for shard in self.shards]
-        lowest = next((j for j, each in enumerate(gradient_bytes) if each), len(lower))  # that trains
-        # Their forward runs again first.
-        backward_s = [shard.forward_s + shard.backward_s for shard in reversed(lower[lowest:])]
-        update_bytes_per_s = machine.budget().update_bytes_per_s
-        return TaskCost(
-            name=name,
-            num_steps=num_steps,
-            num_shards=len(self.shards),
-            unit_s=[*(shard.forward_s for shard in lower), last.forward_s + last.backward_s, *backward_s],
-            load_bytes=[shard.slab_bytes for shard in self.shards],
-            boundary_bytes=[number * self.costs[shard.first].input_bytes for shard in self.shards],
-            gradient_bytes=gradient_bytes,
-            update_s=[each / update_bytes_per_s for each in updated_bytes],
-        )
-
-    def _costs_of(self, shard: ShardEstimate) -> list[LayerCost]:
-        return self.costs[shard.first : shard.last]
+        budget, ends = self.machine.budget(self.num_micro_batches), [shard.last for shard in self.shards]
+        return cut_cost(name, self.costs, ends, budget, num_steps=num_steps)
 
     def limits(self) -> list[Limit]:
         """What bounds the devices together, with at least as many such tasks; the tightest first.

@@ -34,14 +34,21 @@ from hydra_engine.host import (
     layout_of,
 )
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
-from hydra_engine.planning.costs import DeviceCost, TaskCost
-from hydra_engine.planning.keep import choose_kept, kept_bytes, least_step_s
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.cuts import (
+    CutChoice,
+    PredictedCut,
+    RunAtHand,
+    choose_kept,
+    kept_bytes,
+    least_step_s,
+)
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
-from hydra_engine.system import dram
+from hydra_engine.system import HostThreads, dram
 from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
 from partitioners import (
     STATED_RATES,
@@ -57,7 +64,6 @@ from partitioners import (
 )
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
-from partitioners.precision import DTYPES
 from partitioners.profile import names, noted
 from partitioners.reach import reach
 
@@ -87,6 +93,8 @@ class _Target(NamedTuple):
     most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
     opened: Opened  # the device, for a rehearsal
     can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
+    num_tasks: int  # that share the devices
+    host: HostThreads | None  # None: its threads are not known yet
 
 
 class LeastBytes(NamedTuple):
@@ -114,6 +122,7 @@ class Estimate:
         self._state = state
         self.input_bytes: list[int] = []  # by layer, of a step
         self.known: Ceilings | None = None  # of the device that it is planned for, once they are needed
+        self._update_rate: float | None = None  # of the optimizer, once it is needed
 
     def rates(self, device: DeviceSpec) -> Ceilings:
         """The ceilings of the device that the task is planned for: the same for all of a plan."""
@@ -133,8 +142,10 @@ class Estimate:
 
         Weights are read and written, gradients read, states read and written.
         """
-        with installed(Stream(capture())):  # the factory is user code
-            rate = update_bytes_per_s(self._state.task)
+        if self._update_rate is None:
+            with installed(Stream(capture())):  # the factory is user code
+                self._update_rate = update_bytes_per_s(self._state.task)
+        rate = self._update_rate
         num_bytes = self._state.layout.num_bytes[True]
         if self.known is None or self.known.dram_bytes_per_s is None or not num_bytes:
             return rate
@@ -147,8 +158,32 @@ class Estimate:
         budget = replace(budget, link_bytes_per_s=self.rates(device).link_bytes_per_s, unit_s=UNIT_S)
         if task.purpose is not Purpose.TRAIN:
             return budget
-        itemsize = DTYPES[task.precision].itemsize
-        return replace(budget, update_bytes_per_s=self._update_bytes_per_s() * itemsize / 4)
+        return replace(budget, update_bytes_per_s=self._update_bytes_per_s())
+
+    def run_at_hand(self, target: _Target) -> RunAtHand:
+        """What a cut of the task is chosen for."""
+        state, device, host = self._state, target.device, target.host
+        link = self.rates(device)
+        computes_here = device.torch_device.type == "cpu"
+        cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
+        layout, state_bytes = state.layout, None
+        if state.steps_on_device:
+            masters = 0 if layout.narrow is None else layout.num_bytes[True]
+            state_bytes = (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
+        return RunAtHand(
+            device=DeviceCost(
+                load_bytes_per_s=link.both_up_bytes_per_s,
+                store_bytes_per_s=link.both_down_bytes_per_s,
+                unit_s=UNIT_S,
+                memory_bytes=target.budget.memory_bytes,
+                copies_compute=computes_here and link.origin != STATED,
+            ),
+            host=HostCost(optimizer_threads=1 if host is None else host.optimizer_threads, cores=cores),
+            num_devices=len(target.devices),
+            num_tasks=target.num_tasks,
+            double_buffer=target.budget.double_buffer,
+            state_bytes=state_bytes,
+        )
 
     def steps_on_device(self, device: DeviceSpec) -> bool:
         """Decide whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
@@ -387,6 +422,8 @@ class PlannedTask:
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
         self._most_devices = 1  # that a step's spreading was predicted for
+        self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
+        self.predicted: PredictedCut | None = None
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
@@ -462,16 +499,21 @@ class PlannedTask:
         most_slab_bytes: int | None = None,
         opened: Opened | None = None,
         can_hold: Callable[[int, int], bool] = lambda *_: True,
+        host: HostThreads | None = None,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
-        device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard.
+        device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
+        its threads, by which cuts are predicted.
         """
         share = max(1, len(devices) // num_tasks)
         opened = opened or partial(own_device, device, num_threads)
-        target = _Target(device, budget, num_threads, devices or [device], share, most_slab_bytes, opened, can_hold)
+        devices = devices or [device]
+        target = _Target(
+            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host
+        )
         self.estimate = Estimate(self.state)
         try:
             return Planner(self, target).plan()
@@ -498,7 +540,8 @@ class PlannedTask:
         Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
         """
         budget = Budget(memory_bytes=2**62)
-        target = _Target(device, budget, 1, [device], 1, None, partial(own_device, device, 1), lambda *_: True)
+        opened = partial(own_device, device, 1)
+        target = _Target(device, budget, 1, [device], 1, None, opened, lambda *_: True, 1, None)
         return Planner(self, target).least_bytes()
 
     def split_first(self, number: int) -> None:
@@ -612,10 +655,10 @@ class Planner:
             number = len(self._sample().micro_batches)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
-        if hasattr(task.partitioner, "choose"):  # it weighs times, not only bytes
+        if any(hasattr(task.partitioner, name) for name in ("choose", "candidates")):  # it weighs times, not only bytes
             budget = self._estimate.budget(self._target.budget, device)
             self._target = self._target._replace(budget=budget)
-            if is_open:
+            if is_open and hasattr(task.partitioner, "choose"):
                 powers = [2**k for k in range(num_samples.bit_length())]
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
                     number, _ = task.partitioner.choose(self._costs, powers, budget)
@@ -637,7 +680,8 @@ class Planner:
         step_s = self.decide()
         if is_open and self._trains:
             number = self._raised(number, step_s)
-        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes))
+        choice, predicted = self._planned.choice, self._planned.predicted
+        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
         return self._as_plan(number)
 
     def least_bytes(self) -> LeastBytes:
@@ -679,6 +723,7 @@ class Planner:
         planned, target = self._planned, self._target
         found.put_into(self.state)
         self._estimate.input_bytes = list(found.input_bytes)
+        planned.choice, planned.predicted = found.choice, found.predicted
         slab_bytes = planned.largest_slab_bytes
         fits = target.most_slab_bytes is None or slab_bytes <= target.most_slab_bytes
         if not fits or not target.can_hold(planned.work_bytes, slab_bytes):
@@ -755,16 +800,19 @@ class Planner:
         self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = self._target.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
+        chosen = list(boundaries)
         while True:
             check_boundaries(boundaries, len(costs))
             try:
                 self._rehearse(boundaries, costs, batch, evaluation)
                 most = self._target.most_slab_bytes
-                if most is None or self._planned.largest_slab_bytes <= most:
-                    return
-                finer = self._with_smaller_slabs(boundaries, costs)
+                finer = None  # where a lone layer has the largest slab: check_arena says why not
+                if most is not None and self._planned.largest_slab_bytes > most:
+                    finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
-                    return  # check_arena says why not
+                    if self._planned.choice is not None and boundaries != chosen:
+                        self._planned.predicted = self._planned.choice.predicted(boundaries)
+                    return
             except TooLarge as error:
                 if refused is not None:
                     raise refused from error
@@ -811,8 +859,19 @@ class Planner:
         all layers, but an upper bound in the others, and for several micro-batches.
         """
         partitioner, number = self._task.partitioner, len(costs)
+        planned = self._planned
+        planned.choice = planned.predicted = None
         try:
-            return partitioner.partition(costs, budget), None
+            if not (self._trains and hasattr(partitioner, "candidates")):
+                return partitioner.partition(costs, budget), None
+            planned.choice = CutChoice(
+                costs=costs,
+                candidates=partitioner.candidates(costs, budget),
+                budget=budget,
+                run=self._estimate.run_at_hand(self._target),
+            )
+            planned.predicted = planned.choice.fastest()
+            return list(planned.predicted.boundaries), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
             if not may_cut:
@@ -853,6 +912,7 @@ class Planner:
         state, spreading, known = self.state, self._planned.spreading, self._estimate.known
         timings = state.measured.timings.values()
         device_s = sum(timing.device_s for timing in timings)
+        predicted = self._planned.predicted
         return TaskPlan(
             name=self._planned.name,
             boundaries=list(state.cut.boundaries),
@@ -868,6 +928,8 @@ class Planner:
             graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
             doubled_bytes=self._planned.doubled_bytes,
             ceilings="" if known is None or known.origin == STATED else known.source,
+            predicted_s=None if predicted is None else predicted.step_s,
+            cut_because="" if predicted is None else str(predicted),
         )
 
 

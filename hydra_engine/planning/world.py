@@ -325,9 +325,28 @@ class _Device:
     def clear(self) -> None:
         """Keep nothing of what units have left in its memory."""
         self.residents: Residents | None = None
+        self.asking: deque[Callable[[], bool]] = deque()  # for memory, in order: each returns if it got it
+        self.num_active = 0  # units that have memory to work with, and will give it back
         if self.cost.memory_bytes is not None:
             self.ledger = Ledger("", int(self.cost.memory_bytes))
             self.residents = Residents(self.ledger)
+
+    def ask(self, take: Callable[[], bool]) -> None:
+        """Ask for memory: `take` is called until it returns True, which it does once it has got it, or needs none."""
+        self.asking.append(take)
+        self.grant()
+
+    def grant(self) -> None:
+        """Give memory to those who ask, as far as there is any, and each in its turn."""
+        while self.asking and self.asking[0]():
+            self.asking.popleft()
+
+    def end(self, ledger: Ledger, num_bytes: int) -> None:
+        """Take back what a unit has held until all of it was in DRAM."""
+        ledger.release(num_bytes)
+        if ledger is self.ledger:  # it was not released meanwhile
+            self.num_active -= 1
+            self.grant()
 
 
 class World:
@@ -454,8 +473,16 @@ class World:
         device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit] = _UnitOnDevice(unit)
         num_bytes = task.cost.of_shard("load_bytes", unit.shard)
-        loaded = partial(self._start, index, claim)
-        if device.residents is not None and num_bytes:
+        if device.residents is None or not num_bytes:
+            self._copy_in(device, num_bytes, partial(self._start, index, claim))
+        else:
+            device.ask(partial(self._take_slab, index, claim, num_bytes))
+
+    def _take_slab(self, index: int, claim: _UnitOnDevice, num_bytes: float) -> bool:
+        """Bring a claim's shard into memory, if it is not there; False: there is no room before a unit ends."""
+        device, unit, loaded = self._devices[index], claim.unit, partial(self._start, index, claim)
+        task, residents = self._tasks[unit.task], device.residents
+        if not claim.is_dropped and residents is not None:
             trains = unit.shard >= task.cost.lowest_backward
             version = task.num_commits if trains else -1
             key = (unit.task, unit.shard, version)
@@ -464,16 +491,19 @@ class World:
                 is_new = version in (-1, task.num_commits)
                 return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
 
-            slab: _Gate | None = device.residents.pin(key, unit.task, next_use_s)
+            slab: _Gate | None = residents.pin(key, unit.task, next_use_s)
             if slab is None and device.ledger.take(int(num_bytes), SLABS):
                 slab = _Gate()
-                device.residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
+                residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
                 self._copy_in(device, num_bytes, slab.open)
             if slab is not None:
                 claim.slab = key
                 slab.when_open(loaded)
-                return
-        self._copy_in(device, num_bytes, loaded)
+            elif device.num_active:
+                return False
+            else:  # nobody will give any back
+                self._copy_in(device, num_bytes, loaded)
+        return True
 
     def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
         device.loaded_bytes += num_bytes
@@ -499,7 +529,18 @@ class World:
             brought = partial(self._start, index, claim)
             self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
 
-        part.passed.when_open(bring)
+        def take() -> bool:
+            if device.residents is not None:
+                work_bytes = int(task.cost.of_shard("work_bytes", unit.shard))
+                if device.ledger.take(work_bytes):
+                    claim.work_bytes = work_bytes
+                elif device.num_active:
+                    return False
+                device.num_active += 1
+            part.passed.when_open(bring)
+            return True
+
+        device.ask(take)
 
     def _missing_bytes(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> float:
         """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
@@ -510,8 +551,6 @@ class World:
             gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
         if residents is None:
             return num_bytes + share * (value + gradient)
-        work_bytes = int(cost.of_shard("work_bytes", unit.shard))
-        claim.work_bytes = work_bytes if device.ledger.take(work_bytes) else 0
         if unit.kind == BACKWARD:
             graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
             claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
@@ -525,7 +564,6 @@ class World:
         """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
         unit, residents, slab = claim.unit, device.residents, claim.slab
         assert residents is not None
-        device.ledger.release(claim.work_bytes)
         if claim.graph is not None:
             residents.unpin(claim.graph, is_whole=False)
         begun, j, cost = task.num_begun, unit.shard, task.cost
@@ -573,8 +611,14 @@ class World:
     def _computed(self, index: int, claim: _UnitOnDevice, seconds: float, start_s: float) -> None:
         unit = claim.unit
         device, task = self._devices[index], self._tasks[unit.task]
+        left_bytes = task.gradient_bytes(unit)
+        left = _nothing
         if device.residents is not None:
+            held_bytes = min(claim.work_bytes, int(left_bytes))  # until they are in DRAM
+            device.ledger.release(claim.work_bytes - held_bytes)
+            left = partial(device.end, device.ledger, held_bytes)
             self._keep(device, task, claim)
+            device.grant()
         device.num_units += 1
         device.compute_s += self.time.now_s - start_s
         if self._placed is not None:
@@ -583,13 +627,16 @@ class World:
         part.passed.is_open, part.leaving[unit] = False, False
         self._events.append(Computed(index, unit, seconds))
         passed_bytes = task.share(unit) * task.cost.output_bytes(unit.kind, unit.shard)
-        left_bytes = task.gradient_bytes(unit)
         rate = device.cost.store_bytes_per_s
         device.stored_bytes += passed_bytes + left_bytes
 
+        def stored() -> None:
+            left()
+            self._stored(part, unit)
+
         def passed() -> None:
             part.passed.open()
-            device.store.submit(left_bytes / rate if rate else 0.0, partial(self._stored, part, unit))
+            device.store.submit(left_bytes / rate if rate else 0.0, stored)
 
         device.store.submit(passed_bytes / rate if rate else 0.0, passed)
 
@@ -626,6 +673,10 @@ class World:
             self._finished_s[instruction.task] = self.time.now_s
 
         self._host.submit(self._tasks[instruction.task].cost.end_s, finished)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _added(task: _Task) -> TaskAdded:

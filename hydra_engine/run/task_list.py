@@ -367,7 +367,9 @@ class Site:
         self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any
     ) -> TaskPlan:
         threads, smallest = self.host.intra_op_threads, self._smallest
-        return planned.make_plan(smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes, **options)
+        return planned.make_plan(
+            smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes, host=self.host, **options
+        )
 
     def _check_free(self) -> None:
         for device in self.devices:

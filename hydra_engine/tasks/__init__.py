@@ -22,6 +22,7 @@ from hydra_engine.tasks.report import (
     TaskPlan,
     TaskReport,
     drop_tracebacks,
+    duration,
     table,
 )
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split

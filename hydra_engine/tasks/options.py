@@ -139,7 +139,7 @@ TYPES: tuple[Rule, ...] = (
     (
         "partitioner",
         _or_none(lambda value: isinstance(value, str) or _is_partitioner(value)),
-        "{!r} is not a partitioner; give Pilot() or Presharded([...])",
+        "{!r} is not a partitioner; give Fastest() or Presharded([...])",
     ),
     (
         "metrics",

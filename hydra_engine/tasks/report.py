@@ -64,6 +64,8 @@ class TaskPlan:
     doubled_bytes: int = 0  # of its frozen weights that another task has equal ones of, elsewhere in DRAM
     ceilings: str = ""  # where the link's rates come from; "": the user stated them
     adopted_from: str | None = None  # the task of the same structure whose rehearsal this plan is of; None: its own
+    predicted_s: float | None = None  # of a step of each of the device's tasks together, as the cut was chosen by it
+    cut_because: str = ""  # what else was predicted of the cut, and of others; "": it was not chosen by predictions
 
     @property
     def _spread(self) -> str:
@@ -129,6 +131,10 @@ class Plan:
     def _remarks(self) -> list[str]:
         lines: list[str] = []
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
+        cuts: dict[str, list[str]] = {}
+        for plan in self.tasks.values():
+            cuts.setdefault(plan.cut_because, []).append(plan.name)
+        lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
         doubling = {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}
@@ -571,6 +577,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that suits them."""
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return "0 s"  # also what is left of a difference between equal sums
 
 
 def html_lines(lines: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from hydra_engine.tasks.options import (
 )
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
-from partitioners import Partitioner, Pilot, make_partitioner
+from partitioners import Fastest, Partitioner, make_partitioner
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
@@ -73,7 +73,7 @@ class ModelTask:
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
         lr_scheduler_interval: "step" or "epoch".
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
-            `partitioners.Pilot()`.
+            `partitioners.Fastest()`.
         precision: "float32", or a narrow one that devices compute in: "bfloat16", "float16" (docs/precision.md).
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
@@ -213,7 +213,7 @@ class ModelTask:
         self.ema_decay = ema_decay
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
-        self.partitioner: Partitioner = partitioner if partitioner is not None else Pilot()
+        self.partitioner: Partitioner = partitioner if partitioner is not None else Fastest()
         self.early_release = bool(early_release)
         self.priority = priority
         self.group = group

@@ -590,7 +590,7 @@ def test_each_call_makes_its_own():
 @pytest.mark.parametrize("name", ["Pilot", "best", ""])
 def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(
-        ValueError, match=f"partitioner: {name!r}, known: 'balanced', 'optimal', 'pilot', 'presharded'$"
+        ValueError, match=f"partitioner: {name!r}, known: 'balanced', 'fastest', 'optimal', 'pilot', 'presharded'$"
     ):
         make_partitioner(name)
 
@@ -634,7 +634,7 @@ def test_a_users_partitioner_is_made_by_the_name_it_registers():
     register_partitioner("halves", Halves)
     made = make_partitioner("halves", at=2)
     assert made.partition(layers({}, {}, {}), Budget(memory_bytes=1)) == [2, 3]
-    with pytest.raises(ValueError, match="known: 'balanced', 'halves', 'optimal', 'pilot', 'presharded'"):
+    with pytest.raises(ValueError, match="known: 'balanced', 'fastest', 'halves', 'optimal', 'pilot', 'presharded'"):
         make_partitioner("thirds")
 
 

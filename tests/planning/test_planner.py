@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.planning.keep import Kept
+from hydra_engine.planning.cuts import Kept
 from hydra_engine.planning.planner import Planner
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
@@ -298,7 +298,7 @@ def test_a_loader_that_can_be_read_only_once_is_not_scanned():
 
 
 def test_an_unknown_partitioner_is_refused_with_the_known_ones():
-    known = "'balanced', 'optimal', 'pilot', 'presharded'"
+    known = "'balanced', 'fastest', 'optimal', 'pilot', 'presharded'"
     with pytest.raises(ValueError, match=f"partitioner: 'greedy', known: {known}"):
         task_of(gpt(), partitioner="greedy")
     with pytest.raises(ValueError, match=r"partitioner: 'balanced' does not take .*Balanced\(4\)"):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planning.keep import Kept
+from hydra_engine.planning.cuts import Kept
 from partitioners import Presharded
 from tests import exact, reference, zoo
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planning.keep import Kept
+from hydra_engine.planning.cuts import Kept
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker

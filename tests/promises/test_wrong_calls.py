@@ -328,9 +328,9 @@ LINES = {
     "optimizer_scope": "a: optimizer_scope: 'layer', known: 'shard', 'task'",
     "optimizer_device": "a: optimizer_device: 'cuda', known: 'host', 'device', 'auto'",
     "ema_decay 1": "a: ema_decay: 1.0, limit: 0 <= ema_decay < 1; 0.999 is common",
-    "partitioner name": "a: partitioner: 'best', known: 'balanced', 'optimal', 'pilot', 'presharded'",
+    "partitioner name": "a: partitioner: 'best', known: 'balanced', 'fastest', 'optimal', 'pilot', 'presharded'",
     "partitioner class": (
-        "a: partitioner: <class 'partitioners.partitioner.Presharded'> is not a partitioner; give Pilot()"
+        "a: partitioner: <class 'partitioners.partitioner.Presharded'> is not a partitioner; give Fastest()"
         " or Presharded([...])"
     ),
     "precision fp16": "a: precision: 'fp16', known: 'float32', 'bfloat16', 'float16'",

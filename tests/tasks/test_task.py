@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
-from partitioners import Pilot, Presharded
+from partitioners import Fastest, Presharded
 
 
 def task_of(*args, model=None, **options):
@@ -23,7 +23,7 @@ class TestDefaults:
         assert task.optimizer is torch.optim.SGD
         assert task.lr_scheduler is None
         assert task.lr_scheduler_interval == "step"
-        assert isinstance(task.partitioner, Pilot)
+        assert isinstance(task.partitioner, Fastest)
         assert (task.precision, task.accumulation_steps, task.loss_reduction) == ("float32", 1, "mean")
         assert task.max_grad_norm is task.validation is None
         assert task.unpack(("x", "y")) == ("x", "y")

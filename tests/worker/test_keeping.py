@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planning.keep import Kept, choose_kept, least_step_s
+from hydra_engine.planning.cuts import Kept, choose_kept, least_step_s
 from hydra_engine.worker.runner import Runner
 from partitioners import Presharded
 from tests import exact, zoo

@@ -1,0 +1,255 @@
+"""The default cut beside balanced ones: predicted for stated rates; on emulated devices, predicted, then measured.
+
+python benchmarks/partitioners/cuts.py                 # all of it; exit code 1 if the default is slower than the limit
+python benchmarks/partitioners/cuts.py stated          # 1.5 billion parameters on a device of stated rates, not run
+python benchmarks/partitioners/cuts.py planning        # seconds that the choice takes, for 30 and for 300 layers
+python benchmarks/partitioners/cuts.py measured        # small models on emulated devices
+python benchmarks/partitioners/cuts.py predict FILE    # what that does first: predicted seconds of every cut, to FILE
+python benchmarks/partitioners/cuts.py measure FILE    # one run of every cut of FILE, likewise to standard output
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from hydra_engine import Callback, DeviceCost, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.planning.cuts import CutChoice, RunAtHand
+from partitioners import GPU, Balanced, Budget, Fastest, Pilot, Presharded, Rates, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpt import gpt, token_batches
+
+# Of the default: beyond the best of the balanced cuts, as a share of it. Medians of runs differ by as much.
+LIMIT = 0.05
+BALANCED = range(2, 17)
+# One H200 behind PCIe 5.
+FLOPS_PER_S, DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, DRAM_BYTES_PER_S = 450e12, 4e12, 50e9, 200e9
+UPDATE_BYTES = 28  # of DRAM per parameter: AdamW of float32 masters
+UNIT_S = 450e-6
+LENGTH, MICRO_TOKENS, VOCABULARY = 1024, 4096, 50257
+NUM_RUNS, NUM_STEPS, WARM_STEPS = 3, 7, 2
+
+
+# -- a device of stated rates
+
+
+def stated_costs(num_micro_batches, num_blocks=27, width=2048):
+    """Costs of a GPT on the meta device, for one micro-batch; in bfloat16."""
+    with torch.device("meta"):
+        model = gpt(width=width, num_blocks=num_blocks, num_heads=16, length=LENGTH, vocabulary=VOCABULARY)
+        tokens = torch.zeros(MICRO_TOKENS // LENGTH, LENGTH, dtype=torch.long)
+    rates = Rates(flops_per_s=FLOPS_PER_S, memory_bytes_per_s=DEVICE_BYTES_PER_S)
+    options = {"device": GPU, "precision": "bfloat16", "rates": rates, "time_layers": False}
+    return profile(model, tokens, tokens.flatten(), nn.CrossEntropyLoss(), **options)
+
+
+def stated_choice(costs, memory_gib, num_micro_batches, num_tasks):
+    """Cuts for such a device, of which 1 GiB is for context and libraries."""
+    budget = Budget(
+        memory_bytes=(memory_gib - 1) * 2**30,
+        num_micro_batches=num_micro_batches,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+        update_bytes_per_s=4 * DRAM_BYTES_PER_S / UPDATE_BYTES,
+        unit_s=UNIT_S,
+    )
+    device = DeviceCost(
+        load_bytes_per_s=LINK_BYTES_PER_S,
+        store_bytes_per_s=LINK_BYTES_PER_S,
+        unit_s=UNIT_S,
+        memory_bytes=budget.memory_bytes,
+    )
+    run = RunAtHand(device=device, num_tasks=num_tasks)
+    return CutChoice(costs=costs, candidates=Fastest().candidates(costs, budget), budget=budget, run=run)
+
+
+def others(choice):
+    """Cuts by name: Pilot's, and balanced ones as far as they fit."""
+    found = {"Pilot": Pilot().partition(choice.costs, choice.budget)}
+    for number in BALANCED:
+        with suppress(ValueError):  # so many do not fit
+            found[f"Balanced({number})"] = Balanced(number).partition(choice.costs, choice.budget)
+    return found
+
+
+def stated():
+    """Print a table; True if no balanced cut is predicted to be faster than the default."""
+    costs, is_best = stated_costs(1), True
+    print("predicted seconds per step: 1.5 billion parameters, bfloat16, AdamW on the host, 4,096 tokens a micro-batch")
+    print("tasks  device   tokens  default  shards  largest  Pilot  balanced 2 ... 16")
+    for num_tasks in (4, 1):
+        for memory_gib in (16, 24):
+            for tokens in (4096, 8192, 16384, 32768):
+                choice = stated_choice(costs, memory_gib, tokens // MICRO_TOKENS, num_tasks)
+                best = choice.fastest()
+                pilot_s, *seconds = (choice.predicted(cut).step_s for cut in others(choice).values())
+                is_best &= best.step_s <= min(seconds)
+                params = [sum(c.param_bytes for c in costs[a:b]) for a, b in pairwise([0, *best.boundaries])]
+                print(
+                    f"{num_tasks:5}  {memory_gib} GiB  {tokens:7}  {best.step_s:7.3f}  {len(best.boundaries):6}  "
+                    f"{max(params) / sum(params):7.0%}  {pilot_s:5.3f}  {' '.join(f'{s:.3f}' for s in seconds)}",
+                    flush=True,
+                )
+    return is_best
+
+
+def planning():
+    """Seconds of the choice alone, and of the profile before it."""
+    print("layers  tasks  profile  candidates  choice")
+    for num_blocks in (28, 298):
+        begin_s = time.perf_counter()
+        costs = stated_costs(2, num_blocks, 2048 if num_blocks == 28 else 640)
+        profile_s = time.perf_counter() - begin_s
+        for num_tasks in (1, 4):
+            begin_s = time.perf_counter()
+            choice = stated_choice(costs, 16, 2, num_tasks)
+            found_s = time.perf_counter() - begin_s
+            choice.fastest()
+            chosen_s = time.perf_counter() - begin_s
+            print(f"{len(costs):6}  {num_tasks:5}  {profile_s:5.2f} s  {found_s:8.3f} s  {chosen_s:4.2f} s", flush=True)
+
+
+# -- emulated devices
+
+
+@dataclass(frozen=True)
+class Case:
+    """Equal tasks on one emulated device of some of the model's bytes, with a link of so many bytes per second."""
+
+    num_tasks: int
+    memory_bytes: int
+    bandwidth: int | None
+    width: int = 160
+    num_blocks: int = 14
+    batch_size: int = 4
+    length: int = 64
+
+    def task(self, name, partitioner, num_steps, ends=None):
+        model = gpt(width=self.width, num_blocks=self.num_blocks, num_heads=4, length=self.length)
+        batches = token_batches(num_steps, self.batch_size, self.length)
+        options = {"optimizer": torch.optim.AdamW, "partitioner": partitioner, "seed": 0, "name": name}
+        options["callbacks"] = [] if ends is None else [Ends(ends)]
+        return ModelTask(model, nn.CrossEntropyLoss(), batches, 1e-3, **options)
+
+    def orchestra(self, partitioner, num_steps, ends):
+        torch.set_num_threads(1)
+        tasks = [self.task(f"t{k}", partitioner, num_steps, each) for k, each in enumerate(ends)]
+        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(self.memory_bytes, bandwidth=self.bandwidth)])
+        orchestra.verbose = 0
+        return orchestra
+
+
+CASES = {
+    "one task, slow link": Case(1, 32 * 2**20, 60_000_000),
+    "three tasks, slow link": Case(3, 32 * 2**20, 60_000_000),
+    "three tasks, slow link, large device": Case(3, 128 * 2**20, 60_000_000),
+    "one task, no link, large device": Case(1, 128 * 2**20, None),
+}
+
+
+def predict(path):
+    """Let the engine choose, and write its predictions of the default and all other cuts to a file."""
+    rows = []
+    for name, case in CASES.items():
+        orchestra = case.orchestra(None, 1, [None] * case.num_tasks)
+        orchestra.generate()
+        planned = orchestra._tasks.all[0]
+        cuts = {"default": planned.predicted.boundaries, **others(planned.choice)}
+        for cut, boundaries in cuts.items():
+            seconds = planned.choice.predicted(boundaries).step_s
+            rows.append({"case": name, "cut": cut, "boundaries": list(boundaries), "predicted_s": seconds})
+        print(f"{name}: {planned.predicted}", file=sys.stderr)
+    Path(path).write_text(json.dumps(rows))
+
+
+def measure(path):
+    """Seconds in which each task takes a step, of one run for each row of a prediction; equal cuts are run once."""
+    known = {}
+    for row in json.loads(Path(path).read_text()):
+        key = row["case"], tuple(row["boundaries"])
+        if key not in known:
+            known[key] = measured_s(CASES[row["case"]], row["boundaries"])
+    print(json.dumps([[*key, seconds] for key, seconds in known.items()]))
+
+
+def measured_s(case, boundaries):
+    """Seconds between steps in the middle of a run."""
+    ends_s = [[] for _ in range(case.num_tasks)]
+    orchestra = case.orchestra(Presharded(boundaries), NUM_STEPS, ends_s)
+    orchestra.generate()
+    orchestra.train_models().raise_failures()
+    through_s = [max(times) for times in zip(*ends_s, strict=True)]
+    return (through_s[-1] - through_s[WARM_STEPS - 1]) / (NUM_STEPS - WARM_STEPS)
+
+
+class Ends(Callback):
+    """Notes when each step was through."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def on_step(self, _):
+        self.ends.append(time.perf_counter())
+
+
+def compare():
+    """Predict in one process, measure in later ones; True if the default is as fast as the best balanced cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "prediction.json")
+        again = [sys.executable, __file__]
+        subprocess.run([*again, "predict", path], check=True)
+        runs = [
+            json.loads(subprocess.run([*again, "measure", path], check=True, stdout=subprocess.PIPE).stdout)
+            for _ in range(NUM_RUNS)
+        ]
+        rows = json.loads(Path(path).read_text())
+    seconds = defaultdict(list)
+    for case, boundaries, found in (row for run in runs for row in run):
+        seconds[case, tuple(boundaries)].append(found)
+    is_best = True
+    for case in CASES:
+        print(f"\n{case}\ncut           shards  predicted  measured (range)          off by")
+        medians = {}
+        for row in (row for row in rows if row["case"] == case):
+            found = seconds[case, tuple(row["boundaries"])]
+            medians[row["cut"]] = median(found)
+            print(
+                f"{row['cut']:12}  {len(row['boundaries']):6}  {row['predicted_s'] * 1e3:6.0f} ms  "
+                f"{median(found) * 1e3:5.0f} ms ({min(found) * 1e3:.0f} to {max(found) * 1e3:.0f})  "
+                f"{row['predicted_s'] / median(found) - 1:+9.1%}"
+            )
+        best = min(number for cut, number in medians.items() if cut.startswith("Balanced"))
+        print(f"default beside the best balanced cut: {medians['default'] / best - 1:+.1%}", flush=True)
+        is_best &= medians["default"] <= best * (1 + LIMIT)
+    return is_best
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=("stated", "planning", "measured", "predict", "measure"))
+    parser.add_argument("file", nargs="?")
+    arguments = parser.parse_args()
+    if arguments.command == "predict":
+        predict(arguments.file)
+    elif arguments.command == "measure":
+        measure(arguments.file)
+    else:
+        parts = {"stated": stated, "planning": planning, "measured": compare}
+        wanted = [arguments.command] if arguments.command else list(parts)
+        if False in [parts[name]() for name in wanted]:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

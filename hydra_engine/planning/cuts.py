@@ -1,0 +1,350 @@
+"""Cuts of a task, and what stays on a device between its units. Both are chosen by predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from hydra_engine.host import Shard, TaskState
+from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.simulate import simulate
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
+from hydra_engine.tasks import duration
+from partitioners import Budget, LayerCost, shard_bytes, slab_bytes
+from partitioners.cost import accumulated_bytes
+
+# Steps of a simulation that predicts a cut. The first ones, in which nothing is loaded ahead, do not count.
+CUT_STEPS, CUT_WARM_STEPS = 4, 2
+# More tasks on a device than this wait for each other in the same way.
+MOST_TASKS = 4
+# Of cuts whose predictions differ by less, the one with fewest shards is taken.
+SAME = 1.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAtHand:
+    """What a cut is chosen for: the tasks that share the devices, and what these and the host take.
+
+    Other tasks are taken to be like the one that is cut.
+    """
+
+    device: DeviceCost  # each of them
+    host: HostCost = field(default_factory=HostCost)
+    num_devices: int = 1
+    num_tasks: int = 1
+    double_buffer: bool = True
+    state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
+
+    @property
+    def num_busy(self) -> int:
+        """Devices that have a task."""
+        return min(self.num_devices, self.num_tasks)
+
+    @property
+    def tasks_per_device(self) -> int:
+        return min(-(-self.num_tasks // self.num_busy), MOST_TASKS)
+
+
+class Load(NamedTuple):
+    """Seconds for which one step of a task keeps each resource busy, at least."""
+
+    device_s: float
+    up_s: float
+    down_s: float
+    update_s: float
+
+    def __str__(self) -> str:
+        link_s = max(self.up_s, self.down_s)
+        return f"device {duration(self.device_s)}, link {duration(link_s)}, host optimizer {duration(self.update_s)}"
+
+
+class PredictedCut(NamedTuple):
+    """A cut, and what is predicted of it."""
+
+    boundaries: tuple[int, ...]  # cumulative end indices of the shards
+    step_s: float  # in which each of the tasks of a device takes a step, in the middle of a run
+    load: Load  # of these steps
+    num_tasks: int  # of a device
+    num_cuts: int = 1  # that were compared
+    fewest: tuple[int, float] | None = None  # shards of the cut with fewest, and its seconds; None: it is that one
+
+    def __str__(self) -> str:
+        """Say what is predicted, and why this cut was chosen."""
+        number = len(self.boundaries)
+        tasks = "" if self.num_tasks == 1 else f" of {self.num_tasks} such tasks on a device"
+        text = f"{number} {'shard' if number == 1 else 'shards'}: a step{tasks} takes {duration(self.step_s)} "
+        text += f"by prediction ({self.load})"
+        if self.num_cuts > 1:
+            text += f", the least of {self.num_cuts} cuts"
+        if self.fewest is not None:
+            text += f"; cut into {self.fewest[0]}, {duration(self.fewest[1])}"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutChoice:
+    """The cuts that a task may have in a run, and what predicts each of them."""
+
+    costs: Sequence[LayerCost]  # of the layers, for one micro-batch
+    candidates: Sequence[Sequence[int]]  # cumulative end indices of shards that fit; at least one cut
+    budget: Budget  # with the micro-batches of a step and the rates of the host
+    run: RunAtHand
+
+    def cost(self, boundaries: Sequence[int], name: str = "", num_steps: int = 1) -> TaskCost:
+        """Return what the task takes in a simulation, cut like this."""
+        return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps=num_steps)
+
+    def predicted(self, boundaries: Sequence[int]) -> PredictedCut:
+        """Return what is predicted of a cut, be it a candidate or not."""
+        task = self.cost(boundaries)
+        return self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
+
+    def fastest(self) -> PredictedCut:
+        """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards.
+
+        A candidate is not simulated if its `least_round_s` is no less than what another one takes.
+        """
+        tasks = [self.cost(ends) for ends in self.candidates]
+        found: dict[int, float] = {}
+        bounds = [least_round_s(task, self.run) for task in tasks]
+        for k in sorted(range(len(tasks)), key=lambda k: (bounds[k], tasks[k].num_shards)):
+            if found and bounds[k] >= min(found.values()):
+                break
+            # A few steps may be through before what they leave to a slow host is.
+            found[k] = max(round_s(tasks[k], self.run), bounds[k])
+        least_s = min(found.values())
+        equals = [k for k, seconds in found.items() if seconds <= SAME * least_s]
+        best = min(equals, key=lambda k: (len(self.candidates[k]), found[k]))
+        few = min(range(len(tasks)), key=lambda k: (tasks[k].num_shards, bounds[k]))
+        fewest = None
+        if tasks[few].num_shards < tasks[best].num_shards:
+            fewest = tasks[few].num_shards, found[few] if few in found else self.predicted(self.candidates[few]).step_s
+        chosen = self._predicted(tasks[best], self.candidates[best], found[best])
+        return chosen._replace(num_cuts=len(tasks), fewest=fewest)
+
+    def _predicted(self, task: TaskCost, boundaries: Sequence[int], step_s: float) -> PredictedCut:
+        number = self.run.tasks_per_device
+        load = Load(*(number * seconds for seconds in load_of(task, self.run)))
+        return PredictedCut(tuple(boundaries), step_s, load, number)
+
+
+def cut_cost(
+    name: str,
+    costs: Sequence[LayerCost],
+    boundaries: Sequence[int],
+    budget: Budget,
+    run: RunAtHand | None = None,
+    *,
+    num_steps: int = 1,
+) -> TaskCost:
+    """Return what a task takes in a simulation, cut at these cumulative end indices.
+
+    costs: of the layers, for one micro-batch. budget: with the micro-batches of a step and the rates of the host. run:
+    a device's memory and link, by which is decided what forwards keep for their backwards; None: they keep nothing.
+    """
+    number, num = budget.num_micro_batches, len(boundaries)
+    shards = [*pairwise([0, *boundaries])]
+    layers = [costs[first:last] for first, last in shards]
+    lowest = next((j for j, held in enumerate(layers) if any(cost.grad_bytes for cost in held)), num - 1)
+    forward_s = [number * sum(cost.forward_s for cost in held) for held in layers]
+    both_s = [own + number * sum(cost.backward_s for cost in held) for own, held in zip(forward_s, layers, strict=True)]
+    seconds = {FORWARD: forward_s, FUSED: both_s, BACKWARD: both_s}
+    chain = training_chain(num, lowest)
+    slabs = [slab_bytes(costs, *shard) for shard in shards]
+    works = [shard_bytes(costs, *shard, number) - slab for shard, slab in zip(shards, slabs, strict=True)]
+    gradients = [float(sum(cost.grad_bytes for cost in held)) for held in layers]
+    stepped = [sum(map(accumulated_bytes, held)) for held in layers]
+    on_device = run is not None and run.state_bytes is not None
+    if run is not None and run.state_bytes is not None:
+        gradients = [run.state_bytes * num_bytes for num_bytes in gradients]
+    task = TaskCost(
+        name=name,
+        num_steps=num_steps,
+        num_shards=num,
+        unit_s=[seconds[kind][j] for kind, j in chain],
+        load_bytes=slabs,
+        boundary_bytes=[number * costs[first].input_bytes for first, _ in shards],
+        gradient_bytes=gradients,
+        update_s=[0.0 if on_device else num_bytes / budget.update_bytes_per_s for num_bytes in stepped],
+        work_bytes=works,
+        num_micro_batches=number,
+    )
+    if run is None or run.device.memory_bytes is None:
+        return task
+    graphs = [number * sum(c.saved_bytes for c in held) if _may_keep(held, number) else None for held in layers]
+    graphs[-1] = None
+    figures = [*map(_Figures, slabs, (a + b for a, b in zip(slabs, works, strict=True)), forward_s, graphs)]
+    room = _Room(run.device.memory_bytes, run.device.load_bytes_per_s or math.inf)
+    kept = _choose_kept(figures, lowest, sum(task.unit_s), sum(slabs[j] for _, j in chain), room)
+    return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
+
+
+def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:
+    """As `TaskState.may_keep_graph`, from the layers' costs."""
+    return not any(
+        cost.draws_globally or cost.shares_with or cost.puts or cost.gets or (number > 1 and cost.changes_buffers)
+        for cost in layers
+    )
+
+
+def load_of(task: TaskCost, run: RunAtHand) -> Load:
+    """Return the seconds for which a step keeps each resource busy, at least.
+
+    Forwards that are kept are not run again. Shards that train are new after each update, and loaded at least once.
+    """
+    device, shards = run.device, range(task.num_shards)
+    up = sum(task.of_shard("load_bytes", j) for j in shards if j >= task.lowest_backward)
+    down = sum(task.of_shard("gradient_bytes", j) for j in shards)
+    update_s = sum(task.of_shard("update_s", j) for j in shards)
+    return Load(
+        device_s=task.least_step_s / device.speed + len(task.unit_s) * device.unit_s,
+        up_s=up / device.load_bytes_per_s if device.load_bytes_per_s else 0.0,
+        down_s=down / device.store_bytes_per_s if device.store_bytes_per_s else 0.0,
+        update_s=run.num_busy * update_s / run.host.optimizer_threads,
+    )
+
+
+def least_round_s(task: TaskCost, run: RunAtHand) -> float:
+    """Return seconds in which no schedule lets every task of a device take a step.
+
+    No resource is busy for less. A step waits for the first shard's update, then its load, and its units are one chain,
+    after which the first shard's gradients leave.
+    """
+    load, number, device = load_of(task, run), run.tasks_per_device, run.device
+    chain_s = load.device_s
+    if task.lowest_backward == 0:
+        chain_s += task.of_shard("update_s", 0)
+        chain_s += task.of_shard("load_bytes", 0) / (device.load_bytes_per_s or math.inf)
+        chain_s += task.of_shard("gradient_bytes", 0) / (device.store_bytes_per_s or math.inf)
+    bounds = [chain_s, *(number * seconds for seconds in load)]
+    if run.host.cores is not None:
+        copies_s = load.up_s + load.down_s if device.copies_compute else 0.0
+        on_cores_s = load.device_s + copies_s + load.update_s * run.host.optimizer_threads / run.num_busy
+        bounds.append(number * run.num_busy * on_cores_s / run.host.cores)
+    return float(f"{max(bounds):.9g}")  # equal sums of other shards differ in their last bits
+
+
+def round_s(task: TaskCost, run: RunAtHand) -> float:
+    """Predict the seconds in which every task of a device takes a step, in the middle of a run.
+
+    One device is simulated, with its share of the host.
+    """
+    task = replace(task, num_steps=CUT_STEPS, first_step_times=1.0, num_micro_batches=1)
+    if run.num_busy > 1:
+        shares = [run.num_busy * task.of_shard("update_s", j) for j in range(task.num_shards)]
+        task = replace(task, update_s=shares)
+    cores, device = None if run.host.cores is None else run.host.cores / run.num_busy, run.device
+    if device.memory_bytes is not None:  # what is counted is an upper bound, which a rehearsal may have found to fit
+        needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
+        device = replace(device, memory_bytes=max(device.memory_bytes, needed))
+    found = simulate(
+        [replace(task, name=str(k)) for k in range(run.tasks_per_device)],
+        [device],
+        host=replace(run.host, cores=cores),
+        double_buffer=run.double_buffer,
+        record=True,
+    )
+    ends_s = [0.0] * CUT_STEPS
+    for placed in found.schedule:
+        ends_s[placed.unit.step] = max(ends_s[placed.unit.step], placed.end_s)
+    return (ends_s[-1] - ends_s[CUT_WARM_STEPS - 1]) / (CUT_STEPS - CUT_WARM_STEPS)
+
+
+class Kept(NamedTuple):
+    """What is kept of a step."""
+
+    keeps_from: int  # the lowest shard whose forward's graph is kept for its backward; the number of shards: none is
+    step_s: float  # of the device or its link, whichever takes longer
+
+
+class _Figures(NamedTuple):
+    """What decides if a shard or its graph is kept."""
+
+    slab_bytes: int
+    needed_bytes: int  # slab and work
+    forward_s: float
+    graph_bytes: int | None  # None: its backward needs a forward of its own
+
+
+class _Room(NamedTuple):
+    memory_bytes: float
+    link_bytes_per_s: float
+
+
+def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> Kept:
+    """Which graphs are worth keeping on a device, and what a step then takes.
+
+    Below the shard that the backward begins with, one after the other is needed again soonest. Of what the budget
+    leaves beside two slabs and a unit's work, the first may keep graphs, which saves running their forwards again and
+    loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
+    the device computes or what its link carries, whichever is more; of equals the fewest graphs.
+    """
+    figures = [
+        _Figures(
+            shard.slab_bytes,
+            state.shard_bytes(shard),
+            state.measured.unit_s.get((FORWARD, shard.index), 0.0),
+            _graph_bytes(state, shard) if state.may_keep_graph(shard) else None,
+        )
+        for shard in state.cut.shards
+    ]
+    loaded = sum(figures[j].slab_bytes for _, j in state.cut.chains[True])
+    room = _Room(memory_bytes, link_bytes_per_s)
+    return _choose_kept(figures, state.cut.lowest_backward, _compute_s(state), loaded, room)
+
+
+def _choose_kept(
+    shards: Sequence[_Figures], lowest_backward: int, compute_s: float, loaded: float, room: _Room
+) -> Kept:
+    """As `choose_kept`; compute_s, loaded: seconds and bytes of a step that keeps nothing."""
+    free = room.memory_bytes - max(shard.needed_bytes for shard in shards) - max(shard.slab_bytes for shard in shards)
+    below = range(len(shards) - 2, lowest_backward - 1, -1)
+    best, lowest = Kept(len(shards), math.inf), len(shards)
+    for k in range(len(below) + 1):
+        others = _resident_bytes([shards[j].slab_bytes for j in below[k:]], free)
+        step_s = max(compute_s, (loaded - others) / room.link_bytes_per_s)
+        if step_s < best.step_s:
+            best = Kept(lowest, step_s)
+        shard = shards[below[k]] if k < len(below) else None
+        if shard is None or shard.graph_bytes is None or shard.slab_bytes + shard.graph_bytes > free:
+            break
+        lowest = below[k]
+        free -= shard.slab_bytes + shard.graph_bytes
+        compute_s -= shard.forward_s
+        loaded -= shard.slab_bytes
+    return best
+
+
+def least_step_s(state: TaskState) -> float:
+    """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
+    again = sum(
+        state.measured.unit_s.get((FORWARD, shard.index), 0.0)
+        for shard in state.cut.shards
+        if state.may_keep_graph(shard)
+    )
+    return _compute_s(state) - again
+
+
+def _compute_s(state: TaskState) -> float:
+    return sum(state.measured.unit_s.get(node, 0.0) for node in state.cut.chains[True])
+
+
+def kept_bytes(state: TaskState, shard: Shard) -> int:
+    """Bytes of a shard's graphs for a step; 0 where they are not kept."""
+    is_kept = shard.index >= state.cut.keeps_from and state.may_keep_graph(shard)
+    return (_graph_bytes(state, shard) or 0) if is_kept else 0
+
+
+def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
+    """The most that it was seen to take."""
+    return max(
+        (num_bytes for (j, _), num_bytes in state.measured.graph_bytes.items() if j == shard.index), default=None
+    )
+
+
+def _resident_bytes(sizes: Sequence[int], free: float) -> int:
+    """Of slabs, in order, as many as there is room for."""
+    return max((total for total in accumulate(sizes, initial=0) if total <= free), default=0)
