@@ -1,4 +1,4 @@
-"""What a decision costs, how near the bound schedules are, and how near the best there is with swaps. See README.md.
+"""What a decision costs, how good schedules are without swaps and with them, and one plan for all tasks. See README.md.
 
 python benchmarks/scheduler/main.py                  # every experiment; exit code 1 where a limit is missed
 python benchmarks/scheduler/main.py bound swaps      # some of them
@@ -13,6 +13,7 @@ import time
 from statistics import mean, median, quantiles
 
 import psutil
+import together as cuts
 from search import at_random, best_s, in_proportion
 
 from hydra_engine import TaskCost, simulate
@@ -23,6 +24,7 @@ from hydra_engine.schedule.scheduler import Scheduler
 
 LIMIT_US = 30.0
 LIMIT_SWAPS = 1.05
+SAME = 0.99  # of a makespan: the search simulates fewer steps than the run has
 NUM_DEVICES, NUM_TASKS, NUM_UNITS = 1_000, 10_000, 1_000_000
 
 
@@ -177,13 +179,36 @@ def _swaps(title, instance, num_instances):
     return mean(ratios["sharded-lrtf"])
 
 
-EXPERIMENTS = {"bound": bound, "swaps": swaps, "decisions": decisions}
+WAYS = ("whole tasks, LPT", "each planned alone", "beside its like")
+
+
+def together(arguments):
+    """Makespans of other plans over that of the plan for all tasks together, with links, memory and a host."""
+    print("makespan over that of one plan for all tasks    " + "  ".join(f"{name:>18}" for name in WAYS))
+    for title, models, where in cuts.settings():
+        *others, own = cuts.makespans(models, where)
+        print(f"{title:46}  " + "  ".join(f"{each / own:18.4f}" for each in others), flush=True)
+    ratios = []
+    for seed in range(arguments.instances):
+        *others, own = cuts.makespans(*cuts.instance(random.Random(seed)))
+        ratios.append([each / own for each in others])
+    for name, found in zip(WAYS, zip(*ratios, strict=True), strict=True):
+        most, least = max(found), min(found)
+        print(
+            f"{len(found)} random instances, {name:18}  mean {mean(found):.4f}  median {median(found):.4f}  "
+            f"{least:.4f} to {most:.4f}",
+            flush=True,
+        )
+    return all(mean(found) >= 1 for found in zip(*ratios, strict=True)) and min(each[-1] for each in ratios) >= SAME
+
+
+EXPERIMENTS = {"bound": bound, "swaps": swaps, "together": together, "decisions": decisions}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; default: all")
-    parser.add_argument("--instances", type=int, default=200, help="with swaps (default 200)")
+    parser.add_argument("--instances", type=int, default=200, help="random ones, of swaps and together (default 200)")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     arguments = parser.parse_args()
     unknown = set(arguments.experiments) - set(EXPERIMENTS)

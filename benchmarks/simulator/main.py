@@ -5,6 +5,7 @@ python benchmarks/simulator/main.py --like "and goes"     # workloads with these
 python benchmarks/simulator/main.py predict costs.json    # what it does first, in a process of its own
 python benchmarks/simulator/main.py together NUM          # first steps of tasks on so many devices, likewise
 python benchmarks/simulator/main.py run NAME              # one run of a workload, likewise
+python benchmarks/simulator/main.py bound                 # shares of the bound with stated rates: bound.py
 """
 
 import argparse
@@ -38,6 +39,8 @@ from hydra_engine.schedule.units import Unit
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import bound
 from gpt import gpt, token_batches
 
 LIMIT, MOST_BEYOND = 0.10, 2
@@ -289,6 +292,8 @@ def run(name):
 
 
 def main():
+    if sys.argv[1:2] == ["bound"]:
+        bound.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "together", "run"))
     parser.add_argument("argument", nargs="?", help="the file to write, or the workload to run")

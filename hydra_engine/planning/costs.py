@@ -35,7 +35,7 @@ class TaskCost:
         num_micro_batches: that a step is made of: it may be spread over as many devices.
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
             whose forward changes buffers.
-        priority: as `ModelTask`'s. weight: as `ModelTask`'s.
+        priority: as `ModelTask`'s. weight: as `ModelTask`'s. early_release: as `ModelTask`'s.
     """
 
     name: str
@@ -57,6 +57,7 @@ class TaskCost:
     ordered: frozenset[tuple[str, int]] = frozenset()
     priority: int = 0
     weight: float = 1.0
+    early_release: bool = False
 
     def __post_init__(self) -> None:
         if not self.unit_s:
@@ -208,10 +209,12 @@ class HostCost:
     Args:
         optimizer_threads: commits and updates at a time.
         cores: shared by the units of emulated devices, their copies and the optimizer; None: enough for all.
+        shares_dram: one update alone keeps DRAM busy, so that n at a time take n times as long each.
     """
 
     optimizer_threads: int = 1
     cores: float | None = None
+    shares_dram: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer_threads, int) or self.optimizer_threads < 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.simulate import simulate
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
+from hydra_engine.planning.simulate import bound_s, simulate
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Policy, training_chain
 from hydra_engine.tasks import duration
 from partitioners import Budget, LayerCost, shard_bytes, slab_bytes
 from partitioners.cost import accumulated_bytes
@@ -22,6 +23,12 @@ CUT_STEPS, CUT_WARM_STEPS = 4, 2
 MOST_TASKS = 4
 # Of cuts whose predictions differ by less, the one with fewest shards is taken.
 SAME = 1.001
+
+# The cuts of all tasks together are chosen by simulations of so many units in all, which bounds the seconds that they
+# take: about two. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
+MOST_UNITS, RUN_UNITS = 12_000, 400
+# A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
+LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +77,7 @@ class PredictedCut(NamedTuple):
     num_tasks: int  # of a device
     num_cuts: int = 1  # that were compared
     fewest: tuple[int, float] | None = None  # shards of the cut with fewest, and its seconds; None: it is that one
+    is_together: bool = False  # it was chosen for all tasks together, by the whole run
 
     def __str__(self) -> str:
         """Say what is predicted, and why this cut was chosen."""
@@ -77,6 +85,8 @@ class PredictedCut(NamedTuple):
         tasks = "" if self.num_tasks == 1 else f" of {self.num_tasks} such tasks on a device"
         text = f"{number} {'shard' if number == 1 else 'shards'}: a step{tasks} takes {duration(self.step_s)} "
         text += f"by prediction ({self.load})"
+        if self.is_together:
+            text += "; chosen for all tasks together: the last one is predicted to end sooner"
         if self.num_cuts > 1:
             text += f", the least of {self.num_cuts} cuts"
         if self.fewest is not None:
@@ -251,6 +261,130 @@ def round_s(task: TaskCost, run: RunAtHand) -> float:
     for placed in found.schedule:
         ends_s[placed.unit.step] = max(ends_s[placed.unit.step], placed.end_s)
     return (ends_s[-1] - ends_s[CUT_WARM_STEPS - 1]) / (CUT_STEPS - CUT_WARM_STEPS)
+
+
+class PredictedRun(NamedTuple):
+    """Cuts of all tasks, and what is predicted of the run."""
+
+    chosen: tuple[int, ...]  # by task, the index of its cut
+    makespan_s: float
+    before_s: float  # with the first cut of each task
+    num_simulated: int  # runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeRun:
+    """Tasks that train together from now on, each with the cuts that it may have.
+
+    Seconds of `best` are bounded by the number of units that it simulates, so that the same tasks get the same cuts.
+    """
+
+    options: Sequence[Sequence[TaskCost]]  # by task, of each cut that it may have; the first is the one it has
+    devices: Sequence[DeviceCost]
+    host: HostCost = field(default_factory=HostCost)
+    policy: str | Policy = "sharded-lrtf"
+    double_buffer: bool = True
+
+    @classmethod
+    def of(cls, run: RunAtHand, options: Sequence[Sequence[TaskCost]]) -> WholeRun:
+        """Return the run of several tasks on the devices that each was planned for."""
+        device = run.device
+        if device.memory_bytes is not None:  # as `round_s`
+            each = [(task, j) for cuts in options for task in cuts for j in range(task.num_shards)]
+            needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for task, j in each)
+            device = replace(device, memory_bytes=max(device.memory_bytes, needed))
+        return cls(options=options, devices=[device] * run.num_devices, host=run.host, double_buffer=run.double_buffer)
+
+    def makespan_s(self, chosen: Sequence[int]) -> float:
+        """Predict the makespan under these cuts, of a run with as many steps as are simulated."""
+        tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
+        found = simulate(tasks, self.devices, self.policy, host=self.host, double_buffer=self.double_buffer)
+        return found.makespan_s
+
+    @cached_property
+    def _shortened(self) -> list[list[TaskCost]]:
+        """Options with fewer steps, by which one simulation has about `RUN_UNITS`."""
+        num_units = sum(options[0].num_steps * len(options[0].unit_s) for options in self.options)
+        share = min(1.0, RUN_UNITS / num_units)
+        return [
+            [replace(each, num_steps=max(2, round(share * each.num_steps))) for each in options]
+            for options in self.options
+        ]
+
+    def best(self) -> PredictedRun:
+        """Search for cuts with which the last task ends soonest, from the first ones on.
+
+        Tasks that are alike get the same cut. First all tasks try their cuts of one number of shards after the other.
+        Then, in turn, those with most to compute first, tasks try each of their cuts; one whose lower bound is no less
+        than the makespan so far is not simulated. The search ends when a whole turn has changed nothing, or when
+        `MOST_UNITS` are simulated.
+        """
+        alike: dict[tuple[TaskCost, ...], list[int]] = {}
+        for i, options in enumerate(self._shortened):
+            alike.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
+        groups = sorted(alike.values(), key=self._compute_s, reverse=True)
+        search = _Search(self, [0] * len(self.options))
+        before_s = search.least_s
+        numbers = {task.num_shards for options in self.options for task in options}
+        search.turn([self._nearest(number) for number in sorted(numbers)])
+        is_better = True
+        while is_better:
+            turns = [search.turn(self._changed(search.chosen, group)) for group in groups]
+            is_better = any(turns)
+        if search.least_s * LEAST_GAIN > before_s:
+            return PredictedRun((0,) * len(self.options), before_s, before_s, search.num_simulated)
+        return PredictedRun(tuple(search.chosen), search.least_s, before_s, search.num_simulated)
+
+    def _nearest(self, number: int) -> list[int]:
+        """For each task the first cut whose number of shards is nearest to this one."""
+        return [
+            min(range(len(options)), key=lambda k, options=options: abs(options[k].num_shards - number))  # type: ignore[misc]
+            for options in self.options
+        ]
+
+    def _changed(self, chosen: Sequence[int], group: Sequence[int]) -> list[list[int]]:
+        """The same cuts, but for a group of tasks, which has each of its own."""
+        own = range(len(self.options[group[0]]))
+        return [[k if i in group else each for i, each in enumerate(chosen)] for k in own]
+
+    def _compute_s(self, group: Sequence[int]) -> float:
+        return sum(each.num_steps * each.step_s for each in (self._shortened[i][0] for i in group))
+
+    def num_units(self, chosen: Sequence[int]) -> int:
+        """Count the units of a simulation."""
+        tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
+        return sum(task.num_steps * len(task.unit_s) for task in tasks)
+
+    def least_s(self, chosen: Sequence[int]) -> float:
+        """Seconds that no schedule is faster than: those for which the devices, or the host, are busy."""
+        tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
+        host_s = sum(t.num_steps * t.of_shard("update_s", j) for t in tasks for j in range(t.num_shards))
+        at_once = 1 if self.host.shares_dram else self.host.optimizer_threads
+        return max(bound_s(tasks, self.devices), host_s / at_once)
+
+
+class _Search:
+    """The best cuts of a run so far, and what may still be simulated."""
+
+    def __init__(self, run: WholeRun, chosen: list[int]) -> None:
+        self._run = run
+        self.chosen = chosen
+        self.least_s = run.makespan_s(chosen)
+        self.num_simulated = 1
+        self._num_left = MOST_UNITS
+
+    def turn(self, tried: Sequence[list[int]]) -> bool:
+        """Simulate cuts, the ones with the lowest bound first, and take the best; True if there is a better one."""
+        before_s = self.least_s
+        for least_s, chosen in sorted((self._run.least_s(each), each) for each in tried if each != self.chosen):
+            num_units = self._run.num_units(chosen)
+            if least_s >= self.least_s or num_units > self._num_left:
+                break
+            self._num_left, self.num_simulated = self._num_left - num_units, self.num_simulated + 1
+            makespan_s = self._run.makespan_s(chosen)
+            if makespan_s * SAME < self.least_s:
+                self.least_s, self.chosen = makespan_s, chosen
+        return self.least_s < before_s
 
 
 class Kept(NamedTuple):

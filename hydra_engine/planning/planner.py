@@ -39,6 +39,7 @@ from hydra_engine.planning.cuts import (
     CutChoice,
     PredictedCut,
     RunAtHand,
+    WholeRun,
     choose_kept,
     kept_bytes,
     least_step_s,
@@ -95,6 +96,7 @@ class _Target(NamedTuple):
     can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
     num_tasks: int  # that share the devices
     host: HostThreads | None  # None: its threads are not known yet
+    boundaries: tuple[int, ...] | None = None  # of the cut that it is to have, for all tasks together
 
 
 class LeastBytes(NamedTuple):
@@ -226,7 +228,7 @@ class Estimate:
             unit_s=UNIT_S,
             memory_bytes=min(device.memory_bytes for device in devices),
         )
-        spreads = predict_spreads(self._cost(number), [cost] * len(devices))
+        spreads = predict_spreads(self.cost(number), [cost] * len(devices))
         room = min(dram.available_dram_bytes() - beside_bytes, limit.left_bytes)
         taken = [self._parts_bytes(spread, k, number) for k, spread in enumerate(spreads, 1)]
         fitting = next((k for k, num_bytes in enumerate(taken) if k and num_bytes > room), len(taken))
@@ -256,7 +258,7 @@ class Estimate:
         owned = map(self._state.pool.owned, self._state.cut.shards)
         return [sum(slot.link_bytes for slot in slots) for slots in owned]
 
-    def _cost(self, number: int) -> TaskCost:
+    def cost(self, number: int) -> TaskCost:
         """What the task takes in so many micro-batches, for a simulation."""
         state, shards, rate = self._state, self._state.cut.shards, self._update_bytes_per_s()
         return TaskCost(
@@ -500,19 +502,20 @@ class PlannedTask:
         opened: Opened | None = None,
         can_hold: Callable[[int, int], bool] = lambda *_: True,
         host: HostThreads | None = None,
+        boundaries: tuple[int, ...] | None = None,
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
         device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
-        its threads, by which cuts are predicted.
+        its threads, by which cuts are predicted. boundaries: of the cut that is best for all tasks together.
         """
         share = max(1, len(devices) // num_tasks)
         opened = opened or partial(own_device, device, num_threads)
         devices = devices or [device]
         target = _Target(
-            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host
+            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host, boundaries
         )
         self.estimate = Estimate(self.state)
         try:
@@ -612,6 +615,36 @@ class PlannedTask:
         sample_bytes = self.state.measured.staging_bytes / num_samples
         room = min(dram.available_dram_bytes() * STAGING_SHARE, self._limit.left_bytes)
         return num_samples + int(max(0, min(room, 2**62)) / max(1.0, sample_bytes))
+
+    def num_steps(self) -> int | None:
+        """Return the steps of the whole task; None: its loader does not say."""
+        try:
+            return len(self.task.dataloader) * self.task.epochs  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
+            return None
+
+    def options(self) -> list[TaskCost]:
+        """Return what its step takes in a simulation, as it is cut now, then under each other cut that it may have.
+
+        Micro-batches that the plan has chosen stay with the cut that they were chosen for.
+        """
+        task, choice, own = self.task, self.choice, self.state.cut.boundaries
+        if choice is None:
+            costs = [self.estimate.cost(1)]
+        else:
+            is_chosen = task.accumulation_steps == "auto" or task.adapts
+            others = [] if is_chosen else [ends for ends in choice.candidates if tuple(ends) != tuple(own)]
+            costs = [choice.cost(ends) for ends in (own, *others)]
+        return [
+            replace(
+                each,
+                num_micro_batches=1,
+                priority=task.priority,
+                weight=task.weight,
+                early_release=task.early_release,
+            )
+            for each in costs
+        ]
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
@@ -713,6 +746,7 @@ class Planner:
         return (
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
+            target.boundaries,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
             *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
@@ -870,7 +904,11 @@ class Planner:
                 budget=budget,
                 run=self._estimate.run_at_hand(self._target),
             )
-            planned.predicted = planned.choice.fastest()
+            together = self._target.boundaries
+            if together is None:
+                planned.predicted = planned.choice.fastest()
+            else:
+                planned.predicted = planned.choice.predicted(together)._replace(is_together=True)
             return list(planned.predicted.boundaries), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
@@ -978,6 +1016,34 @@ def _begin_epoch(
         stopping.append(stop)
     else:  # what it does to the model later on would come too late, so that it is refused at once
         watch.check(f"{report.name}: its callback, in on_epoch_begin,")
+
+
+def cut_together(planned: Sequence[PlannedTask]) -> dict[int, tuple[int, ...]]:
+    """Return, by index of the task, the cuts with which the whole run is predicted to end sooner than with their own.
+
+    A cut of its own was chosen beside tasks that are taken to be like it. So there is nothing to do where all are.
+    """
+    chosen = [each for each in planned if each.choice is not None]
+    if len(planned) == 1 or not chosen:
+        return {}
+    steps = [each.num_steps() for each in planned]
+    most = max((each for each in steps if each is not None), default=1)
+    options = [
+        [replace(cost, name=each.name, num_steps=max(1, most if number is None else number)) for cost in each.options()]
+        for each, number in zip(planned, steps, strict=True)
+    ]
+    if len({tuple(replace(cost, name="") for cost in each) for each in options}) == 1:
+        return {}
+    assert chosen[0].choice is not None
+    run = chosen[0].choice.run
+    found = WholeRun.of(run, options).best()
+    cuts = {}
+    for i, (each, k) in enumerate(zip(planned, found.chosen, strict=True)):
+        if k > 0:
+            assert each.choice is not None
+            own = tuple(each.state.cut.boundaries)
+            cuts[i] = [tuple(ends) for ends in each.choice.candidates if tuple(ends) != own][k - 1]
+    return cuts
 
 
 def check_dram(planned: list[PlannedTask]) -> None:

@@ -62,6 +62,7 @@ class _Clock:
         """`cores`: shared by all that computes; None: enough."""
         self.now_s = 0.0
         self._cores = _Cores(cores)
+        self._dram = _Cores(1.0)
         self._timers: list[tuple[float, int, Done]] = []
         self._serial = count()
 
@@ -73,16 +74,21 @@ class _Clock:
         """Begin a job that takes a core."""
         self._cores.start(self.now_s, seconds, done)
 
+    def update(self, seconds: float, done: Done) -> None:
+        """Begin a job that alone keeps DRAM busy, and takes no core."""
+        self._dram.start(self.now_s, seconds, done)
+
     @property
     def is_going(self) -> bool:
         """True if a job is under way."""
-        return bool(self._timers) or self._cores.next_s < math.inf
+        return bool(self._timers) or min(self._cores.next_s, self._dram.next_s) < math.inf
 
     def go_on(self) -> None:
         """To the end of the job that ends next; what was to be done then is done."""
-        timer_s, cores_s = self._timers[0][0] if self._timers else math.inf, self._cores.next_s
-        self.now_s = max(self.now_s, min(timer_s, cores_s))
-        (heappop(self._timers)[2] if timer_s <= cores_s else self._cores.pop())()
+        timer_s = self._timers[0][0] if self._timers else math.inf
+        shared = min(self._cores, self._dram, key=lambda each: each.next_s)
+        self.now_s = max(self.now_s, min(timer_s, shared.next_s))
+        (heappop(self._timers)[2] if timer_s <= shared.next_s else shared.pop())()
 
 
 class _Cores:
@@ -367,7 +373,8 @@ class World:
         }
         self._devices = [_Device(cost, self.time) for cost in devices]
         self._changes = changes
-        self._host = _Queue(self.time.compute, host.optimizer_threads)
+        start = self.time.update if host.shares_dram else self.time.compute
+        self._host = _Queue(start, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
@@ -683,7 +690,13 @@ def _added(task: _Task) -> TaskAdded:
         spreads=task.spreads,
     )
     return TaskAdded(
-        cost.name, units, num_steps=cost.num_steps, reads_ahead=True, priority=cost.priority, weight=cost.weight
+        cost.name,
+        units,
+        num_steps=cost.num_steps,
+        reads_ahead=True,
+        early_release=cost.early_release,
+        priority=cost.priority,
+        weight=cost.weight,
     )
 
 

@@ -521,7 +521,7 @@ class Joining:
     def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
         """Return its optimizer, and its number of steps."""
         planned, state = task.planned, task.state
-        num_batches = _length(planned.task.dataloader)
+        num_steps = planned.num_steps()
         optimizer = None
         if planned.task.purpose is Purpose.TRAIN:
             optimizer = TaskOptimizer(planned.task, planned.layout)
@@ -538,7 +538,7 @@ class Joining:
                     planned.saved.put_best(task.figures.best)
         self._workers.admit(state)  # copies layers, which is user code too
         task.watch(optimizer)
-        return optimizer, None if num_batches is None else num_batches * planned.task.epochs
+        return optimizer, num_steps
 
     def _adapt(self, task: RunningTask, adaptation: Adaptation, optimizer: TaskOptimizer) -> None:
         """Measure gradients by the optimizer's groups, and time steps."""
@@ -641,10 +641,3 @@ class Joining:
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
             self._common.due.append(TaskStopped(planned.name, is_paused=task.end.is_paused))
-
-
-def _length(loader: object) -> int | None:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
-        return None

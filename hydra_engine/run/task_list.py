@@ -26,6 +26,7 @@ from hydra_engine.planning import (
     check_dram,
     check_shared_buffers,
     check_sharing,
+    cut_together,
     fits_arena,
 )
 from hydra_engine.system import HostThreads
@@ -286,6 +287,11 @@ class Site:
         memory_bytes = self._smallest.memory_bytes
         with self._telling_least(tasks):
             plans = [self._plan(each, len(tasks)) for each in tasks]
+            for k, boundaries in cut_together(tasks).items():
+                with suppress(ShardDoesNotFit):  # rehearsed, it takes more than was counted: then as it was
+                    plans[k] = self._plan(tasks[k], len(tasks), boundaries=boundaries)
+                    continue
+                plans[k] = self._plan(tasks[k], len(tasks))
             if any(device.has_arena for device in self.devices):
                 # What fits alone may leave too little to another's work, since memory does not go from slabs to that.
                 for k, each in enumerate(tasks):

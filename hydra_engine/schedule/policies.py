@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -39,13 +40,24 @@ class Policy(Protocol):
         """
 
 
+# Remaining times that agree in so many binary digits are equal: they differ by an eighth at most.
+SAME_DIGITS = 4
+
+
 class ShardedLRTF:
-    """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first."""
+    """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first.
+
+    Of tasks that have about as long to go, the unit that has waited longest goes first. By exact times whoever is
+    behind goes first: equal tasks then compute side by side and commit together, and devices wait for all their
+    optimizers at once, which are idle else. The times come nearer as the tasks end, so the last one is not later.
+    """
 
     longest_first = True
 
-    def key(self, candidate: Candidate) -> float:
-        return -candidate.remaining_s
+    def key(self, candidate: Candidate) -> Any:
+        digits, exponent = math.frexp(candidate.remaining_s)
+        remaining_s = math.ldexp(math.ceil(math.ldexp(digits, SAME_DIGITS)), exponent - SAME_DIGITS)
+        return -remaining_s, candidate.ready_order
 
 
 class Locality(ShardedLRTF):

@@ -167,6 +167,22 @@ class TestByHand:
         found = simulate([task("a", 1.0, 1.0, 1.0, num_steps=2, commit_s=0.5, update_s=(1.0, 2.0))], 1, record=True)
         assert [placed.start_s for placed in found.schedule] == [0.0, 1.0, 2.0, 4.5, 6.5, 7.5]
 
+    def test_updates_released_early_run_beside_the_backwards_below(self):
+        #  |f0|fb1|b0  |
+        #         |u1  |
+        late, early = (
+            simulate([task("a", 1.0, 1.0, 1.0, num_steps=4, update_s=(0.0, 1.0), early_release=each)], 1).makespan_s
+            for each in (False, True)
+        )
+        assert late == 4 * 3.0 + 1.0
+        assert early == 4 * 3.0
+
+    def test_updates_that_share_dram_are_no_faster_side_by_side(self):
+        tasks = [task(name, 0.0, update_s=1.0) for name in "abc"]
+        for num_threads in (1, 3):
+            host = HostCost(optimizer_threads=num_threads, shares_dram=True)
+            assert simulate(tasks, 1, host=host).makespan_s == pytest.approx(3.0)
+
     def test_reading_goes_on_beside_computing(self):
         assert simulate([task("a", 1.0, num_steps=4, read_s=0.5)], 1).makespan_s == 0.5 + 4 * 1.0
         assert simulate([task("a", 1.0, num_steps=4, read_s=3.0)], 1).makespan_s == 4 * 3.0 + 1.0

@@ -26,6 +26,13 @@ def test_sharded_lrtf_takes_the_longest_remaining_time():
     assert first(ShardedLRTF(), short, long) == "long"
 
 
+def test_of_about_equal_remaining_times_sharded_lrtf_takes_the_unit_that_waited_longest():
+    behind, waited = Candidate("behind", 0, 99.0, 2), Candidate("waited", 1, 97.0, 1)
+    assert first(ShardedLRTF(), behind, waited) == "waited"
+    assert first(ShardedLRTF(), behind._replace(remaining_s=105.0), waited) == "behind"
+    assert first(ShardedLRTF(), Candidate("over", 0, 0.0, 1), Candidate("least", 1, 5e-324, 2)) == "least"
+
+
 def test_shortest_remaining_takes_the_shortest():
     assert first(ShortestRemaining(), Candidate("short", 1, 1.0, 2), Candidate("long", 0, 3.0, 1)) == "short"
 

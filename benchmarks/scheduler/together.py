@@ -1,0 +1,157 @@
+"""Tasks with layers, for plans that are made for each of them or for all together; and three ways to plan them."""
+
+import heapq
+import random
+from dataclasses import dataclass, replace
+
+from hydra_engine import DeviceCost, HostCost, simulate
+from hydra_engine.planning.cuts import CutChoice, RunAtHand, WholeRun
+from partitioners import Budget, Fastest, LayerCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """A model of equal layers with its steps: bytes of a layer's parameters in bfloat16, seconds of its forward."""
+
+    num_layers: int
+    param_bytes: int
+    forward_s: float
+    num_steps: int
+
+    def costs(self):
+        boundary, saved = self.param_bytes // 16, self.param_bytes
+        return [
+            LayerCost(
+                index=k,
+                name="layer",
+                param_bytes=self.param_bytes,
+                grad_bytes=self.param_bytes,
+                buffer_bytes=0,
+                input_bytes=boundary,
+                output_bytes=boundary,
+                saved_bytes=saved,
+                peak_bytes=saved + self.param_bytes,
+                forward_s=self.forward_s,
+                backward_s=2 * self.forward_s,
+                draws_random=False,
+                draws_globally=False,
+                changes_input=False,
+                changes_buffers=False,
+                shares_with=(),
+                forward_peak_bytes=2 * boundary,
+            )
+            for k in range(self.num_layers)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Equal devices, and what a host does for all of them."""
+
+    num_devices: int
+    memory_bytes: int
+    link_bytes_per_s: float
+    update_bytes_per_s: float  # of bfloat16 parameters
+    unit_s: float = 450e-6
+
+    @property
+    def host(self):
+        return HostCost(optimizer_threads=1, shares_dram=True)
+
+    @property
+    def device(self):
+        link = self.link_bytes_per_s
+        return DeviceCost(
+            load_bytes_per_s=link, store_bytes_per_s=link, unit_s=self.unit_s, memory_bytes=self.memory_bytes
+        )
+
+    def choice(self, model, num_tasks, num_devices):
+        """What chooses a model's cut, beside so many that are like it."""
+        budget = Budget(
+            memory_bytes=self.memory_bytes,
+            link_bytes_per_s=self.link_bytes_per_s,
+            update_bytes_per_s=self.update_bytes_per_s,
+            unit_s=self.unit_s,
+        )
+        run = RunAtHand(device=self.device, host=self.host, num_devices=num_devices, num_tasks=num_tasks)
+        return CutChoice(
+            costs=model.costs(), candidates=Fastest().candidates(model.costs(), budget), budget=budget, run=run
+        )
+
+
+def random_model(rng, num_steps):
+    """A model of any proportion between compute, link and host."""
+    num_bytes = int(rng.uniform(2e7, 2e8))
+    # From as long as its update takes to a fourth of that, for the three passes of a step.
+    return Layers(
+        num_layers=rng.choice((6, 8, 12, 16)),
+        param_bytes=num_bytes,
+        forward_s=num_bytes / 14e9 * rng.uniform(0.25, 1.5) / 3,
+        num_steps=num_steps,
+    )
+
+
+def machine(num_devices, models):
+    """Devices that hold two thirds of the largest model, and a host that keeps up with them as it does with one."""
+    largest = max(model.num_layers * model.param_bytes for model in models)
+    return Machine(
+        num_devices=num_devices,
+        memory_bytes=int(1.3 * largest),
+        link_bytes_per_s=50e9,
+        update_bytes_per_s=14e9 * num_devices,  # 28 bytes of DRAM per parameter at 200 GB/s, for each device
+    )
+
+
+def makespans(models, where):
+    """Makespans: whole tasks by LPT, tasks that are each planned alone, each beside others like it, and together.
+
+    With LPT each device has its share of the host.
+    """
+    alone = {model: where.choice(model, 1, 1) for model in dict.fromkeys(models)}
+    cuts = {model: choice.fastest().boundaries for model, choice in alone.items()}
+    at_once = min(where.num_devices, len(models))
+    single = replace(where, num_devices=1, update_bytes_per_s=where.update_bytes_per_s / at_once)
+    own = {model: single.choice(model, 1, 1) for model in dict.fromkeys(models)}
+    own = {model: choice.cost(choice.fastest().boundaries) for model, choice in own.items()}
+    own_s = [simulated([own[model]], [model], single) for model in models]
+    free_s = [0.0] * where.num_devices
+    for seconds in sorted(own_s, reverse=True):  # the longest first (Graham 1969)
+        heapq.heappush(free_s, heapq.heappop(free_s) + seconds)
+    lpt_s = max(free_s)
+    by_itself = simulated([alone[model].cost(cuts[model], str(k)) for k, model in enumerate(models)], models, where)
+    choices = {model: where.choice(model, len(models), where.num_devices) for model in alone}
+    options = []
+    for k, model in enumerate(models):
+        own = choices[model].fastest().boundaries
+        ends = [own, *(each for each in choices[model].candidates if tuple(each) != tuple(own))]
+        options.append([replace(choices[model].cost(each, str(k)), num_steps=model.num_steps) for each in ends])
+    before_s = simulated([each[0] for each in options], models, where)
+    if len(set(models)) == 1:  # so is the choice of each
+        return lpt_s, by_itself, before_s, before_s
+    found = WholeRun.of(choices[models[0]].run, options).best()
+    chosen = [each[k] for each, k in zip(options, found.chosen, strict=True)]
+    together_s = simulated(chosen, models, where) if any(found.chosen) else before_s
+    return lpt_s, by_itself, before_s, together_s
+
+
+def simulated(costs, models, where):
+    """Makespan of the whole run."""
+    tasks = [replace(cost, num_steps=model.num_steps) for cost, model in zip(costs, models, strict=True)]
+    return simulate(tasks, [where.device] * where.num_devices, host=where.host).makespan_s
+
+
+def settings():
+    """The paper's: 8, 12 and 64 tasks on 4 and 8 devices, equal and unequal."""
+    rng = random.Random(0)
+    for num_devices in (4, 8):
+        for num_tasks in (8, 12, 64):
+            equal = random_model(rng, 12)
+            for kind in ("equal", "unequal"):
+                models = [equal if kind == "equal" else random_model(rng, rng.randint(4, 24)) for _ in range(num_tasks)]
+                yield f"{num_tasks} {kind}, {num_devices} devices", models, machine(num_devices, models)
+
+
+def instance(rng):
+    """A random one."""
+    models = [random_model(rng, rng.randint(4, 24)) for _ in range(rng.randint(2, 6))]
+    return models, machine(rng.choice((1, 1, 2, 3)), models)

@@ -1,0 +1,136 @@
+"""One plan for all tasks: the cuts with which the last of them is predicted to end soonest, and never other bits."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
+from hydra_engine.planning import cuts
+from hydra_engine.planning.cuts import LEAST_GAIN, SAME, PredictedRun, WholeRun
+from partitioners import Presharded
+from tests import reference
+from tests.zoo import Block, Embed, next_byte_loss
+
+SEED = 3
+
+
+def cut_into(number, name, num_steps, update_s, load_bytes):
+    """A task of six seconds a step, and as much again for recomputation below its last shard."""
+    forward_s = 2.0 / number
+    unit_s = [*[forward_s] * (number - 1), 3 * forward_s, *[3 * forward_s] * (number - 1)]
+    return TaskCost(
+        name=name,
+        unit_s=unit_s,
+        num_steps=num_steps,
+        update_s=update_s / number,
+        load_bytes=load_bytes / number,
+        gradient_bytes=load_bytes / number,
+    )
+
+
+def run_of(rng, num_tasks):
+    """Tasks that may be cut into one to four shards, the first cut being any of them."""
+    options = []
+    for k in range(num_tasks):
+        figures = str(k), rng.randint(2, 5), rng.uniform(0.0, 8.0), rng.uniform(0.0, 4.0)
+        options.append([cut_into(number, *figures) for number in rng.sample(range(1, 5), 4)])
+    device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0, unit_s=rng.uniform(0.0, 0.3))
+    return WholeRun(options=options, devices=[device], host=HostCost(shares_dram=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_is_near_the_best_of_all_cuts_and_never_worse_than_what_there_was(seed):
+    run = run_of(random.Random(seed), 3)
+    every = {chosen: run.makespan_s(chosen) for chosen in itertools.product(range(4), repeat=3)}
+    found = run.best()
+    assert found.makespan_s == every[found.chosen]
+    assert found.before_s == every[0, 0, 0]
+    assert found.makespan_s <= found.before_s
+    least_s = min(every.values())
+    assert found.makespan_s <= 1.05 * least_s  # tasks change their cuts one after the other
+    if not any(found.chosen):
+        assert found.before_s <= LEAST_GAIN * 1.05 * least_s
+    assert run.best() == found
+
+
+def test_tasks_that_are_alike_get_the_same_cut():
+    options = [[cut_into(number, name, 3, 6.0, 1.0) for number in (1, 2, 4)] for name in "abc"]
+    device = DeviceCost(load_bytes_per_s=1.0, store_bytes_per_s=1.0)
+    found = WholeRun(options=options, devices=[device], host=HostCost()).best()
+    assert len(set(found.chosen)) == 1
+
+
+def test_what_may_be_simulated_is_bounded(monkeypatch):
+    run = run_of(random.Random(0), 3)
+    monkeypatch.setattr(cuts, "MOST_UNITS", 0)
+    assert run.best() == PredictedRun((0, 0, 0), run.makespan_s((0, 0, 0)), run.makespan_s((0, 0, 0)), 1)
+
+
+def test_a_long_run_is_predicted_by_fewer_steps():
+    options = [[cut_into(2, name, num_steps, 1.0, 1.0)] for name, num_steps in (("a", 10_000), ("b", 5_000))]
+    run = WholeRun(options=options, devices=[DeviceCost()])
+    assert run.num_units((0, 0)) == pytest.approx(cuts.RUN_UNITS, abs=6)
+
+
+def gpt():
+    torch.manual_seed(1)
+    return nn.Sequential(Embed(16), *(Block(16) for _ in range(4)), nn.LayerNorm(16), nn.Linear(16, 256, bias=False))
+
+
+def batches(number):
+    generator = torch.Generator().manual_seed(2)
+    return [tuple(torch.randint(256, (2, 4, 8), generator=generator)) for _ in range(number)]
+
+
+def orchestra_of(**others):
+    """A long task, a short one, and the options of a third."""
+    tasks = [
+        ModelTask(gpt(), next_byte_loss, batches(number), 1e-3, optimizer=torch.optim.AdamW, seed=SEED, name=name)
+        for name, number in (("long", 4), ("short", 2))
+    ]
+    if others:
+        tasks.append(ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED, name="other", **others))
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20)])
+    orchestra.verbose = 0
+    return orchestra
+
+
+class TestOfARun:
+    def test_a_cut_that_is_chosen_together_is_in_the_plan_and_trains_with_the_same_bits(self, monkeypatch):
+        seen = []
+
+        def second(self):
+            seen.append(self.options)
+            return PredictedRun((1, *[0] * (len(self.options) - 1)), 1.0, 2.0, 2)
+
+        monkeypatch.setattr(WholeRun, "best", second)
+        orchestra = orchestra_of(partitioner=Presharded([3, 7]))
+        plan = orchestra.generate()
+        [options] = seen
+        assert [each[0].name for each in options] == ["long", "short", "other"]
+        assert [each[0].num_steps for each in options] == [4, 2, 2]
+        assert len(options[0]) > 1
+        assert len(options[2]) == 1  # the user's
+        assert len(plan.tasks["long"].boundaries) == options[0][1].num_shards
+        assert "together" in plan.tasks["long"].cut_because
+        assert "together" not in plan.tasks["short"].cut_because
+        report = orchestra.train_models()
+        plain = reference.train(gpt(), next_byte_loss, batches(4), lr=1e-3, optimizer=torch.optim.AdamW, seed=SEED)
+        assert report.tasks["long"].losses == plain.losses
+
+    def test_equal_tasks_are_planned_as_each_beside_its_like(self, monkeypatch):
+        monkeypatch.setattr(WholeRun, "best", lambda _: pytest.fail("nothing to choose"))
+        tasks = [ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED) for _ in range(2)]
+        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20)])
+        orchestra.verbose = 0
+        orchestra.generate()
+
+    def test_micro_batches_that_the_plan_chose_keep_their_cut(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(WholeRun, "best", lambda run: seen.append(run.options) or PredictedRun((0,) * 3, 1, 1, 1))
+        orchestra = orchestra_of(accumulation_steps="auto")
+        orchestra.generate()
+        assert [len(each) > 1 for each in seen[0]] == [True, True, False]
