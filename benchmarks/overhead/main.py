@@ -149,10 +149,11 @@ def units(pairs):
     print(f"per micro-batch more {in_us(micro)}", flush=True)
 
 
+WAKES = Counter()  # by who was waiting
+
+
 class Counted(SimpleQueue):
     """A queue that counts how often a thread finds it empty, and has to be woken."""
-
-    wakes = Counter()
 
     def get(self, block=True, timeout=None):
         if block and self.empty():
@@ -163,7 +164,7 @@ class Counted(SimpleQueue):
 def note_wake():
     """Count that this thread has to be woken."""
     name = threading.current_thread().name
-    Counted.wakes[next((what for what in WAITERS if what in name), "decides")] += 1
+    WAKES[next((what for what in WAITERS if what in name), "decides")] += 1
 
 
 WAITERS = ("compute", "load", "input", "store", "optimizer", "reader")
@@ -181,7 +182,7 @@ def counted():
 
         return call
 
-    Counted.wakes.clear()
+    WAKES.clear()
     with ExitStack() as stack:
         for module in (lanes, reader, queue):  # the last for pools of threads
             stack.enter_context(mock.patch.object(module, "SimpleQueue", Counted))
@@ -225,8 +226,8 @@ def handovers(pairs):
         with counted():
             report = engine_s([each])[1]
         num_units = sum(span.lane == "compute" for span in report.spans)
-        total = sum(Counted.wakes.values()) / num_units
-        waiters = ", ".join(f"{what} {number / num_units:.2f}" for what, number in Counted.wakes.most_common())
+        total = sum(WAKES.values()) / num_units
+        waiters = ", ".join(f"{what} {number / num_units:.2f}" for what, number in WAKES.most_common())
         print(f"hand-overs per unit  {name:22} {total:5.2f}  ({waiters})", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The inbox loses no event to Ctrl-C or a helper; the first signal is raised where it does no harm, a second ends all."""
+"""The inbox loses no event to Ctrl-C or a helper; the first signal is raised where it is safe, a second ends all."""
 
 import os
 import signal
