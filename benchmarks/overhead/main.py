@@ -6,15 +6,24 @@ python benchmarks/overhead/main.py --pairs 5        # fewer repetitions
 """
 
 import argparse
+import queue
 import sys
+import threading
 import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
+from unittest import mock
 
 import torch
 from torch import nn
 
 from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine.data import reader
+from hydra_engine.devices import Promise, lanes
+from hydra_engine.run.signals import Inbox
 from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -107,23 +116,119 @@ class Nothing(nn.Module):
         return x
 
 
-def units(pairs):
-    """Seconds per unit where there is nothing to compute."""
-    num_layers, num_steps = 10, 100
-    batches = [(torch.zeros(4, 4), torch.zeros(4, 4))] * num_steps
-    costs = []
-    for _ in range(pairs):
-        first = nn.Linear(4, 4)
-        empty = ModelTask(
-            [first, *(Nothing() for _ in range(num_layers - 1))],
-            nn.MSELoss(),
-            batches,
-            partitioner=Presharded(list(range(1, num_layers + 1))),
-            seed=0,
-        )
-        costs.append(engine_s([empty])[0] / (num_steps * (2 * num_layers - 1)))
+NUM_LAYERS, NUM_STEPS = 10, 100
+NUM_UNITS = NUM_STEPS * (2 * NUM_LAYERS - 1)
+
+
+def empty(width=4, accumulation_steps=1):
+    """A task of which only the first of ten layers has anything to compute."""
+    batches = [(torch.zeros(8, width), torch.zeros(8, width))] * NUM_STEPS
+    return ModelTask(
+        [nn.Linear(width, width), *(Nothing() for _ in range(NUM_LAYERS - 1))],
+        nn.MSELoss(),
+        batches,
+        partitioner=Presharded(list(range(1, NUM_LAYERS + 1))),
+        accumulation_steps=accumulation_steps,
+        seed=0,
+    )
+
+
+def in_us(costs):
+    """Median and range of seconds, in microseconds."""
     low, middle, high = (each * 1e6 for each in (min(costs), median(costs), max(costs)))
-    print(f"fixed cost per unit  {middle:.0f} us  ({low:.0f} to {high:.0f})  at most 500", flush=True)
+    return f"{middle:.0f} us  ({low:.0f} to {high:.0f})"
+
+
+def units(pairs):
+    """Seconds per unit where there is nothing to compute, and per micro-batch of a unit beyond its first."""
+    costs, micro = [], []
+    for _ in range(pairs):
+        costs.append(engine_s([empty()])[0] / NUM_UNITS)
+        micro.append((engine_s([empty(accumulation_steps=8)])[0] / NUM_UNITS - costs[-1]) / 7)
+    print(f"fixed cost per unit  {in_us(costs)}  at most 500", flush=True)
+    print(f"per micro-batch more {in_us(micro)}", flush=True)
+
+
+WAKES = Counter()  # by who was waiting
+
+
+class Counted(SimpleQueue):
+    """A queue that counts how often a thread finds it empty, and has to be woken."""
+
+    def get(self, block=True, timeout=None):
+        if block and self.empty():
+            note_wake()
+        return super().get(block, timeout)
+
+
+def note_wake():
+    """Count that this thread has to be woken."""
+    name = threading.current_thread().name
+    WAKES[next((what for what in WAITERS if what in name), "decides")] += 1
+
+
+WAITERS = ("compute", "load", "input", "store", "optimizer", "reader")
+
+
+@contextmanager
+def counted():
+    """Count the hand-overs of the body: a thread that has nothing to do is woken by another one."""
+
+    def counting(method, waits):
+        def call(waiter):
+            if waits(waiter):
+                note_wake()
+            return method(waiter)
+
+        return call
+
+    WAKES.clear()
+    with ExitStack() as stack:
+        for module in (lanes, reader, queue):  # the last for pools of threads
+            stack.enter_context(mock.patch.object(module, "SimpleQueue", Counted))
+        for name in ("result", "is_kept"):
+            counts = counting(getattr(Promise, name), lambda promise: not promise.is_done)
+            stack.enter_context(mock.patch.object(Promise, name, counts))
+        stack.enter_context(mock.patch.object(Inbox, "_wait", counting(Inbox._wait, lambda _: True)))
+        yield
+
+
+def handover_s(number=20_000):
+    """Seconds that it takes to wake a thread which waits for a queue."""
+    there, back = SimpleQueue(), SimpleQueue()
+
+    def answer():
+        while there.get() is not None:
+            back.put(True)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    start_s = time.perf_counter()
+    for _ in range(number):
+        there.put(True)
+        back.get()
+    seconds = time.perf_counter() - start_s
+    there.put(None)
+    thread.join()
+    return seconds / number / 2
+
+
+def handovers(pairs):
+    """Threads that are woken per unit, by who was waiting, and what waking one costs."""
+    print(f"one hand-over        {in_us([handover_s() for _ in range(pairs)])}", flush=True)
+    rows = {
+        "small units": empty(),
+        "small, 8 micro-batches": empty(accumulation_steps=8),
+        "copies in lanes": empty(width=256),  # 256 KiB of weights
+        "4 shards of a GPT": task(token_batches(12, 8, 128), [2, 3, 4, 6]),
+    }
+    for name, each in rows.items():
+        with counted():
+            report = engine_s([each])[1]
+        num_units = sum(span.lane == "compute" for span in report.spans)
+        total = sum(WAKES.values()) / num_units
+        waiters = ", ".join(f"{what} {number / num_units:.2f}" for what, number in WAKES.most_common())
+        print(f"hand-overs per unit  {name:22} {total:5.2f}  ({waiters})", flush=True)
 
 
 def together(pairs):
@@ -213,7 +318,14 @@ def weights_below(layers, end):
     return sum(parameter.numel() for layer in list(layers)[:end] for parameter in layer.parameters())
 
 
-EXPERIMENTS = {"shards": shards, "units": units, "converted": converted, "together": together, "spilled": spilled}
+EXPERIMENTS = {
+    "shards": shards,
+    "units": units,
+    "handovers": handovers,
+    "converted": converted,
+    "together": together,
+    "spilled": spilled,
+}
 
 
 def main():

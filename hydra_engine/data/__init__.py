@@ -1,7 +1,7 @@
 """Batches and random streams: the loader's reader, positions in the data, memory of tensors."""
 
 from hydra_engine.data.batch import Batch
-from hydra_engine.data.draws import CallbackDraws, beside_loaders, drawing_as_usual
+from hydra_engine.data.draws import CallbackDraws, LayerDraws, beside_loaders, drawing_as_usual, register_draws
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from hydra_engine.data.memory import (
     ALIGNMENT_BYTES,

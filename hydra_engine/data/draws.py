@@ -1,8 +1,9 @@
-"""Sends what a loader draws to its task's random stream, whoever else reads and draws meanwhile.
+"""Sends what a loader or a layer draws to its task's random stream, whoever else reads and draws meanwhile.
 
 What a thread draws from torch's global generator is sent to the task's, operation by operation, so that loaders are
-read side by side. `random` and `numpy.random` cannot be redirected: a loader that was seen to draw from them is read
-alone, with the task's states installed. What one draws that was not seen to is noticed, and is an error with its name.
+read side by side, and layers run beside them. `random` and `numpy.random` cannot be redirected: a loader that was seen
+to draw from them is read alone, with the task's states installed. What one draws that was not seen to is noticed, and
+is an error with its name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import _pop_mode, _push_mode
@@ -23,6 +24,7 @@ from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
     Stream,
+    TaskGenerator,
     ask,
     capture,
     draw_from,
@@ -294,6 +296,36 @@ class _Own:
         install(self._state._replace(torch=self.generator.get_state()))
 
 
+class LayerDraws:
+    """Sends the body's draws, in this thread, to a task's generator, as its `TaskGenerator` does.
+
+    That sees only operations that may draw: as a dispatch mode of the whole body it would make all others slow, too.
+    """
+
+    def __init__(self, mode: TaskGenerator) -> None:
+        self._mode = mode
+        self._outer: _StandIn = None
+
+    def __enter__(self) -> TaskGenerator:
+        self._outer, _HERE.stand_in = _HERE.stand_in, self
+        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), True)
+        return self._mode
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), self._outer is not None)
+        _HERE.stand_in = self._outer
+
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with self._mode:
+            return op(*args, **kwargs)
+
+    def attribute(self, name: str) -> Any:
+        return getattr(_GLOBAL, name)
+
+    def install_in_child(self) -> None:
+        """Do nothing: a layer that forks leaves its process as a dispatch mode would."""
+
+
 class _Watch:
     """Lets draws be, and sees those that come from no function of torch's in this thread."""
 
@@ -324,10 +356,13 @@ class _Watch:
         """Do nothing: a process that was forked in the middle of a read has the stream's states already."""
 
 
+_StandIn: TypeAlias = "_Own | LayerDraws | _Watch | None"
+
+
 class _Here(threading.local):
     """The stand-in of this thread."""
 
-    stand_in: _Own | _Watch | None = None
+    stand_in: _StandIn = None
 
 
 _HERE = _Here()
@@ -357,7 +392,7 @@ _READERS = _Readers()
 
 
 @contextmanager
-def _standing_in(stand_in: _Own | _Watch | None) -> Iterator[None]:
+def _standing_in(stand_in: _StandIn) -> Iterator[None]:
     """Send the body's draws from torch's global generator, in this thread, to another one; None: to itself."""
     key = _registered()
     outer, was_included = _HERE.stand_in, torch._C._dispatch_tls_is_dispatch_key_included(key)
@@ -387,32 +422,45 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 def _registered() -> Any:
     """The key, with a kernel for every operation that draws; made when it is first needed, for the whole process."""
-    key = torch._C._parse_dispatch_key(_KEY)
+    if not _KNOWN:
+        register_draws()
+    return _THE_KEY
+
+
+def register_draws() -> None:
+    """Register a kernel for every operation that draws, also of libraries that were imported since the last time."""
     with _REGISTERING:
         if not _LIBRARIES:
-            _register(key)
-    return key
+            others = _LIBRARIES["_"] = _LIBRARY("_", "IMPL")
+            others.fallback(torch.library.fallthrough_kernel, _KEY)
+        names = set(torch._C._dispatch_get_all_op_names()) - _KNOWN
+        for full_name in names:
+            _register(full_name)
+        _KNOWN.update(names)
 
 
-def _register(key: Any) -> None:
-    library: Any = torch.library.Library
-    others = library("_", "IMPL")
-    others.fallback(torch.library.fallthrough_kernel, _KEY)
-    aten = library("aten", "IMPL")
-    for full_name in torch._C._dispatch_get_all_op_names():
-        name, _, overload = full_name.partition("::")[2].partition(".")
-        if not full_name.startswith("aten::") or not hasattr(torch.ops.aten, name):
-            continue
-        op = getattr(getattr(torch.ops.aten, name), overload or "default")
-        has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
-        # One that is made of others and takes no generator is sent on by what it is made of.
-        if torch.Tag.nondeterministic_seeded in op.tags and (with_generator(op) is not None or not has_parts):
-            aten.impl(full_name.partition("::")[2], _kernel(op, key), _KEY)
-    _LIBRARIES.extend((others, aten))
+def _register(full_name: str) -> None:
+    space, _, name = full_name.partition("::")
+    base, _, overload = name.partition(".")
+    packets = getattr(torch.ops, space)
+    if not hasattr(packets, base):
+        return
+    op = getattr(getattr(packets, base), overload or "default", None)
+    if op is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return
+    has_parts = torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
+    # One that is made of others and takes no generator is sent on by what it is made of.
+    if with_generator(op) is not None or not has_parts:
+        if space not in _LIBRARIES:
+            _LIBRARIES[space] = _LIBRARY(space, "IMPL")
+        _LIBRARIES[space].impl(name, _kernel(op, _THE_KEY), _KEY)
 
 
+_THE_KEY: Any = torch._C._parse_dispatch_key(_KEY)
+_LIBRARY: Any = torch.library.Library
 _REGISTERING = threading.Lock()
-_LIBRARIES: list[Any] = []  # torch forgets the kernels with these
+_LIBRARIES: dict[str, Any] = {}  # by namespace; torch forgets the kernels with these
+_KNOWN: set[str] = set()  # names of operations that were looked at
 
 
 def _kernel(op: Any, key: Any) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """Random streams: each task has its own, and what it draws does not depend on who else runs.
 
 The process has one CPU generator, one `random` and one `numpy.random`. Who draws from the last two runs with the task's
-states installed, under one lock. A layer's draws from torch go to the task's own generator instead, through a dispatch
-mode, without a lock; a loader's as `hydra_engine/data/draws.py` says.
+states installed, under one lock. A layer's draws from torch go to the task's own generator instead, one by one,
+without a lock; how, and a loader's, as `hydra_engine/data/draws.py` says.
 
 A stream's states are also turned into values that a checkpoint takes bit for bit, and back.
 """

@@ -431,7 +431,7 @@ class _Rehearsal:
         self.repeats_bits = state.place.type == "cpu"
         self.modes: list[AbstractContextManager[Any]] = []  # in which units run
         self._device = device
-        self._worker = Worker(0, device, Trace(), self._events.put)
+        self._worker = Worker(0, device, Trace(), self._events.put, lambda: None)
         try:
             state.open()
             # What they remember is the user's.

@@ -9,17 +9,20 @@
     callbacks per task   ---->  |         |          host_work  pools                    Begin Fit Commit Update Finish
     saver, signals       ---->  +---------+          saves      checkpoints              Capture
 
-The loop runs in the caller's thread, the one that decides: it takes an event from the inbox, lets the departments that
-it is for hear it, then the scheduler, and gives each instruction to the department that carries it out. What a
-department wants the scheduler to know first it puts into `Common.due`. So all state of departments, and everything the
-scheduler knows, is touched by one thread. The others: a device has one per lane; a task has one that reads, and sets it
-up; one draws the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task
-that has callbacks has one that calls them.
+The loop runs in the caller's thread: it takes an event from the inbox, lets the departments that it is for hear it,
+then the scheduler, and gives each instruction to the department that carries it out. What a department wants the
+scheduler to know first it puts into `Common.due`. So all state of departments, and everything the scheduler knows, is
+touched by one thread at a time: the one that has the turn. Of units that are through, a lane decides by itself, at the
+end of its job and where nobody else has the turn: what it would wait for otherwise is to wake the caller's thread and
+to be woken by it. The other threads: a device has one per lane; a task has one that reads, and sets it up; one draws
+the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task that has
+callbacks has one that calls them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
@@ -39,6 +42,7 @@ from hydra_engine.run.workers import Workers
 from hydra_engine.schedule import (
     Activity,
     BatchReady,
+    Computed,
     DataEnded,
     DataFailed,
     DeviceAdded,
@@ -49,6 +53,7 @@ from hydra_engine.schedule import (
     SpreadsKnown,
     StepCommitted,
     StopRequested,
+    Stored,
     TaskStopped,
 )
 from hydra_engine.tasks import Evaluation, Report
@@ -84,7 +89,7 @@ class EngineRun:
         self.site = site
         self._common = common = Common(site.host, loggers)
         self._display = LiveDisplay(verbose, self._look, common.later)
-        self.workers = Workers(common, pool, site.devices, trains=trains)
+        self.workers = Workers(common, pool, site.devices, self._help, trains=trains)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
@@ -221,8 +226,20 @@ class EngineRun:
 
     def _has_ended(self) -> bool:
         """Return True if all tasks have ended and nothing more can come."""
-        self.joining.follow()
-        return self._scheduler.finished and self.joining.has_ended()
+        with self._common.events.turn:
+            self.joining.follow()
+            return self._scheduler.finished and self.joining.has_ended()
+
+    def _help(self) -> None:
+        """Decide what follows from units that are through, in the lane that has told so; see `Inbox.help`."""
+        self._common.events.help(self._handle_here, UNITS_THROUGH)
+
+    def _handle_here(self, event: Any) -> None:
+        """Handle an event in a lane; what goes wrong is for the thread that waits for events."""
+        try:
+            self._handle(event)
+        except BaseException as error:
+            self._common.later(partial(_raise, error))
 
     def _work(self) -> RunningTask | None:
         """Handle events to the end, or until a task has predicted a batch and everything is at rest."""
@@ -256,7 +273,8 @@ class EngineRun:
 
     def _drain(self) -> None:
         """After an error of our own, a policy's or a terminal's: finish what is committed, begin nothing new."""
-        self._handle(StopRequested())
+        with self._common.events.turn:
+            self._handle(StopRequested())
         while not self._has_ended():
             with self._common.events as event:
                 self._handle(event)
@@ -284,6 +302,7 @@ class EngineRun:
         return event if not has_task or self._scheduler.knows(event.task) else None
 
     def _close(self) -> None:
+        self._common.events.end_help()
         self.joining.close()
         self._saves.give_up()  # or an update might wait for a task that is not to be had
         self._host_work.close()
@@ -311,6 +330,14 @@ class EngineRun:
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._hears.clear()
         self._actions.clear()
+
+
+# What lanes tell of units. It is for the scheduler alone: no department hears it.
+UNITS_THROUGH = (Computed, Stored)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 # The scheduler's and the devices' words, in those for people.

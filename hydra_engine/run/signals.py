@@ -10,9 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import islice
-from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -62,54 +59,98 @@ class Deadlines(Generic[K]):
 
 
 class Inbox(Generic[T]):
-    """Events for the thread that decides, one at a time: `with inbox as event: ...`. None is lost to Ctrl-C.
+    """Events, handled one at a time by whoever decides: `with inbox as event: ...`. None is lost to Ctrl-C.
 
     They come in order, but a stop comes before all that wait: SIGTERM to a group of processes ends a loader's workers
     too, and that the loader failed may be told before the signal is.
+
+    One thread waits for events. Another one that has just told something may handle it by itself (`help`), so that
+    nobody has to be woken: `turn` is held by whoever handles an event, and only who holds it takes one.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[T | StopRequested] = SimpleQueue()
-        self._taken: deque[T | StopRequested | Overdue] = deque()
+        self.turn = threading.RLock()  # a run that predicts handles events within one
         self.deadline_s = math.inf  # of time.monotonic(): then, `Overdue` is the next event if there is no other
+        self._events: deque[T | StopRequested] = deque()
+        self._asleep = threading.Lock()  # released to wake the thread that waits
+        self._asleep.acquire()
+        self._asleep_until_s = math.inf  # of time.monotonic()
         self._is_stop_put = False  # and not moved ahead of the others
-        self._depth = 0  # of events being handled
+        self._may_help = True
+        self._depth = 0  # of events being handled by the thread that waits for them
         self._is_deferred = False  # an interrupt waits for the end of what is being handled
 
     def put(self, event: T | StopRequested) -> None:
         """Tell something; from any thread, and from a signal's handler."""
-        self._queue.put(event)
+        self.leave(event)
+        self._wake()
+
+    def leave(self, event: T | StopRequested) -> None:
+        """Tell something without waking anybody: the caller calls `help` soon."""
+        self._events.append(event)
         if isinstance(event, StopRequested):
             self._is_stop_put = True
+
+    def help(self, handle: Callable[[T], None], kinds: tuple[type[T], ...]) -> None:
+        """Handle events in the calling thread as long as they are of these kinds, unless another thread is at it.
+
+        Whatever is left then is for the thread that waits. `handle` does not raise.
+        """
+        if self._may_help and self.turn.acquire(blocking=False):
+            try:
+                while self._may_help and self._events and not self._is_stop_put:
+                    event = self._events[0]
+                    if not isinstance(event, kinds):
+                        break
+                    self._events.popleft()
+                    handle(event)
+                    del event  # it may be long until the next
+            finally:
+                self.turn.release()
+        if self._events or self.deadline_s < self._asleep_until_s:
+            self._wake()
+
+    def end_help(self) -> None:
+        """Leave all events to the thread that waits for them, from now on."""
+        with self.turn:
+            self._may_help = False
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is awake, or somebody else wakes it
+            self._asleep.release()
 
     @property
     def is_empty(self) -> bool:
         """True if no event is there now."""
-        return not self._taken and self._queue.empty()
+        return not self._events
 
     def __enter__(self) -> T | StopRequested | Overdue:
-        """Wait for the next event, or until the deadline."""
-        if not self._taken:
-            self._wait()
-        if self._is_stop_put:
-            self._is_stop_put = False
-            self._take(self._queue.qsize())
-            self._taken = deque(sorted(self._taken, key=lambda event: not isinstance(event, StopRequested)))
-        self._depth += 1
-        return self._taken.popleft()
+        """Wait for the next event, or until the deadline, and for one's turn."""
+        while True:
+            is_in_time = bool(self._events) or self._wait()
+            self._depth += 1
+            self.turn.acquire()
+            if self._is_stop_put:
+                self._is_stop_put = False
+                taken = [self._events.popleft() for _ in range(len(self._events))]  # others may be told meanwhile
+                taken.sort(key=lambda event: not isinstance(event, StopRequested))
+                self._events.extendleft(reversed(taken))
+            if self._events:
+                return self._events.popleft()
+            if not is_in_time:
+                return Overdue()
+            self.__exit__()  # another thread has handled it
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Wait until somebody wakes this thread; False: until the deadline."""
+        self._asleep_until_s = self.deadline_s
+        if self.deadline_s == math.inf:
+            return self._asleep.acquire()
         left_s = min(self.deadline_s - time.monotonic(), threading.TIMEOUT_MAX)
-        try:
-            self._take(1, None if self.deadline_s == math.inf else max(0.0, left_s))
-        except Empty:
-            self._taken.append(Overdue())
-
-    def _take(self, count: int, timeout_s: float | None = None) -> None:
-        # In one call of C: an exception out of a signal handler strikes before it or after it.
-        self._taken.extend(islice(iter(partial(self._queue.get, True, timeout_s), None), count))
+        return self._asleep.acquire(timeout=max(0.0, left_s))
 
     def __exit__(self, *exc: object) -> None:
+        self.turn.release()
         self._depth -= 1
         if self._is_deferred and not self._depth:
             self._is_deferred = False

@@ -38,9 +38,19 @@ class Workers:
     """
 
     def __init__(
-        self, common: Common, pool: DevicePool[DeviceSpec], planned_for: Sequence[DeviceSpec], *, trains: bool
+        self,
+        common: Common,
+        pool: DevicePool[DeviceSpec],
+        planned_for: Sequence[DeviceSpec],
+        decide: Callable[[], None],
+        *,
+        trains: bool,
     ) -> None:
-        """`planned_for`: devices that the run begins with. trains: others may come, so it may wait for them."""
+        """`planned_for`: devices that the run begins with. decide: has decided what a lane has told, in that lane.
+
+        trains: others may come, so it may wait for them.
+        """
+        self._decide = decide
         self._common = common
         self.pool = pool
         first = {id(spec) for spec in planned_for}
@@ -91,7 +101,7 @@ class Workers:
         if spec.has_arena:  # where no task is here yet, tasks that come are cut for what there is
             arena = arena_bytes(planned, spec.memory_bytes) if planned else spec.memory_bytes // 2
         device = spec.open(index, common.trace, num_threads, arena)
-        return Worker(index, device, common.trace, common.events.put)
+        return Worker(index, device, common.trace, common.events.leave, self._decide)
 
     # -- devices come and go
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hydra_engine.data import RandomState, Stream, TaskGenerator, capture, install, installed
+from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.devices import DeviceGenerator
 
 
@@ -25,18 +25,21 @@ class Drawing:
         *,
         locked: bool,
         redirects: bool,
+        is_compiled: bool,
         in_backward: RandomState | None = None,
     ) -> None:
         """Make one, to be entered.
 
         generator: the device's, which goes on from `state`; None: kernels draw from the CPU's.
         locked: the process-wide generators become the micro-batch's own. redirects: single draws from the CPU's
-        generator are taken from `state` instead. in_backward: the process-wide state that a backward finds, on trial.
+        generator are taken from `state` instead. is_compiled: layers are, and look for the mode that redirects them.
+        in_backward: the process-wide state that a backward finds, on trial.
         """
         self.state = state
         self.drew_in_backward = False
         self._generator = generator
         self._redirects = redirects
+        self._is_compiled = is_compiled
         self._in_backward = in_backward
         self._installed = installed(Stream(state)) if locked else None
         self._after: Any = None  # state of the device's generator, once the forward is through
@@ -64,7 +67,8 @@ class Drawing:
         elif not self._redirects:
             yield
         else:
-            with TaskGenerator(self.state.torch) as drawn:
+            mode = TaskGenerator(self.state.torch)
+            with mode if self._is_compiled else LayerDraws(mode) as drawn:
                 yield
             self.state = self.state._replace(torch=drawn.state)
         if self._generator is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from hydra_engine.data import RandomState
+from hydra_engine.data import RandomState, register_draws
 from hydra_engine.devices import DeviceGenerator
 from hydra_engine.host import LayerFault, NormGroups, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
@@ -115,6 +115,8 @@ class Executor:
         # of a layer another one than those of other devices.
         self.attributes = [Attributes(*each) for each in zip(structure.layers, structure.names, strict=True)]
         self.inspector: Inspector | None = None
+        if generator is None:
+            register_draws()  # of what layers have imported
 
     def run(
         self,
@@ -241,6 +243,7 @@ class UnitRunning:
                     executor.generator,
                     locked=spec.locked,
                     redirects=spec.draws or executor.generator is None,
+                    is_compiled=executor.compiled is not None,
                     in_backward=None if inspector is None else inspector.in_backward,
                 )
                 with drawing:

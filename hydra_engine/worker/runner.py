@@ -51,6 +51,7 @@ class Runner:
         device: OpenDevice,
         trace: Trace,
         report: Report,
+        decide: Callable[[], None],
         spiller: Spiller,
         claims: Claims,
         kept_graphs: KeptGraphs,
@@ -60,6 +61,7 @@ class Runner:
         self._device = device
         self._trace = trace
         self._report = report
+        self._decide = decide  # at the end of a job that has told something, where nothing is held any more
         self._spiller = spiller
         self._claims = claims
         self._kept_graphs = kept_graphs
@@ -114,7 +116,10 @@ class Runner:
         executor.current = ""
         self._kept_graphs.settle(run)
         run.output, output = output, None
-        self._hand_over(run, start_s)
+        try:
+            self._hand_over(run, start_s)
+        finally:
+            self._decide()
 
     def _run_micro_batches(self, run: UnitRun, executor: Executor) -> UnitOutput:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
@@ -175,14 +180,22 @@ class Runner:
         run.passage.is_void = claim.error is not None
         self._computing = None
         computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None)
-        is_in_turn = run.after is None or run.after.stored.is_done
-        if is_in_turn and goes_at_once:
+        if goes_at_once and self._is_in_turn(run):
             # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
             job = partial(self._store, run, kept_bytes, computed)
             self._device.submit(STORE, claim.label, job, at_once=True)
         else:
             self._report(computed)
-            self._device.submit(STORE, claim.label, partial(self._store, run, kept_bytes))
+            self._device.submit(STORE, claim.label, partial(self._store_apart, run, kept_bytes))
+
+    @staticmethod
+    def _is_in_turn(run: UnitRun) -> bool:
+        """Return True if nothing of the unit before it is on its way to DRAM."""
+        return run.after is None or run.after.stored.is_done
+
+    def _copies_here(self, run: UnitRun, num_bytes: int) -> bool:
+        """Return True if the lane that computes copies something of a micro-batch by itself, without waking another."""
+        return not run.is_metered and self._device.copies_at_once(num_bytes)
 
     # -- what a unit starts from
 
@@ -238,11 +251,13 @@ class Runner:
         # It may lie where the one before the last did: the lane begins once what computed on that is through.
         with _disable_current_modes() if run.is_metered else nullcontext():  # inputs are counted apart
             arriving = [self._place_input(run, m)]  # not held by the lane, once it is loaded
+        num_bytes = sum(source.nbytes for _, source in arriving[0].copies)
 
         def load() -> MicroInput:
             return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, arriving.pop())
 
-        self._device.submit(INPUT, claim.label, lambda: claim.keep(LOAD, self._device, promise, load))
+        job = partial(claim.keep, LOAD, self._device, promise, load)
+        self._device.submit(INPUT, claim.label, job, at_once=self._copies_here(run, num_bytes))
 
     def _place_input(self, run: UnitRun, m: int) -> Arriving:
         claim, has_graph = run.claim, bool(run.graphs.graphs)
@@ -307,7 +322,10 @@ class Runner:
         def store() -> None:
             self._store_micro(claim, m, held.pop())
 
-        self._device.submit(STORE, claim.label, lambda: claim.keep(STORE, self._device, stored, store))
+        at_once = self._is_in_turn(run) and self._copies_here(run, run.account.output_bytes)
+        self._device.submit(
+            STORE, claim.label, partial(claim.keep, STORE, self._device, stored, store), at_once=at_once
+        )
         if run.is_metered:
             # What is stored counts apart: a metered run must not find it in one run and miss it in another.
             stored.result()
@@ -322,6 +340,13 @@ class Runner:
         finally:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
+
+    def _store_apart(self, run: UnitRun, kept_bytes: int) -> None:
+        """Do what `_store` does, in the lane that stores."""
+        try:
+            self._store(run, kept_bytes)
+        finally:
+            self._decide()
 
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""

@@ -40,15 +40,18 @@ Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callabl
 class Worker:
     """Takes units through one device's lanes: tasks are admitted, their units claimed, then run or dropped."""
 
-    def __init__(self, index: int, device: OpenDevice, trace: Trace, report: Report) -> None:
+    def __init__(
+        self, index: int, device: OpenDevice, trace: Trace, report: Report, decide: Callable[[], None]
+    ) -> None:
+        """Make one that tells `report` of its units, and calls `decide` once what it has told may be decided upon."""
         self.index = index
         self.device = device
         self._residents = Residents(device.ledger)
         spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
         self._kept_graphs = KeptGraphs(self._residents, device.ledger)
-        self._runner = Runner(index, device, trace, self._say, spiller, self._claims, self._kept_graphs)
-        self._report = report
+        self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._kept_graphs)
+        self._report, self._decide = report, decide
         self._saying = threading.Lock()
         self._is_mute = False  # the device was taken away: what it still says is of no more use
         self._under_way: dict[Unit, bool] = {}  # not stored yet; True: it is computed
@@ -166,6 +169,7 @@ class Worker:
                 if not is_computed:
                     self._report(Computed(self.index, unit, 0.0, failed=True))
                 self._report(Failed(unit.task, error, "a device that was taken away", unit, device=self.index))
+        self._decide()
 
     def retire(self) -> None:
         """Close the device, once all that is on its way is through. In a thread that may wait."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import stream_seed
+from hydra_engine.data.draws import LayerDraws, register_draws
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
@@ -111,34 +112,44 @@ def own(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def by_key(start):
+    return LayerDraws(TaskGenerator(start))
+
+
+@pytest.fixture(params=[TaskGenerator, by_key], ids=["mode", "key"])
+def redirected(request):
+    """What sends draws to a task's generator: a mode of all operations, or of those alone that may draw."""
+    return request.param
+
+
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 class TestTaskGenerator:
-    def test_gives_the_draws_of_manual_seed(self, draw):
+    def test_gives_the_draws_of_manual_seed(self, draw, redirected):
         torch.manual_seed(7)
         expected = [draw(), draw()]
         state = torch.get_rng_state()
         generator = own(7)
         torch.manual_seed(99)
-        with TaskGenerator(generator):
+        with redirected(generator):
             actual = [draw(), draw()]
         assert all(map(torch.equal, actual, expected))
         assert torch.equal(generator.get_state(), state), "the stream goes on from the same place"
 
-    def test_begins_with_a_state(self, draw):
+    def test_begins_with_a_state(self, draw, redirected):
         torch.manual_seed(7)
         expected = [draw(), draw()]
         start = own(7).get_state()
-        with TaskGenerator(start) as drawn:
+        with redirected(start) as drawn:
             assert drawn.state is start, "nothing was drawn"
             actual = [draw(), draw()]
         assert all(map(torch.equal, actual, expected))
         assert torch.equal(drawn.state, torch.get_rng_state()), "the stream goes on from the same place"
         assert torch.equal(start, own(7).get_state()), "what it began with is not written to"
 
-    def test_leaves_the_global_generator_alone(self, draw):
+    def test_leaves_the_global_generator_alone(self, draw, redirected):
         torch.manual_seed(99)
         before = torch.get_rng_state()
-        with TaskGenerator(own(7)):
+        with redirected(own(7)):
             draw()
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -156,33 +167,33 @@ def with_own(generator):
     }
 
 
-def test_op_that_was_given_a_generator_keeps_it():
+def test_op_that_was_given_a_generator_keeps_it(redirected):
     expected = with_own(own(3))
     task = own(7)
-    with TaskGenerator(task):
+    with redirected(task):
         actual = with_own(own(3))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert torch.equal(task.get_state(), own(7).get_state()), "nothing was drawn from the task's"
 
 
-def test_what_does_not_draw_leaves_the_tasks_generator_alone():
+def test_what_does_not_draw_leaves_the_tasks_generator_alone(redirected):
     q = torch.ones(1, 1, 3, 2)
     generator = own(7)
-    with TaskGenerator(generator):
+    with redirected(generator):
         F.scaled_dot_product_attention(q, q, q)
         F.dropout(torch.ones(3), training=False)
         torch.ones(2) @ torch.ones(2)
     assert torch.equal(generator.get_state(), own(7).get_state())
 
 
-def test_op_that_raises_leaves_the_global_generator_alone():
+def test_op_that_raises_leaves_the_global_generator_alone(redirected):
     before = torch.get_rng_state()
-    with TaskGenerator(own(7)), pytest.raises(RuntimeError):
+    with redirected(own(7)), pytest.raises(RuntimeError):
         torch.native_dropout(torch.ones(3), 2.0, True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_gradients_are_those_of_the_same_draws():
+def test_gradients_are_those_of_the_same_draws(redirected):
     def gradient():
         x = torch.ones(50, requires_grad=True)
         (F.dropout(x, 0.5) * torch.arange(50.0)).sum().backward()
@@ -190,7 +201,7 @@ def test_gradients_are_those_of_the_same_draws():
 
     torch.manual_seed(7)
     expected = gradient()
-    with TaskGenerator(own(7)):
+    with redirected(own(7)):
         assert torch.equal(gradient(), expected)
 
 
@@ -219,12 +230,12 @@ def in_threads(num_threads, job):
 MIXED = ("randn", "native_dropout", "dropout", "native_dropout", "randperm", "attention with dropout")
 
 
-def test_threads_that_draw_at_once_do_not_disturb_one_another():
+def test_threads_that_draw_at_once_do_not_disturb_one_another(redirected):
     def draw():
         return [DRAWS[name]() for _ in range(20) for name in MIXED]
 
     def job(k):
-        with TaskGenerator(own(k)):
+        with redirected(own(k)):
             return draw()
 
     expected = {}
@@ -253,11 +264,11 @@ class Pauses(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("draw", "locks"), [("native_dropout", True), ("randn", False)])
-def test_only_an_op_that_takes_no_generator_locks_the_global_one(draw, locks):
+def test_only_an_op_that_takes_no_generator_locks_the_global_one(draw, locks, redirected):
     inside, go_on = threading.Event(), threading.Event()
 
     def job():
-        with Pauses(inside, go_on), TaskGenerator(own(7)):
+        with Pauses(inside, go_on), redirected(own(7)):
             DRAWS[draw]()
 
     thread = threading.Thread(target=job)
@@ -267,6 +278,38 @@ def test_only_an_op_that_takes_no_generator_locks_the_global_one(draw, locks):
     go_on.set()
     thread.join(PATIENCE_S)
     assert free != locks
+
+
+@pytest.fixture
+def library():
+    """Operations that draw in a way which torch does not see: from the global generator, in a kernel of their own."""
+    with torch.library._scoped_library("hydra_draws", "DEF") as made:
+        made.define("noisy(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+        made.impl("noisy", lambda x: x + torch.rand(3, generator=torch.default_generator), "CPU")
+        yield torch.ops.hydra_draws.noisy
+
+
+def test_op_of_a_library_of_its_own(library, redirected):
+    torch.manual_seed(7)
+    expected = library(torch.ones(3))
+    register_draws()
+    before = torch.get_rng_state()
+    with redirected(own(7)):
+        assert torch.equal(library(torch.ones(3)), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_does_not_draw_passes_no_mode():
+    seen = []
+
+    class Sees(TaskGenerator):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with LayerDraws(Sees(own(7))):
+        torch.rand(2) @ torch.ones(2)
+    assert seen == [torch.ops.aten.rand.default]
 
 
 def everything():

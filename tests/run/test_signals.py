@@ -1,4 +1,4 @@
-"""The inbox loses no event to Ctrl-C; the first signal is raised where that harms nothing, a second one ends all."""
+"""The inbox loses no event to Ctrl-C or a helper; the first signal is raised where it is safe, a second ends all."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from hydra_engine.run import signals as interrupt
-from hydra_engine.run.signals import Inbox, Signals
+from hydra_engine.run.signals import Inbox, Overdue, Signals
 from hydra_engine.schedule.events import DataEnded, DataFailed, DeviceAdded, StopRequested
 
 # What each is raised as.
@@ -87,6 +87,62 @@ def test_a_stop_comes_before_what_was_told_earlier():
         with inbox as event:
             found.append(event)
     assert found == [events[0], StopRequested(), *events[1:]]
+
+
+def test_who_tells_something_may_handle_it_without_waking_anybody():
+    inbox, handled = Inbox(), []
+    inbox.leave(DeviceAdded(0))
+    inbox.leave(DeviceAdded(1))
+    inbox.leave(DataEnded("task"))
+    inbox.leave(DeviceAdded(2))
+    inbox.help(handled.append, (DeviceAdded,))
+    assert handled == [DeviceAdded(0), DeviceAdded(1)]  # those of its kinds, in order
+    with inbox as event:
+        assert event == DataEnded("task")
+
+
+@pytest.mark.parametrize("reason", ["another thread has the turn", "a stop was told", "it is over"])
+def test_nobody_handles_events_of_whom(reason):
+    inbox, handled = Inbox(), []
+    inbox.leave(DeviceAdded(0))
+
+    def helper():
+        inbox.help(handled.append, (DeviceAdded,))
+
+    if reason == "a stop was told":
+        inbox.put(StopRequested())
+    elif reason == "it is over":
+        inbox.end_help()
+    thread = threading.Thread(target=helper)
+    with inbox.turn if reason == "another thread has the turn" else nullcontext():
+        thread.start()
+        thread.join()
+    assert handled == []
+    found = []
+    while not inbox.is_empty:
+        with inbox as event:
+            found.append(event)
+    assert DeviceAdded(0) in found
+
+
+def test_who_waits_is_woken_for_what_a_helper_leaves():
+    inbox, begun = Inbox(), threading.Event()
+
+    def helper():
+        begun.wait()
+        with inbox.turn:  # or the other thread takes what is left for it at once
+            inbox.leave(DeviceAdded(0))
+            inbox.leave(DataEnded("task"))
+            inbox.help(lambda _: setattr(inbox, "deadline_s", 0.0), (DeviceAdded,))
+
+    thread = threading.Thread(target=helper)
+    thread.start()
+    begun.set()
+    with inbox as event:
+        assert event == DataEnded("task")
+    with inbox as event:  # a deadline that a helper has set
+        assert event == Overdue()
+    thread.join()
 
 
 @pytest.mark.parametrize("number", RAISED)
