@@ -28,6 +28,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in update.
 ADAM, SGD = 0, 1
 RULES: dict[type[Optimizer], int] = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, torch.optim.SGD: SGD}
 MOST_FACTORS = 2  # the loss scale's and clipping's; a third place is for the sign of what is maximized
+# Not zero, unless this thread takes such numbers for zeros (torch.set_flush_denormal), which torch's others may not.
+TINY = 5e-324
 _ALL = ("weight_decay", "maximize", "foreach", "fused")
 OPTIONS = {
     ADAM: ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_ALL),
@@ -123,7 +125,7 @@ class Native:
         """
         kind = type(optimizer)
         library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None
-        if library is None:
+        if library is None or TINY * 1.0 == 0:
             return updates
         values = [float(factor) for factor in factors]
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
