@@ -314,8 +314,3 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous() and 1 not in tensor.shape:
         return True  # the common case, without a call into the meta device for each tensor of each update
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return True if both are dense, with their elements in the same order."""
-    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
