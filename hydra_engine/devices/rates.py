@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.system import cache_folder
+from hydra_engine.system import cache_folder, warn
 
 # Names the file, where it is not to lie in the user's cache.
 VARIABLE = "HYDRA_ENGINE_CEILINGS"
@@ -147,4 +146,4 @@ def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
 
 @cache  # as a warning of Python's: once for each text
 def _say_once(line: str) -> None:
-    print(line, file=sys.stderr)
+    warn(line)
