@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
-from hydra_engine.native import NarrowUpdate, is_dense, lies_as, native
+from hydra_engine.native import NarrowUpdate, is_dense, native
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
@@ -207,7 +207,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
         return False
     tensors = [update.gradient, update.narrow, *state.values()]
     return all(
-        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or lies_as(tensor, parameter)))
+        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or _lies_as(tensor, parameter)))
         for tensor in tensors
     )
 
@@ -286,3 +286,8 @@ def _piece_step(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[s
 def _bare_step(part: Optimizer) -> Callable[[], object]:
     """The step without what torch wraps around it for hooks and the profiler: twice as fast on next to nothing."""
     return partial(inspect.unwrap(type(part).step), part)
+
+
+def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    """Return True if both are dense, with their elements in the same order."""
+    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

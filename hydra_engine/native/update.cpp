@@ -35,7 +35,7 @@ enum Rule : int32_t { kAdam, kSgd };
 
 extern "C" {
 
-// A parameter and its options; hydra_engine.native.update.Update has the same fields. Pointers are to dense memory.
+// A parameter and its options, as PLACES and REST of update.py pack them. Pointers are to dense memory.
 struct Update {
     float* master;
     const void* gradient;

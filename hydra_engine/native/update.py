@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,26 +29,16 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in update.
 ADAM, SGD = 0, 1
 RULES: dict[type[Optimizer], int] = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, torch.optim.SGD: SGD}
 MOST_FACTORS = 2  # the loss scale's and clipping's; a third place is for the sign of what is maximized
+# Not zero, unless this thread takes such numbers for zeros (torch.set_flush_denormal), which torch's others may not.
+TINY = 5e-324
 _ALL = ("weight_decay", "maximize", "foreach", "fused")
 OPTIONS = {
     ADAM: ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_ALL),
     SGD: ("momentum", "dampening", "nesterov", *_ALL),
 }
-_FLOAT, _INT, _PLACE = ctypes.c_float, ctypes.c_int32, ctypes.c_void_p
-
-
-class Update(ctypes.Structure):
-    """A parameter and its options, as update.cpp has them."""
-
-    _fields_ = (
-        *((name, _PLACE) for name in ("master", "gradient", "narrow", "first", "second", "largest")),
-        *((name, ctypes.c_int64) for name in ("size", "tail")),
-        *((name, _INT) for name in ("gradient_type", "narrow_type", "rule", "refines_roots", "num_factors")),
-        ("factors", _FLOAT * (MOST_FACTORS + 1)),
-        *((name, _FLOAT) for name in ("weight_decay", "keep", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2")),
-        *((name, _FLOAT) for name in ("correction", "eps", "minus_step")),
-        ("nesterov", _INT),
-    )
+# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight and three moments,
+# size and tail. The rest is the same for all parameters of a group at the same step, and packed once.
+PLACES, REST = struct.Struct("6Q2q"), struct.Struct("5i12fi")
 
 
 class Arithmetic(NamedTuple):
@@ -82,6 +73,11 @@ class Work(NamedTuple):
     group: Mapping[str, Any]
     moments: Mapping[str, Tensor]  # by name: of the master's shape
     counter: Tensor | None  # of steps, this one not among them
+
+    @property
+    def types(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """Types of the gradient and of the narrow weight."""
+        return self.gradient.dtype, None if self.narrow is None else self.narrow.dtype
 
     def copied(self) -> Work:
         """Return it with copies of what a step changes."""
@@ -123,21 +119,28 @@ class Native:
         """
         kind = type(optimizer)
         library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None
-        if library is None:
+        if library is None or TINY * 1.0 == 0:
             return updates
         values = [float(factor) for factor in factors]
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        rest, mine, rows = [], [], []
+        known: dict[Hashable, Arithmetic | None] = {}
+        rest, mine = [], []
         for update in updates:
-            work = _work(optimizer, groups[id(update.parameter)], update)
-            arithmetic = None if work is None else self._arithmetic(library, kind, work, len(values))
-            if work is None or arithmetic is None:
+            group = groups[id(update.parameter)]
+            work = _work(optimizer, group, update)
+            if work is None:
+                rest.append(update)
+                continue
+            key = (id(group), *work.types)
+            if key not in known:
+                known[key] = self._arithmetic(library, kind, work, len(values))
+            arithmetic = known[key]
+            if arithmetic is None:
                 rest.append(update)
             else:
-                mine.append(work)
-                rows.append(_row(kind, work, values, arithmetic))
-        _call(library, rows)
-        increment_version([tensor for work in mine for tensor in _written(work)])
+                mine.append((work, arithmetic))
+        _call(library, kind, mine, values)
+        increment_version([tensor for work, _ in mine for tensor in _written(work)])
         return rest
 
     def _arithmetic(
@@ -145,8 +148,7 @@ class Native:
     ) -> Arithmetic | None:
         """The arithmetic that has torch's bits with settings of this kind; found once."""
         options = {name: _stand_in(work.group[name]) for name in OPTIONS[RULES[kind]]}
-        types = work.gradient.dtype, None if work.narrow is None else work.narrow.dtype
-        key = (kind, *options.values(), *types, num_factors, torch.get_num_threads())
+        key = (kind, *options.values(), *work.types, num_factors, torch.get_num_threads())
         with self._mutex:
             if key not in self._agreed:
                 like = work._replace(group={**options, "lr": 0.01})
@@ -179,6 +181,8 @@ def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) 
     state, counter = optimizer.state.get(master, {}), None
     names: list[str] = []
     if RULES[type(optimizer)] == SGD:
+        if gradient.dtype == torch.float32 and narrow is None and not group["momentum"] and not group["weight_decay"]:
+            return None  # torch's step is one operation already
         names += ["momentum_buffer"] if group["momentum"] else []
     else:
         names += ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
@@ -191,48 +195,58 @@ def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) 
     if any(each.dtype != torch.float32 for each in (master, *moments.values())):
         return None
     others = [gradient, *moments.values(), *(() if narrow is None else (narrow,))]
-    if not all(each.dtype in TYPES and lies_as(each, master) for each in others):
+    if not all(each.dtype in TYPES and each.layout == torch.strided for each in others) or not is_dense(master):
+        return None
+    shape, stride = master.shape, master.stride()
+    if any(each.shape != shape or each.stride() != stride for each in others):
         return None
     return Work(master, gradient, narrow, group, moments, counter)
 
 
-def _row(kind: type[Optimizer], work: Work, factors: Sequence[float], arithmetic: Arithmetic) -> Update:
-    """An update's row of the call. Its steps are counted here."""
-    master, gradient, narrow, group, moments, counter = work
+def _call(
+    library: ctypes.CDLL, kind: type[Optimizer], works: Sequence[tuple[Work, Arithmetic]], factors: Sequence[float]
+) -> None:
+    """Count the steps, and make the updates without the interpreter's lock."""
+    if not works:
+        return
+    counters = [work.counter for work, _ in works if work.counter is not None]
+    if counters:
+        torch._foreach_add_(counters, 1)
+    rows, known = [], {}
+    for work, arithmetic in works:
+        master, gradient, narrow, group, moments, counter = work
+        step = 0.0 if counter is None else counter.item()
+        key = (id(group), *work.types, step)
+        if key not in known:
+            known[key] = _rest(kind, work, step, factors, arithmetic)
+        places = [0 if each is None else each.data_ptr() for each in (master, gradient, narrow, *moments.values())]
+        places += [0] * (3 - len(moments))
+        rows += [PLACES.pack(*places, master.numel(), master.numel() % arithmetic.vector), known[key]]
+    library.hydra_update(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _rest(kind: type[Optimizer], work: Work, step: float, factors: Sequence[float], arithmetic: Arithmetic) -> bytes:
+    """Pack what the parameters of a group have in common at a step."""
+    group, (gradient, narrow) = work.group, work.types
     factors = (*factors, -1.0) if group["maximize"] else factors
-    lr, decay, places = float(group["lr"]), group["weight_decay"], [each.data_ptr() for each in moments.values()]
-    row = Update(
-        master=master.data_ptr(),
-        gradient=gradient.data_ptr(),
-        narrow=None if narrow is None else narrow.data_ptr(),
-        size=master.numel(),
-        tail=master.numel() % arithmetic.vector,
-        gradient_type=TYPES[gradient.dtype],
-        narrow_type=TYPES[torch.float32 if narrow is None else narrow.dtype],
-        rule=RULES[kind],
-        refines_roots=arithmetic.refines_roots,
-        num_factors=len(factors),
-        factors=(_FLOAT * (MOST_FACTORS + 1))(*factors),
+    lr, decay, keep, eps, nesterov = float(group["lr"]), group["weight_decay"], 1.0, 0.0, False
+    if RULES[kind] == SGD:
+        averages = group["momentum"], 1 - group["dampening"], 0.0, 0.0
+        correction, step_size, nesterov = 1.0, lr, group["nesterov"]
+    else:
+        beta1, beta2 = group["betas"]
+        averages = beta1, 1 - beta1, beta2, 1 - beta2
+        corrected = 1 - beta2**step
+        correction = math.sqrt(corrected) if group["fused"] else corrected**0.5  # each as its own path has it
+        step_size, eps = lr / (1 - beta1**step), group["eps"]
+        if group["decoupled_weight_decay"]:
+            keep, decay = 1 - lr * decay, 0.0
+    return REST.pack(
+        *(TYPES[gradient], TYPES[narrow or torch.float32], RULES[kind], arithmetic.refines_roots, len(factors)),
+        *(*factors, *[1.0] * (MOST_FACTORS + 1 - len(factors))),
+        *(decay, keep, *averages, correction, eps, -step_size),
+        nesterov,
     )
-    row.first, row.second, row.largest = (*places, None, None, None)[:3]
-    if counter is None:  # SGD
-        row.beta1, row.one_minus_beta1, row.nesterov = group["momentum"], 1 - group["dampening"], group["nesterov"]
-        row.weight_decay, row.minus_step = decay, -lr
-        return row
-    step, (beta1, beta2) = float(counter.add_(1)), group["betas"]
-    row.keep, row.weight_decay = (1 - lr * decay, 0) if group["decoupled_weight_decay"] else (1, decay)
-    row.beta1, row.one_minus_beta1, row.beta2, row.one_minus_beta2 = beta1, 1 - beta1, beta2, 1 - beta2
-    correction = 1 - beta2**step
-    row.correction = math.sqrt(correction) if group["fused"] else correction**0.5  # each as its own path has it
-    row.eps, row.minus_step = group["eps"], -(lr / (1 - beta1**step))
-    return row
-
-
-def _call(library: ctypes.CDLL, rows: Sequence[Update]) -> None:
-    """Make the updates, without the interpreter's lock."""
-    if rows:
-        numbers = ctypes.c_int64(len(rows)), ctypes.c_int64(torch.get_num_threads())
-        library.hydra_update((Update * len(rows))(*rows), *numbers)
 
 
 def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors: int) -> Arithmetic | None:
@@ -256,7 +270,7 @@ def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors:
             each.narrow.copy_(each.master)
     for arithmetic in FUSED if like.group["fused"] else PLAIN:
         ours = [each.copied() for each in sample]
-        _call(library, [_row(kind, each, factors, arithmetic) for each in ours])
+        _call(library, kind, [(each, arithmetic) for each in ours], factors)
         pairs = [pair for works in zip(ours, theirs, strict=True) for pair in zip(*map(_written, works), strict=True)]
         if all(_same_bits(mine, plain) for mine, plain in pairs):
             return arithmetic
@@ -300,8 +314,3 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous() and 1 not in tensor.shape:
         return True  # the common case, without a call into the meta device for each tensor of each update
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return True if both are dense, with their elements in the same order."""
-    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

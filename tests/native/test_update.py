@@ -1,6 +1,5 @@
 """The native update has the bits of torch's own step in every implementation, or it is not used."""
 
-import ctypes
 from itertools import product
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from hydra_engine import ModelOrchestrator, ModelTask
 from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
-from hydra_engine.native.library import Library
+from hydra_engine.native.library import VARIABLE, Library
 from hydra_engine.native.update import Native
 from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step
 
@@ -119,7 +118,7 @@ def test_what_is_written_is_known_to_autograd(taken):
     parameter = nn.Parameter(torch.ones(9))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     loss = (parameter * parameter).sum()
-    step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9), None)])
+    step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9).bfloat16(), None)])
     assert taken == [9]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -135,6 +134,20 @@ def test_numbers_at_the_edge(how, value, taken):
         step_narrow(optimizers[0], [NarrowUpdate(ours, gradient, None)])
         plain_step(optimizers[1], [NarrowUpdate(theirs, gradient, None)])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_makes_the_updates_where_a_thread_flushes_denormals(taken):
+    """torch's other threads may not, so that bits depend on which of them has a number."""
+    parameter = nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    try:
+        if torch.set_flush_denormal(True):
+            step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9).bfloat16(), None)])
+            assert taken == []
+    finally:
+        torch.set_flush_denormal(False)
+    step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9).bfloat16(), None)])
+    assert taken == [9]
 
 
 def adamw_steps(kernel, monkeypatch):
@@ -153,7 +166,6 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
 
         def hydra_update(self, rows, num_rows, num_threads):
             Wrong.calls += 1
-            rows[0].size = 0
 
     class WrongLibrary:
         def load(self):
@@ -165,10 +177,17 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
     assert set(kernel._agreed.values()) == {None}
 
 
-def test_without_a_compiler_torch_makes_the_updates(monkeypatch, tmp_path):
+@pytest.fixture
+def without_compiler(monkeypatch, tmp_path):
+    """A kernel of a process that finds none, neither in the cache."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    kernel = Native(Library(update.SOURCE))
+    return Native(Library(update.SOURCE))
+
+
+def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):
+    kernel = without_compiler
     adamw_steps(kernel, monkeypatch)
     assert kernel.missing_because == "no C++ compiler was found; install one (g++ or clang++), or name it in CXX"
     assert not list(tmp_path.iterdir())
@@ -176,13 +195,11 @@ def test_without_a_compiler_torch_makes_the_updates(monkeypatch, tmp_path):
 
 def test_rows_are_laid_out_as_in_the_source(taken):
     """The kernel tells the size of its struct: a field that one side lacks would shift all others."""
-    assert Library(update.SOURCE).load().hydra_update_bytes() == ctypes.sizeof(update.Update)
+    assert Library(update.SOURCE).load().hydra_update_bytes() == update.PLACES.size + update.REST.size
 
 
-def test_a_plan_says_that_there_is_no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    kernel = Native(Library(update.SOURCE))
+def test_a_plan_says_that_there_is_no_compiler(without_compiler, monkeypatch):
+    kernel = without_compiler
     for module in ("host.optimizer", "run.task_list"):
         monkeypatch.setattr(f"hydra_engine.{module}.native", lambda: kernel)
     data = [(torch.ones(2, 3), torch.ones(2, 1))]
