@@ -11,11 +11,13 @@ GPU_DAY ?= --emulated --minutes 4
 
 # The tests that answer in 90 seconds on two cores: decisions, tasks, the host's weights and optimizers, partitions, the
 # reader of batches, imports, and training with every pair of factors that could change a bit. Left out of these folders
-# are tests that train whole models or compare resident sets, the longest walk, and the import of transformers: with
-# them, and with tests/data/test_position.py, all took 204 s of processor time beside a load of 15.
+# are tests that train whole models or compare resident sets, whole screens of the live display, the longest walk, and the
+# import of transformers: with them, and with tests/data/test_position.py, all took 204 s of processor time beside a load
+# of 15.
 CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display test_imports.py test_package.py test_trace.py \
 	$(addprefix data/test_,indices.py reader.py streams.py) promises/test_exact.py::test_case_of_the_covering) \
 	$(addprefix --ignore=tests/host/test_,bound_copy.py device_step.py resident_set.py) \
+	--ignore=tests/display/test_terminal.py --deselect tests/display/test_live.py::test_a_notebooks_cell_is_redrawn \
 	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \
 	--deselect "tests/test_imports.py::test_module_can_be_imported[integrations"
 

@@ -7,12 +7,10 @@ What did not change since then, and tasks that have ended, are taken over from t
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 from hydra_engine.checkpoints.directory import CheckpointDirectory, NewCheckpoint
 from hydra_engine.checkpoints.snapshot import FROZEN, Snapshot
 from hydra_engine.errors import CheckpointError
+from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, CheckpointReport
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
@@ -345,5 +344,4 @@ class Saver:
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""
         self.count(messages=(message,))
-        with suppress(OSError, ValueError):  # stderr may be closed, which must stop no save
-            print(f"hydra_engine: {message}", file=sys.stderr)
+        warn(f"hydra_engine: {message}")

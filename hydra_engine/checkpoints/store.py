@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from hydra_engine.checkpoints.saved_task import LOST, SavedTask
 from hydra_engine.checkpoints.saver import Every, Saver
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
+from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
 
 RESCUE = "hydra-rescue-"
@@ -85,7 +85,7 @@ class CheckpointStore:
                 f"`hydra-engine resume {self.directory}` or train_models(resume=True), or give another checkpoint_dir"
             )
         for message in () if found is None else found.messages:
-            print(f"hydra_engine: {message}", file=sys.stderr)
+            warn(f"hydra_engine: {message}")
         self._is_own = True
         if self._forks:
             about = {} if found is None else {key: each for key, each in found.data.items() if key != "tasks"}

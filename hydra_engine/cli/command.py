@@ -6,8 +6,10 @@ A verb's module is imported once the line has been understood: torch takes secon
 from __future__ import annotations
 
 import argparse
+import io
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,8 +24,8 @@ OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
 ORDERS = ("list", "add", "remove")
 SHELLS = ("bash", "zsh", "tcsh")
 
-# Exit codes, as docs/command-line.md lists them; 75 is that of a lost device (`hydra_engine.run`).
-DONE, FAILED, REFUSED, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+# Exit codes, as docs/command-line.md lists them; LOST is that of a lost device (`hydra_engine.run`).
+DONE, FAILED, REFUSED, LOST, INTERRUPTED, TERMINATED = 0, 1, 2, 75, 130, 143
 
 
 class Mistake(Exception):
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, command = _parted(line)
     options = parser().parse_args(own)
     options.argv = command
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sign that a terminal lacks is no failure
     try:
         import_module(f"hydra_engine.cli.{options.command}").run(options)
     except (Mistake, Failure) as error:
@@ -65,7 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as ended:
         if ended.code == TERMINATED:
             _say(options, f"ended by SIGTERM; {_again(options, line)}")
-        raise
+        if ended.code in (TERMINATED, LOST):
+            raise
+        if options.debug:
+            traceback.print_exc()
+        _say(options, f"SystemExit: {ended.code}: the code that it called has ended it; let it return, or raise")
+        return FAILED
     except Exception as error:
         if options.debug:
             raise

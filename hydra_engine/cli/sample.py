@@ -67,7 +67,7 @@ def called(name: str, returns: str) -> Any:
     function = function_of(name)
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Mistake(
             f"{name}: {_said(error)}, limit: the function is called without arguments and {returns}; correct it"
         ) from error
@@ -80,7 +80,7 @@ def function_of(name: str) -> Callable[..., Any]:
         raise Mistake(f"function: {name!r}, limit: PACKAGE.MODULE:FUNCTION; write for example my_models:gpt")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         said = "is not there" if missing else f"cannot be imported: {_said(error)}"
         raise Mistake(
@@ -134,14 +134,14 @@ def refusal(error: Exception) -> Mistake | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """The exception's type and text, and its place in the user's code."""
     frame = _origin(error)
     place = "" if _is_ours(frame) else f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
     return f"{type(error).__name__}: {str(error).rstrip('. ')}{place}"
 
 
-def _origin(error: Exception) -> traceback.FrameSummary:
+def _origin(error: BaseException) -> traceback.FrameSummary:
     """The user's last line on the way to the error, or else this package's: operations pass through its meters."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame)]
     return ([frame for frame in frames if not _is_ours(frame)] or frames)[-1]

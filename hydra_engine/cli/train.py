@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hydra_engine.cli.command import Failure, Mistake
@@ -13,6 +12,7 @@ from hydra_engine.cli.sample import called, here_importable
 from hydra_engine.cli.sweep import checkpoint_interval, devices_of
 from hydra_engine.errors import CheckpointError, HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.run import ModelOrchestrator
+from hydra_engine.system import say, warn
 from hydra_engine.tasks import FAILED, ModelTask, Report
 
 RULE = "limit: a ModelTask or a list of them; return these"
@@ -44,10 +44,11 @@ def run(options: argparse.Namespace) -> None:
                 return
             try:
                 report = orchestra.train_models()
-            except BaseException:  # what ends the run has a report, too, and is what the user hears of
-                if options.report is not None and orchestra.report is not None:
-                    with suppress(OSError):
-                        orchestra.report.save(options.report)
+            except BaseException as error:  # what ends the run has a report, too, and is what the user hears of
+                if orchestra.report is not None:
+                    for text in _not_saved(orchestra.report, options):
+                        warn(f"hydra_engine: {text}")
+                    _refuse_exits(orchestra.report, error)
                 raise
         except (CheckpointError, HostOutOfMemory, ShardDoesNotFit) as error:
             raise Mistake(str(error)) from error
@@ -56,7 +57,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_writable(path: Path) -> None:
     """Refuse a file for the report before the hours that training takes, rather than after them."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    is_special = path.exists() and not path.is_file()  # /dev/null, say
+    if path.is_dir() or not os.access(path if is_special else path.resolve().parent, os.W_OK):
         raise Mistake(f"--report: {str(path)!r} cannot be saved, limit: a file in a folder that is there and yours")
 
 
@@ -73,18 +75,34 @@ def _tasks(name: str, returned: object) -> list[ModelTask]:
 
 
 def _tell(report: Report, options: argparse.Namespace) -> None:
+    wrong = _not_saved(report, options)  # first of all: a terminal may take nothing
     if not options.quiet:
-        print(f"\n{report}")
-    if options.report is not None:
-        try:
-            report.save(options.report)
-        except OSError as error:
-            raise Failure(
-                f"--report: cannot be saved: {error}; name a file in a folder that you may write to"
-            ) from error
+        say(f"\n{report}")
     failed = [name for name, task in report.tasks.items() if task.status == FAILED]
     if failed:
-        raise Failure(
+        wrong.append(
             f"{len(failed)} of {len(report.tasks)} tasks failed: {', '.join(failed)}; the others are trained; mend "
             f"what the lines above name"
         )
+    if wrong:
+        raise Failure("; and ".join(wrong))
+
+
+def _not_saved(report: Report, options: argparse.Namespace) -> list[str]:
+    """Save the report where that is asked for; return what hinders it."""
+    if options.report is None:
+        return []
+    try:
+        report.save(options.report)
+    except Exception as error:  # of a run that may have failed, too: neither may hide the other
+        return [f"--report: cannot be saved: {error}; name a file in a folder that you may write to"]
+    return []
+
+
+def _refuse_exits(report: Report, error: BaseException) -> None:
+    """Raise Failure for a task's failure that would end the process as if nobody had failed: SystemExit(0), say."""
+    if isinstance(error, Exception):
+        return
+    for task in report.tasks.values():
+        if task.exception is error:
+            raise Failure(f"{task.name} failed: {type(error).__name__}: {error}; mend what raised it") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hydra_engine.system import HostMemory, discard
+from hydra_engine.system import HostMemory, discard, warn
 from partitioners import format_bytes
 
 # cudaHostRegisterPortable: locked for every device.
@@ -58,11 +57,10 @@ class PageLocked(HostMemory):
                 self._unlock(address, locked)
                 if not self._has_told:
                     self._has_told = True
-                    print(
+                    warn(
                         f"hydra_engine: {format_bytes(num_bytes)} ({num_bytes} bytes) of DRAM could not be page-locked "
                         f"(CUDA error {code}), and copies of it are slower; raise the limit of locked memory "
-                        f"(ulimit -l), or train fewer tasks at once",
-                        file=sys.stderr,
+                        f"(ulimit -l), or train fewer tasks at once"
                     )
                 return []
         return locked

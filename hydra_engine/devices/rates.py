@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from hydra_engine.system import warn
 
 # Names the file, where it is not to lie in the user's cache.
 VARIABLE = "HYDRA_ENGINE_CEILINGS"
@@ -152,4 +153,4 @@ def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
 
 @cache  # as a warning of Python's: once for each text
 def _say_once(line: str) -> None:
-    print(line, file=sys.stderr)
+    warn(line)

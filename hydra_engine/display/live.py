@@ -10,6 +10,7 @@ goes wrong with it ends the display, and nothing else.
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 from hydra_engine.display.progress import History, RunProgress, log_line
 from hydra_engine.display.rows import LINES, PLAIN, Painter, as_html, rows, text
 from hydra_engine.display.terminal import Terminal, can_redraw
+from hydra_engine.system import warn
 
 # Seconds between two pictures, at least: on a terminal, in a notebook; between two lines of a log, first and later.
 TERMINAL_S, NOTEBOOK_S, LOG_S, MOST_LOG_S = 0.25, 1.0, 5.0, 60.0
@@ -61,7 +63,7 @@ class TerminalScreen(Screen):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = Terminal(stream)
-        self._encoding = getattr(stream, "encoding", None) or "ascii"
+        self._encoding = _encoding(stream, "ascii")
         self._signs = LINES if _shown("".join(LINES), self._encoding) == "".join(LINES) else PLAIN
         self._painter: Painter | None = None
 
@@ -108,7 +110,7 @@ class LogScreen(Screen):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self._encoding = _encoding(stream, "utf-8")
         self.period_s = LOG_S
 
     def show(self, run: RunProgress, history: History) -> None:
@@ -139,6 +141,14 @@ def _in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
+def _encoding(stream: TextIO, otherwise: str) -> str:
+    """Name the encoding of a stream; `otherwise`: of one that tells none that is known."""
+    try:
+        return codecs.lookup(stream.encoding).name
+    except (AttributeError, LookupError, TypeError):
+        return otherwise
+
+
 def _shown(line: str, encoding: str) -> str:
     """What a stream can show of a line."""
     return line.encode(encoding, "replace").decode(encoding)
@@ -157,18 +167,28 @@ class LiveDisplay:
         """`look`: tells how the run stands. ask: has a job, such as a look, done by the thread that may look."""
         self._look = look
         self._ask = ask
-        self._screen: Screen | None = screen_for(sys.stdout if stream is None else stream) if verbose > 0 else None
+        stream = sys.stdout if stream is None else stream
+        self._screen: Screen | None = None
         self._seen: RunProgress | None = None
         self._seen_s = 0.0  # when, by time.monotonic()
         self._is_new = threading.Event()  # what was seen was not drawn
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        try:
+            # A process without a console has no stdout.
+            self._screen = screen_for(stream) if verbose > 0 and stream is not None else None
+        except Exception as error:
+            self._give_up(error)
 
     def open(self) -> None:
         """Begin to show the run."""
         if self._screen is None:
             return
-        self._screen.open()
+        try:
+            self._screen.open()
+        except Exception as error:
+            self._give_up(error)
+            return
         # A daemon: a process that ends must not wait for a terminal.
         self._thread = threading.Thread(target=self._draw, args=(self._screen,), name="hydra-display", daemon=True)
         self._thread.start()
@@ -179,7 +199,7 @@ class LiveDisplay:
             self._take()
             self._is_over.set()
             self._thread.join(STUCK_S)
-            self._screen.leave()
+            self._leave()
         self._is_over.set()
         self._screen = self._thread = self._seen = None
         del self._look, self._ask
@@ -223,8 +243,10 @@ class LiveDisplay:
     def _give_up(self, error: Exception) -> None:
         """Show nothing more."""
         self._is_over.set()
+        self._leave()
+        warn(f"hydra_engine: the display has ended, and training goes on: {type(error).__name__}: {error}")
+
+    def _leave(self) -> None:
         if self._screen is not None:
-            self._screen.leave()
-        told = f"{type(error).__name__}: {error}"
-        with suppress(OSError, ValueError):  # nobody hears
-            print(f"hydra_engine: the display has ended, and training goes on: {told}", file=sys.stderr)
+            with suppress(Exception):  # the stream is the user's
+                self._screen.leave()

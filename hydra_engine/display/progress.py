@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from hydra_engine.pictures import printable
 from hydra_engine.schedule import Unit
 from partitioners import format_bytes
 
@@ -304,11 +305,6 @@ def duration(seconds: float | None) -> str:
 
 
 # -- columns of a terminal
-
-
-def printable(text: str) -> str:
-    """Show what does not print as a question mark."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def cut(text: str, columns: int) -> str:

@@ -14,6 +14,7 @@ it was.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shutil
@@ -39,6 +40,7 @@ class Terminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._descriptor = _descriptor(stream)
         self._lock = threading.RLock()  # a signal's handler may print while its thread does
         self._rows: list[str] = []
         self._is_drawn = False
@@ -77,6 +79,8 @@ class Terminal:
 
         What ends none appears with the next picture, or as it is flushed.
         """
+        if not text.endswith("\n") and isinstance(stream, io.TextIOWrapper):
+            text.encode(stream.encoding, stream.errors or "strict")  # raises here, and not in the display's thread
         with self._lock:
             key = threading.get_ident(), stream
             self._partial[key] = self._partial.get(key, "") + text
@@ -148,8 +152,18 @@ class Terminal:
             stream.flush()
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        """Write rows; past the stream's buffer, whose lock a process that is forked meanwhile would wait for in vain.
+
+        A terminal that is stopped keeps a write for as long as its user likes.
+        """
+        if self._descriptor is None:
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        self._stream.flush()  # what others have begun stands before
+        left = memoryview(text.encode(self._stream.encoding, "replace"))
+        while left:
+            left = left[os.write(self._descriptor, left) :]
 
 
 class _Above:
@@ -177,6 +191,15 @@ class _Above:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Return the file descriptor of a terminal of the system's; None of any other stream."""
+    try:
+        descriptor = stream.fileno()
+        return descriptor if os.isatty(descriptor) else None
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -15,6 +15,8 @@ from hydra_engine.tasks import StepReport, ValidationReport
 
 # A row of one of these is a validation's, since a step has none of them.
 VALIDATION = "validation_loss"
+# A name may come from a file's, which may be no Unicode.
+ESCAPED = "backslashreplace"
 
 
 class _TextLogger(Logger):
@@ -38,7 +40,7 @@ class _TextLogger(Logger):
         elif path.exists():
             _cut_to_whole_lines(path)
             self._cut(path, start)
-        self._files[start.task] = path.open("a", encoding="utf-8", newline="", buffering=1)
+        self._files[start.task] = path.open("a", encoding="utf-8", errors=ESCAPED, newline="", buffering=1)
 
     def log_step(self, step: StepReport) -> None:
         self._write(step, step.values())
@@ -124,7 +126,7 @@ class CsvLogger(_TextLogger):
         with path.open(encoding="utf-8", newline="") as old:
             _replace(path, columns, csv.DictReader(old))
         file.close()
-        self._files[task] = path.open("a", encoding="utf-8", newline="", buffering=1)
+        self._files[task] = path.open("a", encoding="utf-8", errors=ESCAPED, newline="", buffering=1)
         self._columns[task] = columns
 
     def _cut(self, path: Path, start: TaskStart) -> None:
@@ -140,7 +142,7 @@ class CsvLogger(_TextLogger):
 def _replace(path: Path, columns: list[str], rows: Iterable[Mapping[str, str]]) -> None:
     """Put a file of these rows in a file's place; until it is whole, the old one is there."""
     new = path.with_name(f"{path.name}.new")
-    with new.open("w", encoding="utf-8", newline="") as file:
+    with new.open("w", encoding="utf-8", errors=ESCAPED, newline="") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from hydra_engine.tasks import StepReport, ValidationReport
+
+# Of a file's name, which most file systems limit to 255; with room for an ending and a number. What is longer is cut,
+# and ends in this many signs of its digest.
+MOST_SIGNS, DIGEST_SIGNS = 200, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +44,9 @@ class Logger:
     """Takes the values of tasks as they train; derive from it, and override what you need.
 
     All calls come from one thread of the logger's own, one at a time and in the order of what happened, of all tasks of
-    a run. Training waits for none of them. A call that raises loses its values; after the third, the logger is dropped
-    for the run. 10,000 values wait at most, and what comes while so many do is lost. All of that is told on stderr and
-    in `report.messages`.
+    a run; orchestrators that train at the same time need one each. Training waits for none of them. A call that raises
+    loses its values; after the third, the logger is dropped for the run. 10,000 values wait at most, and what comes
+    while so many do is lost. All of that is told on stderr and in `report.messages`.
 
     Draw nothing from `random`, `numpy.random` and torch's default generator: loaders draw from them at the same time.
     """
@@ -78,9 +83,13 @@ def checked_loggers(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def file_name(task: str) -> str:
-    """Return a task's name as a file's: without slashes, and with no dot in front."""
-    name = quote(task, safe=" =+,@()[]")
-    return f"%2E{name[1:]}" if name.startswith(".") else name
+    """Return a task's name as a file's: without slashes, with no dot in front, and not too long for a file system."""
+    name = quote(task, safe=" =+,@()[]", errors="surrogatepass")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    if len(name) <= MOST_SIGNS:
+        return name
+    digest = sha256(name.encode()).hexdigest()[:DIGEST_SIGNS]
+    return f"{name[: MOST_SIGNS - len(digest) - 1]}-{digest}"
 
 
 def set_aside(path: Path) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from hydra_engine.loggers.logger import Logger, TaskStart
+from hydra_engine.system import warn
 from hydra_engine.tasks import StepReport, ValidationReport
 
 MOST_WAITING = 10_000  # calls of a logger; each takes a few hundred bytes
@@ -115,8 +114,7 @@ class LoggerThread:
     def _tell(self, text: str) -> None:
         message = f"logger {self._kind}: {text}"
         self.messages.append(message)
-        with suppress(Exception):  # a terminal that is gone
-            print(f"hydra_engine: {message}", file=sys.stderr)
+        warn(f"hydra_engine: {message}")
 
 
 def _line(error: BaseException) -> str:

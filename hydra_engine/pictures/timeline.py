@@ -152,10 +152,10 @@ def _window(figures: RunFigures, start_s: float | None, end_s: float | None) -> 
     if end_s is None:
         last_s = max((span.end_s for span in figures.spans), default=0.0)
         end_s = max(figures.makespan_s, last_s, start_s + 1e-9 if start_s <= 0 else 0.0)
-    if not start_s < end_s:
+    if not -math.inf < start_s < end_s < math.inf:
         raise ValueError(
-            f"start_s: {start_s:g}, limit: below end_s, {end_s:g} seconds from the run's beginning; give a part of the "
-            f"{figures.makespan_s:g} s that it took"
+            f"start_s: {start_s:g}, limit: below end_s, {end_s:g}, both finite, in seconds from the run's beginning; "
+            f"give a part of the {figures.makespan_s:g} s that it took"
         )
     return start_s, end_s
 

@@ -13,7 +13,7 @@ from hydra_engine.data import Batch, Reader, Signature, Stream, TaskGenerator, c
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
-from hydra_engine.tasks import Purpose, batch_size
+from hydra_engine.tasks import Purpose, batch_size, uneven
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 from partitioners.boundary import Boundary
 
@@ -150,6 +150,9 @@ def _make_room(
         batch = reader.in_smaller_pieces(batch)
         return batch, _measure(state, batch)
     number = min(2 * len(batch.micro_batches), batch.num_samples)
+    if state.task.purpose is Purpose.PREDICT:
+        power = 1 << len(batch.micro_batches).bit_length()  # the next one: twice as many would be more than are needed
+        number = uneven(power, batch.num_samples)
     if batch.training:
         state.split_into(number)
     batch = reader.split_again(batch, number)

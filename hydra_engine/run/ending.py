@@ -21,6 +21,16 @@ def raised(where: str, error: BaseException) -> str:
     return f"{text}: {error}" if str(error) else text
 
 
+def readable(error: BaseException) -> BaseException:
+    """Return an error, or one that stands for it where its own `__str__` raises, which must end no other task."""
+    try:
+        str(error)
+    except Exception:
+        text = f"{type(error).__qualname__}, which cannot say more: its __str__ raises"
+        return RuntimeError(text).with_traceback(error.__traceback__)
+    return error
+
+
 class EndKind(Enum):
     """Kinds of ends, as a report names them."""
 
@@ -91,11 +101,12 @@ class TaskEnd:
         """Something of the task has raised; commits: what was computed before is committed."""
         unit = str(event.unit or "") if isinstance(event, Failed) else ""
         where = " in " + ", ".join(filter(None, (unit, event.where)))
-        text = "".join(traceback.format_exception(event.error))
-        remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(event.error) else ""
-        if not names(event.error, event.task):  # user code's, which `train_models` or `raise_failures` may raise alone
-            noted(event.error, f"{event.task} failed{where}")
-        self._add(Ending(EndKind.FAILED, event.error, f"{event.task} failed{where}\n{text}{remedy}", commits=commits))
+        error = readable(event.error)
+        text = "".join(traceback.format_exception(error))
+        remedy = f"{DRAM_REMEDY}\n" if is_out_of_dram(error) else ""
+        if not names(error, event.task):  # user code's, which `train_models` or `raise_failures` may raise alone
+            noted(error, f"{event.task} failed{where}")
+        self._add(Ending(EndKind.FAILED, error, f"{event.task} failed{where}\n{text}{remedy}", commits=commits))
 
     def write(self, report: TaskReport) -> None:
         """Say in the report how the task has ended, or that the run has ended before it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -37,7 +36,7 @@ from hydra_engine.schedule import (
     Unit,
     Update,
 )
-from hydra_engine.system import return_free_memory
+from hydra_engine.system import return_free_memory, warn
 from hydra_engine.tasks import AGAIN
 
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
@@ -154,7 +153,7 @@ class HostWork:
         try:
             spreading = task.planned.wider(specs)
         except Exception as error:  # it is trained on as many as before
-            print(f"hydra_engine: {task.name}: no wider spread is predicted: {error}", file=sys.stderr)
+            warn(f"hydra_engine: {task.name}: no wider spread is predicted: {error}")
             return
         self._common.later(partial(self._is_wider, task, spreading, serial))
 
@@ -297,7 +296,7 @@ class HostWork:
             if not task.planned.reader.close():
                 return  # the run's end says so
         except Exception as error:  # of the iterator, whose batches were all that mattered
-            print(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}", file=sys.stderr)
+            warn(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}")
         self._common.later(partial(self._let_go, task))
 
     def _let_go(self, task: RunningTask) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
-from hydra_engine.system import bound, host_threads
+from hydra_engine.system import bound, host_threads, say, warn
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
@@ -516,8 +515,9 @@ class ModelOrchestrator:
             seed: of the random stream that the loader and layers draw from, by default 0.
 
         Of a task, these are its own where they are not given. A batch too large for one layer alone is computed in
-        parts, as a validation's is, and its outputs are joined by their first dim: with a UserWarning, since they may
-        differ from those of the whole batch: in their last bits, or more if a layer mixes the samples of a batch.
+        parts, and its outputs are joined by the dim that has the number of samples in parts of different sizes: with a
+        UserWarning, since they may differ from those of the whole batch: in their last bits, or more if a layer mixes
+        the samples of a batch. Where a layer takes no more than one sample, give batches of one.
 
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
         ShardDoesNotFit where one sample is too large, ValueError for outputs of parts that cannot be joined.
@@ -600,7 +600,7 @@ class ModelOrchestrator:
             plan = self.plan = site.plan_all(waiting)
             if self.verbose and self._printed != (printed := str(plan)):  # a resume plans anew what generate() printed
                 self._printed = printed
-                print(printed)
+                say(printed)
             return plan
         finally:
             self._is_planning = False
@@ -689,7 +689,7 @@ class ModelOrchestrator:
             self.report.raise_failures()
         for task in failed:
             line = f"hydra_engine: {task.name} failed: {type(task.exception).__name__}: {task.exception}"
-            print(task.error if self.tracebacks else " ".join(line.split()), file=sys.stderr)
+            warn(str(task.error) if self.tracebacks else " ".join(line.split()))
         return self.report
 
     @contextmanager
@@ -719,9 +719,9 @@ def _end_process(run: EngineRun, lost: DeviceLost, remedy: str) -> NoReturn:
     """
     for task in run.report().tasks.values():
         if task.status == FAILED:
-            print(task.error, file=sys.stderr)
-    print(f"hydra_engine: {lost}", file=sys.stderr)
-    print(f"hydra_engine: {remedy}", file=sys.stderr)
+            warn(str(task.error))
+    warn(f"hydra_engine: {lost}")
+    warn(f"hydra_engine: {remedy}")
     raise SystemExit(EXIT_LOST) from lost
 
 

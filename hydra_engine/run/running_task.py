@@ -23,7 +23,7 @@ from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTa
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.loggers import RunLoggers, TaskStart
 from hydra_engine.planning import PlannedTask
-from hydra_engine.run.ending import TaskEnd
+from hydra_engine.run.ending import TaskEnd, readable
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.signals import Inbox
 from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskStopped, TaskUnits, Unit
@@ -69,7 +69,7 @@ class Retries:
         with self._lock:
             if len(self._report.retries) - self._num_before >= self.most:
                 return False
-            first_line = (str(error).strip() or "no message").splitlines()[0]
+            first_line = (str(readable(error)).strip() or "no message").splitlines()[0]
             text = f"{type(error).__name__}: {first_line}"
             self._report.retries.append(Retry(step=step, where=where, error=text))
             return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from hydra_engine.checkpoints import Saver, Snapshot
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted
+from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
 
 
@@ -65,7 +65,7 @@ class Saves:
             try:
                 self._use(self._rescue())
             except Exception as error:  # the run ends all the same
-                print(f"hydra_engine: last commits cannot be saved: {error}", file=sys.stderr)
+                warn(f"hydra_engine: last commits cannot be saved: {error}")
 
     def pass_over(self, task: RunningTask) -> None:
         """The round under way shall not wait for a task."""

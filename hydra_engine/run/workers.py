@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, arena_bytes
 from hydra_engine.run.running_task import Common, Life
 from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, Unit
+from hydra_engine.system import warn
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Delay, Worker
@@ -150,11 +150,11 @@ class Workers:
             least = task.planned.task.min_devices
             if task.life is Life.TRAINING and len(self.specs) == least - 1 and least > self.min_devices:
                 text = f"task {name!r} begins no step: {len(self.specs)} devices are in, limit: its min_devices={least}"
-                print(f"hydra_engine: {text}; add_device() adds one", file=sys.stderr)
+                warn(f"hydra_engine: {text}; add_device() adds one")
 
     def _tell_waiting(self) -> None:
         text = f"{len(self.specs)} devices are in, limit: min_devices={self.min_devices}; no unit begins until"
-        print(f"hydra_engine: {text} add_device() adds one", file=sys.stderr)
+        warn(f"hydra_engine: {text} add_device() adds one")
 
     def failed(self, index: int, error: Exception) -> bool:
         """Take out a device that has failed. Return True if the run may go on."""

@@ -14,7 +14,7 @@ BACKWARD = "b"  # backward of a lower shard, after its forward again where its g
 EVALUATE = "e"  # one shard's forward in eval mode under no_grad
 KINDS = (FORWARD, FUSED, BACKWARD, EVALUATE)
 
-_PATTERN = re.compile(r"(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)(\+(?P<part>\d+))?")
+_PATTERN = re.compile(r"(?P<task>.+)\.(?P<kind>fb|f|b|e)(?P<shard>\d+)@(?P<step>\d+)(\+(?P<part>\d+))?", re.DOTALL)
 
 
 class Unit(NamedTuple):

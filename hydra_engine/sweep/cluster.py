@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -34,6 +34,7 @@ from hydra_engine.sweep.folder import NODE
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna
+from hydra_engine.system import say
 
 # A head that does not take a connection is given up after this.
 CONNECT_TIMEOUT_S = 5.0
@@ -190,8 +191,9 @@ class NodeEngine:
             self._search = Search(settings, trials, checkpoints, verbose, name)
             self._search.run()
         except SystemExit as end:  # a device is lost, and with it this process; the trials go on in another
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):  # a pipe that is closed must not keep the process
+                    stream.flush()
             os._exit(end.code if isinstance(end.code, int) else 1)
         except BaseException as error:
             self._error = error
@@ -245,7 +247,7 @@ class Handout:
         """Decide who goes on from a rung, if one is full."""
         for trial in self._trials.climb():
             self.num_well += 1
-            print(f"trial {trial.number}: pruned at its rung", flush=True)
+            say(f"trial {trial.number}: pruned at its rung")
 
     def give_back(self, node: str) -> list[int]:
         """Let the trials of a node that is gone be the next ones, and return their numbers."""
@@ -419,4 +421,4 @@ class ClusterSearch:
 
     def _tell(self, text: str) -> None:
         if self._verbose:
-            print(text, flush=True)
+            say(text)

@@ -34,7 +34,7 @@ from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.study import Trials, load_optuna
-from hydra_engine.system import dram
+from hydra_engine.system import dram, say
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
@@ -403,4 +403,4 @@ class Search:
     def _tell(self, trial: Any, outcome: str, report: TaskReport | None = None) -> None:
         if self._verbose:
             steps = "" if report is None else f" after {report.steps} steps"
-            print(f"trial {trial.number}: {outcome}{steps}, {trial.params}", flush=True)
+            say(f"trial {trial.number}: {outcome}{steps}, {trial.params}")

@@ -22,4 +22,5 @@ from hydra_engine.system.files import (
     fingerprint,
 )
 from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway
+from hydra_engine.system.messages import say, warn
 from hydra_engine.system.process import is_interactive

@@ -2,7 +2,7 @@
 
 from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
 from hydra_engine.tasks.callback import Callback, begin_epochs
-from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs
+from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
 from hydra_engine.tasks.model import Model, switch_off_checkpointing
 from hydra_engine.tasks.model_watch import ModelWatch
 from hydra_engine.tasks.options import check_optimizer_needs_no_closure, is_adaptive

@@ -63,28 +63,62 @@ def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]
     return {name: sum(size * part[name] for size, part in parts) / num_samples for name in parts[0][1]}
 
 
-def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The output of one batch that was predicted in parts of these sizes: tensors with a dim of samples are joined.
+def uneven(number: int, num_samples: int) -> int:
+    """Return the least number of parts, from `number` on, whose sizes differ, so that `joined_outputs` has its proof.
 
-    Raises ValueError for outputs that are of parts only by being computed from one: a mean over its samples, say.
+    As many parts as samples where there is none.
     """
+    while number < num_samples and num_samples % number == 0:
+        number += 1
+    return min(number, num_samples)
+
+
+def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """The output of one batch that was predicted in parts of these sizes: tensors are joined by their dim of samples.
+
+    That is the one dim which has a part's number of samples in every part. Parts of one size prove nothing: a mean that
+    keeps its dim, or states by layer, may have that size by chance. What is equal in parts of several sizes is taken as
+    it is. Raises ValueError for all else, such as a mean over a part's samples.
+    """
+    if len(set(sizes)) == 1:
+        raise ValueError(
+            f"it is too large for a layer alone, and {len(sizes)} parts of {sizes[0]} do not tell by which dim their "
+            f"outputs are to be joined; give batches of {sizes[0]}, or use a device with more memory"
+        )
     flat = [pytree.tree_flatten(part) for part in parts]
-    columns, spec = list(zip(*(leaves for leaves, _ in flat), strict=False)), flat[0][1]
+    specs = [spec for _, spec in flat]
+    if any(spec != specs[0] for spec in specs):
+        raise ValueError(_not_joined("outputs", "differ in their structure", len(sizes)))
 
     def join(column: Sequence[Any]) -> Any:
-        tensors = all(isinstance(each, Tensor) and each.dim() > 0 for each in column)
-        if tensors and [each.shape[0] for each in column] == list(sizes):
-            return torch.cat(list(column))
-        same = (torch.equal(each, column[0]) if isinstance(each, Tensor) else each == column[0] for each in column)
-        if not all(same):
-            kind = tuple(column[0].shape) if isinstance(column[0], Tensor) else type(column[0]).__name__
-            raise ValueError(
-                f"it is too large for a layer alone, and an output ({kind}) of its {len(sizes)} parts has no dim of "
-                f"samples to join by; give smaller batches, or use a device with more memory"
-            )
-        return column[0]
+        shapes = [tuple(each.shape) if isinstance(each, Tensor) else () for each in column]
+        dims = [d for d in range(min(map(len, shapes))) if [shape[d] for shape in shapes] == list(sizes)]
+        if len(dims) == 1 and len({(*shape[: dims[0]], *shape[dims[0] + 1 :]) for shape in shapes}) == 1:
+            return torch.cat(list(column), dims[0])
+        if not dims and all(_equal(each, column[0]) for each in column):
+            return column[0]
+        kind = shapes[0] if isinstance(column[0], Tensor) else type(column[0]).__name__
+        has = f"has {len(dims)} dims" if dims else "has no dim"
+        raise ValueError(_not_joined(f"an output ({kind})", f"{has} of samples to join by", len(sizes)))
 
-    return pytree.tree_unflatten([join(column) for column in columns], spec)
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([join(column) for column in columns], specs[0])
+
+
+def _not_joined(what: str, why: str, number: int) -> str:
+    return (
+        f"it is too large for a layer alone, and {what} of its {number} parts {why}; give smaller batches, or use a "
+        f"device with more memory"
+    )
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
+    try:
+        return bool(value == other)
+    except (RuntimeError, TypeError, ValueError):  # of an array, or a type of the user's own
+        return False
 
 
 class EvaluationTask(ModelTask):

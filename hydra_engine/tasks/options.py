@@ -143,7 +143,12 @@ TYPES: tuple[Rule, ...] = (
     ),
     (
         "metrics",
-        _or_none(lambda value: isinstance(value, Mapping) and all(map(callable, value.values()))),
+        _or_none(
+            lambda value: (
+                isinstance(value, Mapping)
+                and all(isinstance(name, str) and callable(each) for name, each in value.items())
+            )
+        ),
         "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
     ),
     (
@@ -240,13 +245,13 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 @contextmanager
 def naming_task(name: str | None) -> Iterator[None]:
-    """Begin the text of what the body refuses with the task's name, if it has one."""
+    """Begin the text of what the body refuses with the task's name, if it has one; its cause and notes stay."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not (isinstance(name, str) and name) or type(error) not in (TypeError, ValueError, UnfitTensor):
-            raise
-        raise type(error)(f"{name}: {error}") from None
+        if isinstance(name, str) and name and type(error) in (TypeError, ValueError, UnfitTensor):
+            error.args = (f"{name}: {error}",)
+        raise
 
 
 def check_loader(field: str, loader: object) -> None:

@@ -23,6 +23,7 @@ from hydra_engine.pictures import (
     draw_timeline,
     html_page,
     html_table,
+    printable,
     trace_events,
     write_png,
 )
@@ -573,7 +574,8 @@ class Report:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of text as lines with aligned columns; the first row is the head."""
+    """Rows of text as lines with aligned columns; the first row is the head. What does not print is a question mark."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -25,7 +25,7 @@ from hydra_engine.errors import SavedError
 T = TypeVar("T")
 
 FORMAT, VERSION = "hydra_engine report", 1
-FLOAT = "__float__"
+FLOAT, NO_NUMBERS = "__float__", ("nan", "inf", "-inf")
 
 
 def save(report: Any, path: str | os.PathLike[str]) -> None:
@@ -40,7 +40,7 @@ def load(kind: type[T], path: str | os.PathLike[str]) -> T:
     where = f"Report.load: {os.fspath(path)!r}"
     try:
         state = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({error}); give a file that Report.save() has written") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{where} holds no report; give a file that Report.save() has written")
@@ -57,8 +57,15 @@ def load(kind: type[T], path: str | os.PathLike[str]) -> T:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, whole or not at all: it comes into being under another name."""
+    """Write a file, whole or not at all: it comes into being under another name.
+
+    A link stays, and its file is written; what is no file (a pipe, /dev/null) is written to.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -92,7 +99,7 @@ def to_json(value: Any) -> Any:
 
 def from_json(hint: Any, value: Any) -> Any:
     """Return what `to_json` was given, where a value was declared with this type."""
-    if isinstance(value, dict) and value.keys() == {FLOAT}:
+    if _is_float(value):
         return float(value[FLOAT])
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -129,5 +136,9 @@ def _dataclass(kind: Any, value: Mapping[str, Any]) -> Any:
 def _plain(value: Any) -> Any:
     """Put floats that JSON has not back, at any depth."""
     if isinstance(value, dict):
-        return float(value[FLOAT]) if value.keys() == {FLOAT} else {key: _plain(each) for key, each in value.items()}
+        return float(value[FLOAT]) if _is_float(value) else {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {FLOAT} and value[FLOAT] in NO_NUMBERS

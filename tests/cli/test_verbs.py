@@ -56,6 +56,39 @@ class Breaks:
         raise OSError("the disk is gone")
 
 
+class Exits:
+    """Two batches, and then an exit as of a program that is through."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        yield from [(torch.ones(2, 4), torch.ones(2, 1))] * 2
+        raise self.error
+
+
+def exits():
+    sys.exit(0)
+
+
+def exits_in_training():
+    return [task("a", Exits(SystemExit(0)))]
+
+
+def interrupts_in_training():
+    return [task("a", Exits(KeyboardInterrupt()))]
+
+
+def exits_while_planned():
+    loader = Exits(SystemExit(0))
+    loader.__class__ = type("ExitsAtOnce", (Exits,), {"__iter__": lambda self: sys.exit(0)})
+    return [task("a", loader)]
+
+
+def chinese():
+    return [task("学")]
+
+
 def one_breaks():
     return [task("a"), task("b", Breaks())]
 
@@ -133,6 +166,66 @@ def test_the_report_is_saved_where_all_tasks_fail(said, tmp_path):
     path = tmp_path / "run.json"
     assert said(f"train {HERE}:all_break --devices 1MiB --quiet --report {path}")[0] == 1
     assert Report.load(path).tasks["b"].status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "text"),
+    [
+        ("exits", 2, f"{HERE}:exits: SystemExit: 0 (test_verbs.py:"),
+        ("exits_in_training", 1, "a failed: SystemExit: 0"),
+        ("interrupts_in_training", 1, "a failed: KeyboardInterrupt"),
+        ("exits_while_planned", 1, "SystemExit: 0"),
+    ],
+)
+def test_an_exit_of_the_users_code_is_no_success(said, function, code, text, tmp_path):
+    path = tmp_path / "run.json"
+    found, _, err = said(f"train {HERE}:{function} --devices 1MiB --quiet --report {path}")
+    assert (found, err.count("\n")) == (code, 1)
+    assert err.startswith(f"hydra-engine train: {text}")
+    assert path.exists() == function.endswith("in_training")
+
+
+def test_a_module_that_exits_is_refused(said, tmp_path, monkeypatch):
+    (tmp_path / "a_program.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = said("train a_program:tasks --devices 1MiB")
+    assert code == 2
+    assert err.startswith("hydra-engine train: module: 'a_program' cannot be imported: SystemExit: 0 (a_program.py:2")
+
+
+@pytest.mark.parametrize("function", ["one_breaks", "all_break"])
+def test_neither_a_failed_task_nor_a_failed_save_hides_the_other(said, function, tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Report, "save", fails)
+    code, _, err = said(f"train {HERE}:{function} --devices 1MiB --quiet --report {tmp_path / 'run.json'}")
+    assert code == 1
+    assert "--report: cannot be saved: no space left" in err
+    assert "the disk is gone" in err
+    assert ("1 of 2 tasks failed: b" in err) == (function == "one_breaks")
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_and_signs_that_a_terminal_lacks_lose_no_report(tmp_path):
+    def trained(path, **options):
+        argv = [sys.executable, "-m", "hydra_engine", "train", f"{HERE}:chinese", "--devices", "1MiB"]
+        environment = os.environ | {"PYTHONIOENCODING": "ascii:strict", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([*argv, "--report", path], cwd=ROOT, env=environment, **options)
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    piped = trained(tmp_path / "piped.json", stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    shown = trained(tmp_path / "shown.json", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = shown.communicate()
+    assert (shown.returncode, err) == (0, "")
+    assert "?     finished  8" in out
+    _, err = piped.communicate()
+    assert piped.returncode == 0
+    assert [line.partition(": ")[2][:23] for line in err.splitlines()] == ["the display has ended, "]
+    for path in (tmp_path / "piped.json", tmp_path / "shown.json"):
+        assert Report.load(path).tasks["学"].status == "finished"
 
 
 def test_a_dry_run_plans_and_trains_nothing(said, tmp_path):
@@ -310,5 +403,5 @@ def test_help_ends_in_examples_that_are_lines_of_the_verb(verb, capsys):
 def test_the_page_lists_every_verb_and_exit_code():
     page = (ROOT / "docs" / "command-line.md").read_text()
     assert [verb for verb in command._VERBS if f"`{verb}`" not in page] == []
-    codes = {command.DONE, command.FAILED, command.REFUSED, 75, command.INTERRUPTED, command.TERMINATED}
+    codes = {command.DONE, command.FAILED, command.REFUSED, command.LOST, command.INTERRUPTED, command.TERMINATED}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == codes

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,6 +187,42 @@ def test_no_bit_of_training_depends_on_the_display(monkeypatch):
     assert all(map(torch.equal, weights, plain_weights))
     assert "1 task: 1 finished" in terminal.getvalue()
     assert silent.getvalue() == ""
+
+
+class Unknown(Terminal):
+    encoding = "no such encoding"
+
+
+def test_a_terminal_of_no_known_encoding_is_shown_ascii(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream, decider = Unknown(), Decider()
+    run_through(LiveDisplay(1, lambda: look(name="学"), decider.ask, stream), decider)
+    assert "1.250" in stream.getvalue()
+    assert stream.getvalue().isascii()
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w", encoding="utf-8", buffering=1)
+
+
+@pytest.mark.parametrize(
+    "make", [closed_pipe, lambda: None, lambda: io.TextIOWrapper(io.BytesIO(), "ascii"), lambda: Mock(isatty=fails)]
+)
+def test_training_needs_no_stdout(make, monkeypatch):
+    stream = make()
+    made = task(0, 2)
+    made.name = "学"
+    orchestra = ModelOrchestrator([made], devices=[EmulatedDevice(memory="900KiB")])
+    monkeypatch.setattr(sys, "stdout", stream)
+    report = orchestra.train_models()
+    assert report.tasks["学"].status == "finished"
+    assert sys.stdout is stream
+    assert no_thread_is_left()
+    if isinstance(stream, io.TextIOWrapper) and not isinstance(stream.buffer, io.BytesIO):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # its buffer is written as it is closed
+        stream.close()
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import io
 import os
 import re
+import signal
 import sys
 import threading
-from contextlib import contextmanager, redirect_stdout
+import time
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import pairwise
 from unittest import mock
 
@@ -158,6 +160,46 @@ def test_a_forked_process_prints_as_ever():
             sys.stdout.flush()
         shown._lock = threading.RLock()
         assert stream.emulator.rows == ["x", "row"]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_is_forked_while_the_terminal_is_stopped_prints_once_it_goes_on():
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8", buffering=1) as stream:
+        shown = Terminal(stream)
+        thread = threading.Thread(target=shown.show, args=(["x" * 1000] * 500,), daemon=True)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()  # in its write: nobody reads
+        child = os.fork()
+        if child == 0:
+            try:
+                print("printed by the child", file=stream, flush=True)
+            finally:
+                os._exit(0)
+        taken = b""
+        deadline_s = time.monotonic() + 20
+        os.set_blocking(reader, False)
+        while time.monotonic() < deadline_s and (b"by the child" not in taken or thread.is_alive()):
+            with suppress(BlockingIOError):
+                taken += os.read(reader, 65536)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert b"printed by the child" in taken
+        assert taken.count(b"x") == 500_000
+    os.close(reader)
+
+
+def test_a_sign_that_the_terminal_lacks_raises_where_it_is_printed():
+    reader, writer = os.openpty()
+    with os.fdopen(writer, "w", encoding="ascii", buffering=1) as stream:
+        shown = Terminal(stream)
+        with pytest.raises(UnicodeEncodeError):
+            shown.print(stream, "学")
+        shown.print(stream, "a")
+        shown.show(["row"])
+        assert b"a" in os.read(reader, 1000)
+    os.close(reader)
 
 
 def test_one_display_at_a_time_has_the_terminal(monkeypatch):

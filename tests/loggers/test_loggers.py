@@ -108,6 +108,20 @@ def test_any_name_is_one_file_in_the_folder(tmp_path, kind, name, stem):
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "漢" * 90, "\ud800.csv", "a\nb"])
+def test_a_name_that_no_file_may_have_is_cut_and_stays_one_file(tmp_path, kind, name):
+    make, suffix, read = kind
+    names = [name, f"{name}-2"]
+    for each in names:
+        log(make(tmp_path), start_of(each), [step_of(1, each)])
+    paths = list(tmp_path.iterdir())
+    assert len(paths) == 2
+    assert all(path.name.endswith(suffix) and len(path.name) < 220 for path in paths)
+    for each in names:
+        log(make(tmp_path), start_of(each, steps=1), [step_of(2, each)])
+    assert [[step for step, _ in read(path)] for path in paths] == [[1, 2]] * 2
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_losses_that_are_not_finite_are_written(tmp_path, kind, loss):
     make, suffix, read = kind

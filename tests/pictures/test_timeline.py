@@ -89,7 +89,10 @@ def test_of_a_run_whose_first_spans_are_gone_the_rest_is_drawn():
     assert "2 tasks on 1 device, seconds 6 to 10 of 10" in words(draw_timeline(figures(spans, is_cut=True)))
 
 
-@pytest.mark.parametrize("window", [{"start_s": 10.0}, {"start_s": 3.0, "end_s": 3.0}, {"end_s": 0.0}])
+@pytest.mark.parametrize(
+    "window",
+    [{"start_s": 10.0}, {"start_s": 3.0, "end_s": 3.0}, {"end_s": 0.0}, {"end_s": math.inf}, {"end_s": math.nan}],
+)
 def test_empty_window_is_refused(window):
     with pytest.raises(ValueError, match=r"start_s: .*, limit: below end_s"):
         draw_timeline(figures([]), **window)

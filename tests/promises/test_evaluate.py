@@ -398,7 +398,7 @@ def test_parts_that_would_differ_by_more_are_refused(layer, does):
 
 
 def test_predictions_are_in_parts_as_well_and_warn():
-    with pytest.warns(UserWarning, match="in 8 parts"):
+    with pytest.warns(UserWarning, match="in 9 parts"):
         list(orchestra_of(memory="70KiB").predict(dense(), [x for x, _ in batches(1000)]))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.cuts import Kept
 from partitioners import Presharded
 from tests import exact, reference, zoo
@@ -483,3 +483,39 @@ def test_an_error_of_a_loader_while_planning_names_the_task():
     with pytest.raises(OSError, match="no such file") as caught:
         exact.orchestrator([task]).generate()
     assert "task victim, as the first batch" in "".join(traceback.format_exception(caught.value))
+
+
+class Mute(Exception):
+    """Cannot say what it is: an attribute that its text needs is not there."""
+
+    def __str__(self):
+        return self.detail
+
+
+class Raises(Callback):
+    def on_step(self, report):
+        raise Mute
+
+
+class MuteBatches:
+    def __iter__(self):
+        yield from [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))] * 3
+        raise Mute
+
+
+@pytest.mark.parametrize("max_retries", [0, 1])
+@pytest.mark.parametrize("culprit", ["loader", "callback"])
+def test_an_error_that_cannot_say_its_text_fails_its_task_alone(culprit, max_retries, tmp_path):
+    options = {"callbacks": [Raises()]} if culprit == "callback" else {}
+    loader = MuteBatches() if culprit == "loader" else [(torch.ones(2, 6), torch.zeros(2, dtype=torch.long))]
+    task = ModelTask([nn.Linear(6, 3)], F.cross_entropy, loader, name="a", max_retries=max_retries, **options)
+    other, model = victim(name="b")
+    orchestra = ModelOrchestrator([task, other], devices=[EmulatedDevice("1MiB")])
+    report = orchestra.train_models()
+    assert report.tasks["a"].status == "failed"
+    assert str(report.tasks["a"].exception).splitlines()[0] == "Mute, which cannot say more: its __str__ raises"
+    assert "Traceback (most recent call last)" in report.tasks["a"].error
+    assert "raise Mute" in report.tasks["a"].error
+    exact.assert_same_state(zoo.state(model), committed(None).state)
+    report.save(tmp_path / "run.json")
+    assert "Mute, which cannot say more" in report.summary()

@@ -218,7 +218,7 @@ def test_a_model_larger_than_the_device_predicts_within_it():
     assert_same(list(orchestra_of(memory=memory).predict(model, inputs)), plain(model, inputs))
     with pytest.raises(ShardDoesNotFit, match=r"predict: layer Linear needs .* give smaller batches"):
         orchestra_of(memory=memory // 2).predict(model, inputs)
-    with pytest.warns(UserWarning, match="in 4 parts"):
+    with pytest.warns(UserWarning, match="in 3 parts"):
         list(orchestra_of(memory=memory - 1).predict(model, inputs))
 
 
@@ -250,6 +250,50 @@ def test_outputs_of_parts_that_have_no_samples_are_refused():
     next(outputs)
     with pytest.raises(ValueError, match=r"predict: batch 1 of 1000 samples: .* no dim of samples to join by; give sm"):
         next(outputs)
+
+
+class KeptMeans(nn.Module):
+    def forward(self, x):
+        return x, x.mean(0, keepdim=True)
+
+
+class TimeFirst(nn.Module):
+    """Gives samples in dim 1, beside a table of a size of its own."""
+
+    def __init__(self, num):
+        super().__init__()
+        self.register_buffer("table", torch.arange(float(num)))
+
+    def forward(self, x):
+        return {"steps": torch.stack([x, 2 * x]), "table": self.table.clone()}
+
+
+@pytest.mark.parametrize("size", [600, 1000, 1001, 1024])
+@pytest.mark.parametrize("num", [1, 2])
+def test_outputs_of_parts_are_joined_by_their_dim_of_samples(size, num):
+    model, inputs = nn.Sequential(*dense(), TimeFirst(num)), inputs_of(size)
+    with pytest.warns(UserWarning, match="parts"):
+        [found] = orchestra_of(memory="70KiB").predict(model, inputs)
+    [expected] = plain(model, inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_means_that_keep_their_dim_are_not_joined():
+    outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), KeptMeans()), inputs_of(1000))
+    with pytest.raises(ValueError, match=r"batch 0 of 1000 samples: .* an output \(\(1, 3\)\) .* has no dim of"):
+        next(outputs)
+
+
+@pytest.mark.parametrize("num_samples", [6, 7, 8])
+def test_parts_are_of_two_sizes_where_these_fit(num_samples):
+    model, inputs = nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.rand(num_samples, 5000)
+    with pytest.warns(UserWarning, match="parts"):
+        [found] = orchestra_of(memory="170KiB").predict(model, [inputs])
+    torch.testing.assert_close(found, *plain(model, [inputs]))
+    outputs = orchestra_of(memory="90KiB").predict(model, [inputs])  # room for one sample, and the next one
+    with pytest.raises(ValueError, match=rf"of {num_samples} samples: .*; give batches of 1, or use a device with"):
+        next(outputs)
+    assert_same(list(orchestra_of(memory="90KiB").predict(model, inputs.split(1))), plain(model, inputs.split(1)))
 
 
 def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():

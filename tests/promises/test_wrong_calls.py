@@ -148,6 +148,7 @@ CALLS = {
     "validation interval text": option(validation=LOADER, validation_interval="step"),
     "validation interval alone": option(validation_interval=5),
     "metrics function": option(validation=LOADER, metrics=F.mse_loss),
+    "metrics numbers": option(validation=LOADER, metrics={1: F.mse_loss}),
     "metrics alone": option(metrics={"mse": F.mse_loss}),
     "keep_best alone": option(keep_best="validation_loss"),
     "keep_best unknown": option(validation=LOADER, keep_best="accuracy"),
@@ -359,6 +360,9 @@ LINES = {
     "validation interval alone": "a: validation_interval: 5 without a validation loader; give validation=",
     "metrics function": (
         "a: metrics: <function mse_loss at ...> does not map names to functions; give {'accuracy': accuracy}"
+    ),
+    "metrics numbers": (
+        "a: metrics: {1: <function mse_loss at ...>} does not map names to functions; give {'accuracy': accuracy}"
     ),
     "metrics alone": "a: metrics: mse without a validation loader; give validation=",
     "keep_best alone": "a: keep_best: 'validation_loss', known: 'loss'; name one of these, or give validation=",

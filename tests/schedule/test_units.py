@@ -22,7 +22,7 @@ def drawn(text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("task", ["bert", "task-0", "a.b", "two words", "x.f1@2", "übung", "e", "f0"])
+@pytest.mark.parametrize("task", ["bert", "task-0", "a.b", "two words", "x.f1@2", "übung", "e", "f0", "a\nb"])
 def test_unit_parses_back_from_what_it_prints(kind, task):
     for shard, step, part in ((0, 0, 0), (7, 0, 1), (0, 12, 0), (123, 456789, 31)):
         unit = Unit(task, kind, shard, step, part)

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -98,6 +100,29 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
     assert found.hparams == {"lr": math.inf, "d": [1, 2]}
 
 
+def test_hyperparameters_that_look_like_the_files_own_words_come_back(tmp_path):
+    hparams = {"__float__": {"__float__": "x"}, "a": {"__float__": 1.5}, "b": [{"__float__": None}]}
+    Report(makespan_s=1.0, tasks={"a": TaskReport(name="a", seed=1, hparams=hparams)}, devices=[]).save(tmp_path / "r")
+    assert Report.load(tmp_path / "r").tasks["a"].hparams == hparams
+
+
+def test_a_link_stays_and_what_is_no_file_is_written_to(tmp_path):
+    report = Report(makespan_s=1.0, tasks={}, devices=[])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "last.json").symlink_to(tmp_path / "runs" / "1.json")
+    report.save(tmp_path / "last.json")
+    assert (tmp_path / "last.json").is_symlink()
+    assert Report.load(tmp_path / "runs" / "1.json").makespan_s == 1.0
+    os.mkfifo(tmp_path / "pipe")
+    taken = []
+    reader = threading.Thread(target=lambda: taken.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    report.save(tmp_path / "pipe")
+    reader.join(30)
+    assert taken == [(tmp_path / "runs" / "1.json").read_text()]
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_failure_of_a_loaded_report_is_raised_and_saved_again(tmp_path):
     class Own(Exception):
         pass
@@ -127,6 +152,7 @@ def test_file_of_an_older_or_newer_report_is_read_as_far_as_it_is_known(tmp_path
     ("content", "text"),
     [
         ("not JSON", r"is no JSON .*Report\.save\(\)"),
+        pytest.param("[" * 100_000, "is no JSON", id="deep"),
         ("[1]", "holds no report"),
         ('{"format": "other"}', "holds no report"),
         (
@@ -233,6 +259,23 @@ def test_summary_says_what_needs_a_look():
     ]
     assert repr(report) == "<Report: 2 tasks on 1 device in 4.0 s: 1 finished, 1 failed>"
     assert repr(failed) == "<TaskReport 'b': failed, 1 step>"
+
+
+def test_names_of_several_lines_and_codes_of_terminals_disturb_no_table(tmp_path):
+    data = [(torch.rand(2, 4), torch.rand(2, 4))]
+    names = ["a\nb", "\x1b[31mc", "d.f0@3"]
+    orchestra = ModelOrchestrator(
+        [ModelTask([nn.Linear(4, 4)], F.mse_loss, data, name=name) for name in names], devices=[EmulatedDevice("1MiB")]
+    )
+    orchestra.verbose = 0
+    plan, report = orchestra.generate(), orchestra.train_models()
+    for text in (str(plan), str(report), report.compare()):
+        assert [name for name in ("a?b  ", "?[31mc", "d.f0@3") if name not in text] == []
+        assert "\x1b" not in text
+    assert [placed.unit.task for placed in report.schedule].count("a\nb") == 1
+    report.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {each["cat"] for each in events if each["ph"] == "X"} == set(names)
 
 
 def test_notebook_shows_the_tables_of_report_and_plan(report):

@@ -177,3 +177,22 @@ class TestModel:
         layers = [nn.Linear(2, 2)]
         assert isinstance(task_of(model=layers).model, Model)
         assert task_of(model=layers).model[0] is layers[0]
+
+
+class Unreadable:
+    """Layers that cannot be made, for a reason that is told."""
+
+    def __iter__(self):
+        error = ValueError("no layers")
+        error.__notes__ = ["in shard 3 of the file"]
+        raise error from OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("name", ["a", None])
+def test_what_is_refused_keeps_its_cause_and_notes_under_the_tasks_name(name):
+    with pytest.raises(ValueError, match="no layers") as caught:
+        task_of(model=Unreadable(), name=name)
+    assert str(caught.value) == ("no layers" if name is None else "a: no layers")
+    assert str(caught.value.__cause__) == "the disk is gone"
+    assert caught.value.__notes__ == ["in shard 3 of the file"]
+    assert any(each.name == "__iter__" for each in caught.traceback)
