@@ -22,6 +22,30 @@ def main_of(benchmark):
     return ROOT / "benchmarks" / benchmark / "main.py"
 
 
+def test_cuts_are_predicted_for_stated_rates_and_measured(monkeypatch, capsys, tmp_path):
+    path = ROOT / "benchmarks" / "partitioners" / "cuts.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_cuts", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "BALANCED", range(2, 4))
+    small = module.stated_costs(1, 4, 64)
+    monkeypatch.setattr(module, "stated_costs", lambda _: small)
+    assert module.stated()  # no balanced cut is faster
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 2 * 2 * 4
+    monkeypatch.setattr(module, "NUM_STEPS", 3)
+    monkeypatch.setattr(module, "CASES", {"tiny": module.Case(2, 2**20, 10**9, 16, 2, 1, 8)})
+    module.predict("tiny")
+    prediction = tmp_path / "prediction.json"
+    prediction.write_text(capsys.readouterr().out)
+    cuts = {tuple(ends) for _, ends, _ in json.loads(prediction.read_text())["rows"]}
+    module.measure("tiny", prediction)
+    measured = json.loads(capsys.readouterr().out)
+    assert {tuple(ends) for ends, _ in measured} == cuts
+    assert min(seconds for _, seconds in measured) > 0
+
+
 @pytest.mark.parametrize("judged", [False, True])
 def test_host_optimizer_measures_and_judges(judged, monkeypatch, capsys):
     options = ["--params", "3e5", "--triad", "1", "--repeats", "2", "--threads", str(torch.get_num_threads())]

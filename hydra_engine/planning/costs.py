@@ -31,6 +31,7 @@ class TaskCost:
         first_step_times: units of the first step take so many times as long: memory that is touched, and kernels that
             are loaded, for the first time.
         work_bytes: that units of each shard take on a device, beside its parameters.
+        forward_bytes: the same of forwards that keep nothing; None: as much as work_bytes.
         graph_bytes: that a forward of each shard takes to keep what its backward needs; 0: it is run again.
         num_micro_batches: that a step is made of: it may be spread over as many devices.
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
@@ -52,6 +53,7 @@ class TaskCost:
     end_s: float = 0.0
     first_step_times: float = 1.0
     work_bytes: Sequence[float] | float = 0
+    forward_bytes: Sequence[float] | float | None = None
     graph_bytes: Sequence[float] | float = 0
     num_micro_batches: int = 1
     ordered: frozenset[tuple[str, int]] = frozenset()
@@ -69,7 +71,9 @@ class TaskCost:
                 f"num_shards of {self.name}: {self.num_shards} with {len(self.unit_s)} units, limit: from a half of "
                 f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
             )
-        by_shard = ("load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes")
+        by_shard = ["load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes"]
+        if self.forward_bytes is not None:
+            by_shard.append("forward_bytes")
         for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
             value = getattr(self, name)
             values = [value] if isinstance(value, (int, float)) else value
@@ -123,6 +127,11 @@ class TaskCost:
         """One of the figures by shard."""
         value = getattr(self, name)
         return float(value if isinstance(value, (int, float)) else value[shard])
+
+    def unit_work_bytes(self, kind: str, shard: int) -> float:
+        """What a unit takes on a device beside its parameters."""
+        is_light = kind == FORWARD and self.forward_bytes is not None and not self.of_shard("graph_bytes", shard)
+        return self.of_shard("forward_bytes" if is_light else "work_bytes", shard)
 
     def input_bytes(self, kind: str, shard: int) -> float:
         """What a unit starts from: the boundary below it, and in a backward the gradient from above."""

@@ -14,7 +14,7 @@ from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import bound_s, simulate
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Policy, training_chain
 from hydra_engine.tasks import duration
-from partitioners import Budget, LayerCost, shard_bytes, slab_bytes
+from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
 from partitioners.cost import accumulated_bytes
 
 # Steps of a simulation that predicts a cut. The first ones, in which nothing is loaded ahead, do not count.
@@ -180,6 +180,7 @@ def cut_cost(
         gradient_bytes=gradients,
         update_s=[0.0 if on_device else num_bytes / budget.update_bytes_per_s for num_bytes in stepped],
         work_bytes=works,
+        forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,
     )
     if run is None or run.device.memory_bytes is None:

@@ -531,7 +531,7 @@ class World:
 
         def take() -> bool:
             if device.residents is not None:
-                work_bytes = int(task.cost.of_shard("work_bytes", unit.shard))
+                work_bytes = int(task.cost.unit_work_bytes(unit.kind, unit.shard))
                 if device.ledger.take(work_bytes):
                     claim.work_bytes = work_bytes
                 elif device.num_active:

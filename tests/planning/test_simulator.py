@@ -335,6 +335,13 @@ class TestMemory:
         found = simulate(tasks, [DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=5.0)])
         assert found.makespan_s == pytest.approx(18 * step_s + (2 if step_s == 5 else 0))
 
+    @pytest.mark.parametrize(("forward_bytes", "makespan_s"), [(None, 21.0), (79, 19.0)])
+    def test_forwards_that_keep_nothing_take_less(self, forward_bytes, makespan_s):
+        """Three units of 5 s; a load of 2 s before each, but for the one that goes on beside the forward."""
+        cost = task("a", 5.0, 5.0, 5.0, num_steps=1, load_bytes=10, work_bytes=80, forward_bytes=forward_bytes)
+        found = simulate([cost], [DeviceCost(memory_bytes=99, load_bytes_per_s=5.0)])
+        assert found.makespan_s == pytest.approx(makespan_s)
+
     def test_gradients_keep_their_bytes_until_they_are_in_dram(self):
         """The next unit's work does not fit beside them: 5 s to compute, 2 s to store."""
         tasks = [task(name, 5.0, num_steps=9, gradient_bytes=10, work_bytes=80) for name in "ab"]
