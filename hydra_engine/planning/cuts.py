@@ -25,8 +25,8 @@ MOST_TASKS = 4
 SAME = 1.001
 
 # The cuts of all tasks together are chosen by simulations of so many units in all, which bounds the seconds that they
-# take: about two. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
-MOST_UNITS, RUN_UNITS = 12_000, 400
+# take: about three. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
+MOST_UNITS, RUN_UNITS = 24_000, 800
 # A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
 LEAST_GAIN = 1.02
 
