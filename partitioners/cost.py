@@ -140,6 +140,9 @@ class Partitioner(Protocol):
 
     A partitioner keeps its settings only, so one object may serve several tasks. A partition is written as cumulative
     end indices: ``[3, 6, 8]`` is the shards ``[0, 3) [3, 6) [6, 8)`` of eight layers.
+
+    One that also has a method ``candidates(costs, budget)``, which returns several partitions, leaves the choice to the
+    engine, for a task that trains: it takes the one with the least predicted time. So does `Fastest`.
     """
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:

@@ -282,9 +282,12 @@ class Fastest(_Halving):
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Return the candidate with the least `predict_step`, of equals the one with fewest shards.
 
-        Raises LayerTooLarge when no partition fits the device.
+        A model with nothing to train is kept whole if it fits: its weights then stay on the device. Raises
+        LayerTooLarge when no partition fits the device.
         """
         model = StepModel(costs, budget)
+        if not any(cost.grad_bytes for cost in costs) and model.table.full[0, len(costs)] <= budget.memory_bytes:
+            return [len(costs)]
         return min(self._candidates(model.table, costs, budget), key=lambda ends: model.predict(ends).total_s)
 
     def candidates(self, costs: Sequence[LayerCost], budget: Budget) -> list[list[int]]:

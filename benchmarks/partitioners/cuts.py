@@ -4,8 +4,8 @@ python benchmarks/partitioners/cuts.py                 # all of it; exit code 1 
 python benchmarks/partitioners/cuts.py stated          # 1.5 billion parameters on a device of stated rates, not run
 python benchmarks/partitioners/cuts.py planning        # seconds that the choice takes, for 30 and for 300 layers
 python benchmarks/partitioners/cuts.py measured        # small models on emulated devices
-python benchmarks/partitioners/cuts.py predict FILE    # what that does first: predicted seconds of every cut, to FILE
-python benchmarks/partitioners/cuts.py measure FILE    # one run of every cut of FILE, likewise to standard output
+python benchmarks/partitioners/cuts.py predict CASE    # what that does first: the cuts of a case, and their predictions
+python benchmarks/partitioners/cuts.py measure CASE FILE    # one run of every cut of FILE, likewise
 """
 
 import argparse
@@ -39,7 +39,7 @@ FLOPS_PER_S, DEVICE_BYTES_PER_S, LINK_BYTES_PER_S, DRAM_BYTES_PER_S = 450e12, 4e
 UPDATE_BYTES = 28  # of DRAM per parameter: AdamW of float32 masters
 UNIT_S = 450e-6
 LENGTH, MICRO_TOKENS, VOCABULARY = 1024, 4096, 50257
-NUM_RUNS, NUM_STEPS, WARM_STEPS = 3, 7, 2
+NUM_RUNS, NUM_STEPS, WARM_STEPS = 2, 6, 2
 
 
 # -- a device of stated rates
@@ -152,35 +152,27 @@ class Case:
 
 CASES = {
     "one task, slow link": Case(1, 32 * 2**20, 60_000_000),
-    "three tasks, slow link": Case(3, 32 * 2**20, 60_000_000),
-    "three tasks, slow link, large device": Case(3, 128 * 2**20, 60_000_000),
+    "two tasks, slow link": Case(2, 32 * 2**20, 60_000_000),
+    "two tasks, slow link, large device": Case(2, 128 * 2**20, 60_000_000),
     "one task, no link, large device": Case(1, 128 * 2**20, None),
 }
 
 
-def predict(path):
-    """Let the engine choose, and write its predictions of the default and all other cuts to a file."""
-    rows = []
-    for name, case in CASES.items():
-        orchestra = case.orchestra(None, 1, [None] * case.num_tasks)
-        orchestra.generate()
-        planned = orchestra._tasks.all[0]
-        cuts = {"default": planned.predicted.boundaries, **others(planned.choice)}
-        for cut, boundaries in cuts.items():
-            seconds = planned.choice.predicted(boundaries).step_s
-            rows.append({"case": name, "cut": cut, "boundaries": list(boundaries), "predicted_s": seconds})
-        print(f"{name}: {planned.predicted}", file=sys.stderr)
-    Path(path).write_text(json.dumps(rows))
+def predict(name):
+    """Let the engine choose, and write its predictions of the default and all other cuts to standard output."""
+    case = CASES[name]
+    orchestra = case.orchestra(None, 1, [None] * case.num_tasks)
+    orchestra.generate()
+    planned = orchestra._tasks.all[0]
+    cuts = {"default": planned.predicted.boundaries, **others(planned.choice)}
+    rows = [(cut, list(ends), planned.choice.predicted(ends).step_s) for cut, ends in cuts.items()]
+    print(json.dumps({"chosen": str(planned.predicted), "rows": rows}))
 
 
-def measure(path):
-    """Seconds in which each task takes a step, of one run for each row of a prediction; equal cuts are run once."""
-    known = {}
-    for row in json.loads(Path(path).read_text()):
-        key = row["case"], tuple(row["boundaries"])
-        if key not in known:
-            known[key] = measured_s(CASES[row["case"]], row["boundaries"])
-    print(json.dumps([[*key, seconds] for key, seconds in known.items()]))
+def measure(name, path):
+    """Seconds in which each task takes a step, of one run for each cut of a prediction; equal cuts are run once."""
+    cuts = {tuple(ends): None for _, ends, _ in json.loads(Path(path).read_text())["rows"]}
+    print(json.dumps([[ends, measured_s(CASES[name], ends)] for ends in cuts]))
 
 
 def measured_s(case, boundaries):
@@ -205,29 +197,24 @@ class Ends(Callback):
 
 def compare():
     """Predict in one process, measure in later ones; True if the default is as fast as the best balanced cut."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "prediction.json")
-        again = [sys.executable, __file__]
-        subprocess.run([*again, "predict", path], check=True)
-        runs = [
-            json.loads(subprocess.run([*again, "measure", path], check=True, stdout=subprocess.PIPE).stdout)
-            for _ in range(NUM_RUNS)
-        ]
-        rows = json.loads(Path(path).read_text())
-    seconds = defaultdict(list)
-    for case, boundaries, found in (row for run in runs for row in run):
-        seconds[case, tuple(boundaries)].append(found)
     is_best = True
     for case in CASES:
-        print(f"\n{case}\ncut           shards  predicted  measured (range)          off by")
+        seconds = defaultdict(list)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "prediction.json"
+            path.write_text(_printed("predict", case))
+            for _ in range(NUM_RUNS):
+                for ends, found in json.loads(_printed("measure", case, str(path))):
+                    seconds[tuple(ends)].append(found)
+            prediction = json.loads(path.read_text())
+        print(f"\n{case}: {prediction['chosen']}\ncut           shards  predicted  measured (range)        off by")
         medians = {}
-        for row in (row for row in rows if row["case"] == case):
-            found = seconds[case, tuple(row["boundaries"])]
-            medians[row["cut"]] = median(found)
+        for cut, ends, predicted_s in prediction["rows"]:
+            found = seconds[tuple(ends)]
+            medians[cut] = median(found)
             print(
-                f"{row['cut']:12}  {len(row['boundaries']):6}  {row['predicted_s'] * 1e3:6.0f} ms  "
-                f"{median(found) * 1e3:5.0f} ms ({min(found) * 1e3:.0f} to {max(found) * 1e3:.0f})  "
-                f"{row['predicted_s'] / median(found) - 1:+9.1%}"
+                f"{cut:12}  {len(ends):6}  {predicted_s * 1e3:6.0f} ms  {median(found) * 1e3:5.0f} ms "
+                f"({min(found) * 1e3:.0f} to {max(found) * 1e3:.0f})  {predicted_s / median(found) - 1:+7.1%}"
             )
         best = min(number for cut, number in medians.items() if cut.startswith("Balanced"))
         print(f"default beside the best balanced cut: {medians['default'] / best - 1:+.1%}", flush=True)
@@ -235,15 +222,20 @@ def compare():
     return is_best
 
 
+def _printed(*command):
+    """Standard output of this script in a process of its own."""
+    return subprocess.run([sys.executable, __file__, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=("stated", "planning", "measured", "predict", "measure"))
-    parser.add_argument("file", nargs="?")
+    parser.add_argument("of", nargs="*")
     arguments = parser.parse_args()
     if arguments.command == "predict":
-        predict(arguments.file)
+        predict(*arguments.of)
     elif arguments.command == "measure":
-        measure(arguments.file)
+        measure(*arguments.of)
     else:
         parts = {"stated": stated, "planning": planning, "measured": compare}
         wanted = [arguments.command] if arguments.command else list(parts)

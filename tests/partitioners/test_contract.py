@@ -7,6 +7,7 @@ import pytest
 from partitioners import (
     Balanced,
     Budget,
+    Fastest,
     LayerCost,
     LayerTooLarge,
     Optimal,
@@ -154,6 +155,21 @@ class TestPilot(KeepsBudget, CutsFiner, PartitionerContract):
 class TestOptimal(KeepsBudget, CutsFiner, PartitionerContract):
     def partitioner(self, rng, costs, budget):
         return Optimal()
+
+
+class TestFastest(KeepsBudget, CutsFiner, PartitionerContract):
+    def partitioner(self, rng, costs, budget):
+        return Fastest()
+
+    def test_every_candidate_fits_the_budget(self, rng):
+        costs = random_costs(rng)
+        budget = random_budget(rng, costs)
+        candidates = Fastest().candidates(costs, budget)
+        assert len({tuple(each) for each in candidates}) == len(candidates)
+        assert Fastest().partition(costs, budget) in (*candidates, [len(costs)])
+        for boundaries in candidates:
+            for first, last in zip([0, *boundaries], boundaries, strict=False):
+                assert shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes
 
 
 class TestBalanced(KeepsBudget, PartitionerContract):

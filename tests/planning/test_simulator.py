@@ -328,6 +328,22 @@ class TestMemory:
         assert self.run(100, graph_bytes=(5, 5, 0)).bound_s == 2 * 9.0
         assert self.run(None, graph_bytes=(5, 5, 0)).bound_s == 2 * 11.0
 
+    @pytest.mark.parametrize(("memory_bytes", "step_s"), [(100, 5.0), (99, 7.0)])
+    def test_a_shard_is_loaded_beside_a_unit_if_both_fit(self, memory_bytes, step_s):
+        """Two tasks of one shard: 2 s to load it, 5 s to compute; work of 80 beside two slabs of 10."""
+        tasks = [task(name, 5.0, num_steps=9, load_bytes=10, work_bytes=80) for name in "ab"]
+        found = simulate(tasks, [DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=5.0)])
+        assert found.makespan_s == pytest.approx(18 * step_s + (2 if step_s == 5 else 0))
+
+    def test_gradients_keep_their_bytes_until_they_are_in_dram(self):
+        """The next unit's work does not fit beside them: 5 s to compute, 2 s to store."""
+        tasks = [task(name, 5.0, num_steps=9, gradient_bytes=10, work_bytes=80) for name in "ab"]
+        seconds = [
+            simulate(tasks, [DeviceCost(memory_bytes=memory_bytes, store_bytes_per_s=5.0)]).makespan_s
+            for memory_bytes in (90, 89)
+        ]
+        assert seconds == pytest.approx([18 * 5 + 2, 18 * 7])
+
     def test_parts_keep_graphs_of_their_own_micro_batches(self):
         cost = task("a", 1.0, 1.0, 2.0, num_micro_batches=2, load_bytes=1, graph_bytes=30)
         found = simulate([cost], [DeviceCost(memory_bytes=20)] * 2)

@@ -1,0 +1,172 @@
+"""Cuts by predicted time: none of those compared is faster, and what is not simulated could not be."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, simulate
+from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, round_s
+from partitioners import Balanced, Budget, Fastest, LayerTooLarge, Optimal, Pilot, Presharded, shard_bytes
+from tests.partitions import layers, random_layers
+
+# A block of a transformer that takes 1 s forward and 2 s backward, and 8 s to load.
+BLOCK = {
+    "param_bytes": 64,
+    "grad_bytes": 64,
+    "saved_bytes": 64,
+    "peak_bytes": 128,
+    "forward_peak_bytes": 64,
+    "forward_s": 1.0,
+    "backward_s": 2.0,
+}
+
+
+def choice(costs, memory_bytes, *, link=8.0, update=16.0, number=1, num_tasks=1, **run):
+    budget = Budget(
+        memory_bytes=memory_bytes, num_micro_batches=number, link_bytes_per_s=link or 1e15, update_bytes_per_s=update
+    )
+    device = DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link, memory_bytes=memory_bytes)
+    return CutChoice(
+        costs=costs,
+        candidates=Fastest().candidates(costs, budget),
+        budget=budget,
+        run=RunAtHand(device=device, num_tasks=num_tasks, **run),
+    )
+
+
+def random_choice(seed):
+    rng = random.Random(seed)
+    costs = random_layers(rng, most=10)
+    number = rng.choice((1, 2))
+    least = max(shard_bytes(costs, k, k + 1, number) for k in range(len(costs)))
+    return choice(
+        costs,
+        int(max(1, least) * rng.uniform(1, 6)),
+        link=rng.choice((None, 1e3, 1e4)),
+        update=rng.choice((1e3, 1e4, 1e9)),
+        number=number,
+        num_tasks=rng.choice((1, 2, 5)),
+        num_devices=rng.choice((1, 2)),
+        host=HostCost(optimizer_threads=rng.choice((1, 2)), cores=rng.choice((None, 2.0))),
+        state_bytes=rng.choice((None, None, 2.0)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_cut_is_predicted_to_be_faster(seed):
+    found = random_choice(seed)
+    best = found.fastest()
+    others = [Pilot(), Optimal(), *(Balanced(number) for number in range(1, 17))]
+    for partitioner in others:
+        try:
+            boundaries = partitioner.partition(found.costs, found.budget)
+        except (LayerTooLarge, ValueError):  # not in so many shards
+            continue
+        assert best.step_s <= 1.001 * found.predicted(boundaries).step_s
+    assert best.step_s == found.predicted(best.boundaries).step_s
+    assert min(found.predicted(each).step_s for each in found.candidates) >= best.step_s / 1.001
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_run_is_faster_than_the_bound(seed):
+    found = random_choice(seed)
+    run = replace(found.run, num_devices=1, num_tasks=found.run.tasks_per_device)
+    for boundaries in found.candidates:
+        task = found.cost(boundaries, "t", 12)
+        tasks = [replace(task, name=str(k), num_micro_batches=1) for k in range(run.num_tasks)]
+        makespan_s = simulate(tasks, [run.device], host=run.host).makespan_s
+        # Of the last step, gradients and updates leave after it; of the first, nothing came before.
+        assert makespan_s >= 0.999 * 11 * least_round_s(task, run)
+
+
+def test_one_task_is_cut_where_copies_and_updates_hide():
+    """All of 8 blocks takes 24 s; loaded twice, but for the last shard, and updated at half of a load's rate."""
+    costs = layers(*([BLOCK] * 8))
+    alone = choice(costs, 4096, link=64.0, update=64.0)
+    best = alone.fastest()
+    assert len(best.boundaries) > 2
+    assert alone.predicted([8]).step_s == 24 + 8 + 8 + 8  # load, then compute, gradients, update
+    assert best.step_s < 40
+    assert best.fewest == (1, 48.0)
+    assert str(best).startswith(
+        f"{len(best.boundaries)} shards: a step takes {best.step_s:.3g} s by prediction (device "
+    )
+    assert str(best).endswith(f"the least of {len(alone.candidates)} cuts; cut into 1, 48 s")
+
+
+@pytest.mark.parametrize("num_tasks", [2, 4, 9])
+def test_tasks_that_hide_one_another_keep_their_models_whole(num_tasks):
+    found = choice(layers(*([BLOCK] * 8)), 4096, link=64.0, update=64.0, num_tasks=num_tasks)
+    best = found.fastest()
+    assert best.boundaries == (8,)
+    assert best.step_s == pytest.approx(24 * min(num_tasks, 4), rel=0.2)
+
+
+def test_a_model_that_fits_stays_whole_where_all_share_one_core():
+    costs = layers(*([BLOCK] * 8))
+    found = choice(costs, 4096, link=1e4, update=64.0, host=HostCost(cores=1))
+    shared = replace(found, run=replace(found.run, device=replace(found.run.device, copies_compute=True)))
+    assert shared.fastest().boundaries == (8,)
+
+
+def test_devices_share_the_host():
+    """Two tasks on two devices have half of the host each."""
+    costs = layers(*([BLOCK] * 8))
+    one = choice(costs, 4096, update=8.0)
+    two = choice(costs, 4096, update=4.0, num_tasks=2, num_devices=2)
+    [alone, beside] = (round_s(found.cost([8]), found.run) for found in (one, two))
+    assert two.run.tasks_per_device == 1
+    assert beside == pytest.approx(alone + 3 * 512 / 8)  # its own, at half of the rate, and the other's
+
+
+def test_an_update_on_the_device_moves_states_and_leaves_the_host_alone():
+    found = choice(layers(*([BLOCK] * 4)), 4096, state_bytes=3.0).cost([2, 4])
+    assert found.update_s == (0.0, 0.0)
+    assert found.gradient_bytes == (3 * 128, 3 * 128)
+
+
+def test_seconds_are_of_all_micro_batches():
+    costs = layers(*([BLOCK | {"input_bytes": 4, "output_bytes": 4}] * 3))
+    found = choice(costs, 2048, number=4).cost([1, 3], "a", 7)
+    assert found.unit_s == (4.0, 24.0, 12.0)
+    assert found.boundary_bytes == (16, 16)
+    assert (found.num_steps, found.num_micro_batches, found.load_bytes) == (7, 4, (64, 128))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def planned(*names, memory="1MiB", **options):
+    batches = [(torch.ones(4, 32), torch.ones(4, 32))]
+    tasks = [ModelTask(mlp(), F.mse_loss, batches, 0.1, name=name, seed=0, **options) for name in names]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, bandwidth=10**9)])
+    orchestra.verbose = 0
+    return orchestra.generate()
+
+
+def test_a_plan_tells_what_was_predicted_and_tasks_alike_share_it():
+    plan = planned("a", "b")
+    one, two = plan.tasks.values()
+    assert two.adopted_from == "a"
+    assert one.boundaries == two.boundaries == [12]
+    assert one.predicted_s == two.predicted_s > 0
+    assert one.cut_because == two.cut_because
+    assert f"a, b: {one.cut_because}" in str(plan).splitlines()
+    assert "a step of 2 such tasks on a device takes" in one.cut_because
+
+
+def test_a_cut_that_the_user_made_is_not_predicted():
+    plan = planned("a", partitioner=Presharded([6, 12]))
+    assert (plan.tasks["a"].predicted_s, plan.tasks["a"].cut_because) == (None, "")
+
+
+def test_evaluations_are_cut_by_what_a_forward_takes():
+    """Nothing is updated: a device that holds the model keeps it whole."""
+    costs = [replace(cost, grad_bytes=0) for cost in layers(*([BLOCK] * 4))]
+    assert Fastest().partition(costs, Budget(memory_bytes=4096, link_bytes_per_s=64.0, unit_s=0.1)) == [4]
