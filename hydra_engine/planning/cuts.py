@@ -44,6 +44,7 @@ class RunAtHand:
     num_tasks: int = 1
     double_buffer: bool = True
     state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
+    early_release: bool = False
 
     @property
     def num_busy(self) -> int:
@@ -181,6 +182,7 @@ def cut_cost(
         update_s=[0.0 if on_device else num_bytes / budget.update_bytes_per_s for num_bytes in stepped],
         work_bytes=works,
         num_micro_batches=number,
+        early_release=run is not None and run.early_release,
     )
     if run is None or run.device.memory_bytes is None:
         return task

@@ -185,6 +185,7 @@ class Estimate:
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
             state_bytes=state_bytes,
+            early_release=state.pool.early_release,
         )
 
     def steps_on_device(self, device: DeviceSpec) -> bool:
@@ -628,7 +629,7 @@ class PlannedTask:
 
         Micro-batches that the plan has chosen stay with the cut that they were chosen for.
         """
-        task, choice, own = self.task, self.choice, self.state.cut.boundaries
+        task, choice, own, early = self.task, self.choice, self.state.cut.boundaries, self.state.pool.early_release
         if choice is None:
             costs = [self.estimate.cost(1)]
         else:
@@ -636,13 +637,7 @@ class PlannedTask:
             others = [] if is_chosen else [ends for ends in choice.candidates if tuple(ends) != tuple(own)]
             costs = [choice.cost(ends) for ends in (own, *others)]
         return [
-            replace(
-                each,
-                num_micro_batches=1,
-                priority=task.priority,
-                weight=task.weight,
-                early_release=task.early_release,
-            )
+            replace(each, num_micro_batches=1, priority=task.priority, weight=task.weight, early_release=early)
             for each in costs
         ]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
 from hydra_engine.planning import cuts
-from hydra_engine.planning.cuts import LEAST_GAIN, SAME, PredictedRun, WholeRun
+from hydra_engine.planning.cuts import LEAST_GAIN, PredictedRun, WholeRun
 from partitioners import Presharded
 from tests import reference
 from tests.zoo import Block, Embed, next_byte_loss
