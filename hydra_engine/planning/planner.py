@@ -36,6 +36,8 @@ from hydra_engine.host import (
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
+    MOST_UNITS,
+    UNITS_PER_S,
     CutChoice,
     PredictedCut,
     RunAtHand,
@@ -46,7 +48,7 @@ from hydra_engine.planning.cuts import (
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
-from hydra_engine.planning.simulate import predict_spreads
+from hydra_engine.planning.simulate import bound_s, predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
@@ -1031,7 +1033,9 @@ def cut_together(planned: Sequence[PlannedTask]) -> dict[int, tuple[int, ...]]:
         return {}
     assert chosen[0].choice is not None
     run = chosen[0].choice.run
-    found = WholeRun.of(run, options).best()
+    whole = WholeRun.of(run, options)
+    least_s = bound_s([each[0] for each in options], whole.devices)
+    found = replace(whole, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s))).best()
     cuts = {}
     for i, (each, k) in enumerate(zip(planned, found.chosen, strict=True)):
         if k > 0:
